@@ -1,0 +1,44 @@
+"""What makes `accelerator.accumulate` exact: counts of the whole step, and the scale that undoes k and N.
+
+A cell's loss, `losses.weighted_loss` of its sums with the whole step's counts, has a gradient that only needs to be added up
+over all cells. `accelerator.backward` divides by k, and DistributedDataParallel averages over the N processes, so the loss is
+multiplied by k * N first. k may differ between processes and from step to step: each process undoes its own.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+
+Cell = TypeVar("Cell")
+
+
+def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor:
+    """n_j of the step: the processes' counts added up in one all-reduce of a few integers.
+
+    Args:
+        counts: int64 [terms], targets in this process's cells.
+
+    Returns:
+        int64 [terms] on the accelerator's device; the host does not wait for it.
+    """
+    return accelerator.reduce(counts.to(accelerator.device, non_blocking=True), reduction="sum")
+
+
+def seed_noise(seed: int, step: int, process_index: int) -> None:
+    """Make torch's noise (dropout) a function of the seed, the step and the process: nothing to save, nothing to restore."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(repr((seed, step, process_index)).encode()).digest()[:8], "big"))
+
+
+def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Iterate over a step's cells so that `accelerator.accumulate` synchronises at the last one, and only there."""
+    accelerator.gradient_accumulation_steps = len(cells)
+    accelerator.step = 0  # Accelerate's count of micro-steps; it must not carry over from a step with another k
+    yield from cells
+
+
+def loss_scale(accelerator: Accelerator) -> int:
+    """k * N: undoes the division by k in `accelerator.backward` and the mean over N processes of the gradient reduction."""
+    return accelerator.gradient_accumulation_steps * accelerator.num_processes

@@ -1,0 +1,161 @@
+"""Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, and resumes on any layout.
+
+    model.safetensors   parameters and buffers
+    optimizer.pt        state of the optimizer and of the gradient scaler, if any (read with weights_only=True)
+    recipe.yaml         the recipe as resolved
+    state.json          step, fingerprints, versions, size of each file above
+
+Nothing else decides what comes next: samples, masks and dropout noise are functions of the seed and the step.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import accelerate
+import safetensors.torch
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from torch import nn
+
+from recipes.errors import UsageError
+from recipes.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a run was.
+
+    Attributes:
+        step: optimizer steps taken.
+        recipe_fingerprint, data_fingerprint: what it was trained with (see `Recipe.fingerprint`, `SentencePairs.fingerprint`).
+        num_skipped: steps that the fp16 scaler skipped so far.
+    """
+
+    step: int = 0
+    recipe_fingerprint: str = ""
+    data_fingerprint: str = ""
+    num_skipped: int = 0
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders in `output_dir`, oldest first."""
+    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in output_dir.glob("checkpoint-*")]
+    return [path for match, path in sorted(((m, p) for m, p in found if m), key=lambda pair: int(pair[0][1]))]
+
+
+def save(
+    accelerator: Accelerator,
+    output_dir: Path,
+    state: State,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    total_limit: int | None = None,
+) -> Path:
+    """Write `checkpoint-STEP` into a hidden sibling, flush it to disk, rename it; only then remove old ones.
+
+    Called by all processes; process 0 writes, the others wait for it.
+
+    Args:
+        model, optimizer: as prepared by `accelerator`.
+        total_limit: checkpoints to keep, the newest; None keeps all.
+    """
+    folder = output_dir / f"checkpoint-{state.step}"
+    if accelerator.is_main_process:
+        partial = output_dir / f".{folder.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        safetensors.torch.save_model(accelerator.unwrap_model(model), str(partial / "model.safetensors"))
+        scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
+        torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler}, partial / "optimizer.pt")
+        (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        record = dataclasses.asdict(state) | {
+            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+            "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
+        }
+        (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in [*partial.iterdir(), partial]:
+            _flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        _flush(output_dir)
+        if total_limit is not None:
+            for old in checkpoints(output_dir)[:-total_limit]:
+                shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tuple[Path, State]:
+    """The checkpoint that `latest` or a path names, after checking that it is whole and belongs to `recipe`.
+
+    Raises:
+        UsageError: there is none, it is damaged, or of another recipe (names the fields that differ).
+    """
+    if resume_from_checkpoint == "latest":
+        if not checkpoints(output_dir):
+            raise UsageError(
+                f"resume_from_checkpoint is latest, but {output_dir} holds no checkpoint: check --output_dir, or leave "
+                "--resume_from_checkpoint out to start anew"
+            )
+        folder = checkpoints(output_dir)[-1]
+    else:
+        folder = Path(resume_from_checkpoint)
+    if not (folder / "state.json").is_file():
+        inside = ", ".join(path.name for path in checkpoints(folder)) if folder.is_dir() else ""
+        hint = f"it holds {inside}: name one of them" if inside else "give latest, or a folder checkpoint-STEP"
+        raise UsageError(f"resume_from_checkpoint is {folder}, which is not a checkpoint: {hint}")
+    try:
+        record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        sizes = record["files"]
+        state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
+        wrong = [name for name in sizes if not (path := folder / name).is_file() or path.stat().st_size != sizes[name]]
+        theirs = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UsageError(f"checkpoint {folder} is damaged ({error!r}): resume from an older one") from None
+    if wrong:
+        raise UsageError(
+            f"checkpoint {folder} is damaged (missing or of another size: {', '.join(wrong)}): resume from an older one"
+        )
+    if state.recipe_fingerprint != recipe.fingerprint:
+        pairs = [(name, theirs.get(name), value) for name, value in recipe.decisive().items()]
+        differ = "; ".join(f"{name} {old} there, {new} here" for name, old, new in pairs if old != new)
+        raise UsageError(f"checkpoint {folder} is of another recipe: {differ}. Its recipe is {folder / 'recipe.yaml'}")
+    return folder, state
+
+
+def load(
+    accelerator: Accelerator,
+    folder: Path,
+    state: State,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_fingerprint: str,
+) -> None:
+    """Read model, optimizer and scaler (as prepared by `accelerator`) from what `find` found.
+
+    Raises:
+        UsageError: the data are not those it was trained on.
+    """
+    if state.data_fingerprint != data_fingerprint:
+        raise UsageError(
+            f"checkpoint {folder} was trained on other data (fingerprint {state.data_fingerprint}, here {data_fingerprint}): "
+            "give the same documents and tokenizer, in the same order"
+        )
+    safetensors.torch.load_model(accelerator.unwrap_model(model), str(folder / "model.safetensors"))
+    moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(moments["optimizer"])
+    if accelerator.scaler is not None and moments["scaler"] is not None:
+        accelerator.scaler.load_state_dict(moments["scaler"])

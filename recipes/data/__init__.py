@@ -1,0 +1,1 @@
+"""Training data: documents and images, tokenizers, collators."""

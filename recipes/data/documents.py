@@ -1,0 +1,378 @@
+"""Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
+
+import ast
+import csv
+import glob
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Dataset, Features, Value
+
+from recipes.errors import UsageError, nearest
+
+FEATURES = Features({"text": Value("string")})
+MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
+MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
+
+
+def load_documents(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    num_proc: int | None = None,
+) -> Dataset:
+    """Documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
+
+    Documents without a visible character are dropped; the others are kept as they are.
+
+    Args:
+        train_file: paths and globs (`data/*.txt`, `data/**/*.jsonl`), read in the order given, each glob sorted by
+            path; a file named twice is read once. Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
+
+            - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
+              needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
+              every title and every paragraph is a document of its own.
+            - `.jsonl`, `.json`: one object per line, the document in its key `text_column`.
+            - `.csv`: a header line, the document in column `text_column`.
+            - `.parquet`: the document in the string column `text_column`.
+        dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
+            and the standard library's docstrings of the running Python, some 450 documents, no network needed.
+        dataset_config_name: the configuration of a dataset on the hub.
+        split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
+        text_column: the column that holds the document. Text files and built-in documents have no columns.
+        num_proc: processes that read; more than there are files are of no use.
+
+    Returns:
+        A memory-mapped dataset with one string column `text`, at least one row. Files are read as a stream and cached
+        by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
+
+    Raises:
+        UsageError: neither or both sources; a file that is missing, a directory, of unknown kind, without a document,
+            not UTF-8 or malformed; no such column; a dataset that cannot be reached or has no such configuration.
+    """
+    if (not train_file) == (not dataset_name):
+        given = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
+        raise UsageError(
+            f"give exactly one of train_file and dataset_name, not {given}; builtin/python_docs needs no download."
+        )
+    builtin = dataset_name is not None and dataset_name.startswith("builtin/")
+    if builtin and dataset_name not in BUILTIN:
+        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, BUILTIN)}.")
+    if (train_file or builtin) and (dataset_config_name is not None or split != "train"):
+        raise UsageError(
+            f"dataset_config_name={dataset_config_name!r} and split={split!r} select a part of a dataset on the hub; "
+            f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
+        )
+    if builtin:
+        return _cached(BUILTIN[dataset_name], key=sys.version)
+    if train_file:
+        files = _find([train_file] if isinstance(train_file, str) else train_file)
+        key = [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+        workers = min(num_proc or 1, len(files))
+        return _cached(_read, key=(key, text_column), num_proc=workers, files=files, text_column=text_column)
+    return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
+
+
+def split_documents(documents: Dataset, validation_fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Training and held-out documents, both in their old order: a function of the seed and the number of documents.
+
+    Args:
+        documents: any dataset.
+        validation_fraction: share of the documents to hold out, in [0, 1): rounded, and at least 2 documents
+            (a false next sentence needs a second one). 0 holds out none: the second dataset is empty.
+        seed: a whole number >= 0.
+
+    Raises:
+        UsageError: the fraction is out of range, or leaves fewer than 2 documents to train on.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise UsageError(f"validation_fraction {validation_fraction} must be at least 0 and less than 1.")
+    if validation_fraction == 0:
+        return documents, documents.select([])
+    num_validation = max(2, round(len(documents) * validation_fraction))
+    if len(documents) - num_validation < 2:
+        raise UsageError(
+            f"validation_fraction {validation_fraction} of {len(documents)} documents leaves fewer than 2 to train on "
+            f"({num_validation} held out, 2 at least). Lower it, set it to 0, or give more documents; "
+            "in a .txt file a blank line ends a document."
+        )
+    order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(documents))
+    validation, train = np.sort(order[:num_validation]), np.sort(order[num_validation:])
+    return documents.select(train), documents.select(validation)
+
+
+# A segment starts after a blank line and at a list item; it ends after a full stop (not that of an initial), with its
+# closing quotes, before a new line, an upper-case letter, a digit or a quote; the CJK full stop needs no space.
+_ITEM = r"[^\S\n]*(?:[-*+•‣]|\d{1,3}[.)])\s"
+_ITEM_START = re.compile(_ITEM)
+_BREAK = re.compile(rf"\n(?=[^\S\n]*\n|{_ITEM})")
+_SENTENCE_END = re.compile(
+    r"""(?:(?<!\b[A-Za-z])\.|[!?…])["'”’»)\]]*(?:[^\S\n]*\n|\s+(?=["'“‘«(\[]*[^\W_a-z]))|[。！？]["'”’」』）]*"""
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The segments of a document from which sentence pairs are made, without losing a visible character.
+
+    Paragraphs (blank lines) and list items stay apart, the hard-wrapped lines of one paragraph are joined, and white
+    space becomes single spaces. Rules, not a model: abbreviations before a capital ("Dr. Who") end a sentence, one
+    that starts with a lower-case letter is found only after a line end, and a list's last item takes in the lines that
+    follow it without a blank one.
+
+    >>> split_sentences("One sentence\\nin two lines. Another by J. Smith!\\n\\n- an item\\n- 2. and another")
+    ['One sentence in two lines.', 'Another by J. Smith!', '- an item', '- 2. and another']
+    """
+    segments = []
+    for block in _BREAK.split(text):
+        item = _ITEM_START.match(block)
+        start = 0
+        for end in _SENTENCE_END.finditer(block, item.end() if item else 0):
+            segments.append(block[start : end.end()])
+            start = end.end()
+        segments.append(block[start:])
+    return [" ".join(segment.split()) for segment in segments if segment.strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sources
+
+
+def _cached(generate: Callable[..., Iterator[dict]], key: object, num_proc: int = 1, **kwargs) -> Dataset:
+    """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text."""
+    fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
+    try:
+        return Dataset.from_generator(
+            generate, features=FEATURES, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
+        )
+    except datasets.exceptions.DatasetGenerationError:
+        for _ in generate(**kwargs):  # meet the user's error again, free of what `datasets` and its workers wrap it in
+            pass
+        raise
+
+
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+    try:
+        documents = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"dataset_name {name!r} (config {config!r}, split {split!r}): {' '.join(str(error).split())}. Check the "
+            "three names and the network, or use train_file or dataset_name builtin/python_docs, which need none."
+        ) from error
+    if text_column not in documents.column_names:
+        raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
+    documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
+    found = documents.features["text"]
+    if found not in (Value("string"), Value("large_string")):
+        raise UsageError(f"dataset_name {name!r}: column {text_column!r} holds {found}, not text.")
+    if documents.features != FEATURES:
+        documents = documents.cast(FEATURES)
+    visible = documents.filter(_visible, input_columns="text", num_proc=num_proc)
+    if not len(visible):
+        raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
+    return documents if len(visible) == len(documents) else visible
+
+
+def _visible(text: str | None) -> bool:
+    return text is not None and text != "" and not text.isspace()
+
+
+def _no_column(where: str, text_column: str, columns: Sequence[str]) -> str:
+    hint = nearest(text_column, columns)
+    return f"{where} has no column {text_column!r}, only {', '.join(map(repr, columns))}. Set text_column: {hint}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def _find(patterns: Sequence[str]) -> list[str]:
+    """The files that the patterns name, in order, each once."""
+    files, problems = [], []
+    for pattern in map(os.path.expanduser, patterns):
+        found = [pattern]
+        if not os.path.exists(pattern):  # so that a bracket or a star in an existing file's name is no pattern
+            found = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
+            if not found:
+                rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
+                problems.append(f"data file {pattern}: {rule} in {os.getcwd()}.")
+        for file in found:
+            kind = Path(file).suffix.lower()
+            if os.path.isdir(file):
+                problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
+            elif kind not in READERS:
+                problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, READERS)}")
+        files += found
+    if problems:
+        raise UsageError(problems)
+    return list(dict.fromkeys(files))
+
+
+def _read(files: Sequence[str], text_column: str) -> Iterator[dict[str, str]]:
+    """The documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    for file in files:
+        empty = True
+        try:
+            for number, text in READERS[Path(file).suffix.lower()](file, text_column):
+                if text is not None and not isinstance(text, str):
+                    raise UsageError(f"{file}:{number}: {text_column!r} holds {type(text).__name__}, not text.")
+                if _visible(text):
+                    yield {"text": text}
+                    empty = False
+        except (OSError, pa.ArrowException) as error:
+            raise UsageError(f"data file {file} cannot be read: {' '.join(str(error).split())}") from error
+        if empty:
+            raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
+
+
+def _lines(file: str) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1 and lines; \\r\\n becomes \\n."""
+    with open(file, "rb") as stream:
+        offset = 0
+        for number, line in enumerate(stream, start=1):
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{file}:{number}: not UTF-8 at byte offset {offset + error.start} "
+                    f"(0x{line[error.start]:02x}). Convert it: iconv -f ENCODING -t UTF-8"
+                ) from error
+            offset += len(line)
+            yield number, (text.removeprefix("\ufeff") if number == 1 else text).replace("\r\n", "\n")
+
+
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    for blank, lines in groupby(_lines(file), key=lambda line: not _visible(line[1])):
+        if blank:
+            continue
+        block, size = [], 0
+        for number, line in lines:
+            block.append(line)
+            size += len(line)
+            if size > MAX_BLOCK:
+                raise UsageError(
+                    f"{file}:{number}: no blank line in {MAX_BLOCK:,} characters, but a blank line ends a document in "
+                    ".txt. Put one after each document, or use .jsonl."
+                )
+        yield number, "".join(block).removesuffix("\n")
+
+
+def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+    for number, line in _lines(file):
+        if not _visible(line):
+            continue
+        try:
+            row = json.loads(line.rstrip("\n"))
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
+            ) from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
+        if text_column not in row:
+            raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
+        text = row[text_column]
+        if isinstance(text, str) and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UsageError(f"{file}:{number}: half of a surrogate pair, {text[error.start]!r}.") from error
+        yield number, text
+
+
+def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str | None]]:
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters unless told
+    rows = csv.DictReader((line for _, line in _lines(file)), strict=True)
+    try:
+        if rows.fieldnames and text_column not in rows.fieldnames:
+            raise UsageError(_no_column(file, text_column, rows.fieldnames))
+        for row in rows:
+            yield rows.line_num, row[text_column]
+    except csv.Error as error:
+        raise UsageError(f"{file}: the row after line {rows.line_num} is not CSV: {error}.") from error
+
+
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        if text_column not in table.schema_arrow.names:
+            raise UsageError(_no_column(file, text_column, table.schema_arrow.names))
+        number = 0
+        for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
+            for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020
+                yield number, text
+
+
+READERS = {
+    ".txt": _blocks,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the documentation that ships with Python
+
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
+_RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
+
+
+def _python_docs() -> Iterator[dict[str, str]]:
+    """One document per topic of the language reference, then one per module of the standard library, sorted by name.
+
+    A module's document is its docstring and those of its classes and functions in source order, read from the source:
+    nothing is imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. Left out are
+    documents under `MIN_BUILTIN` characters, and topics that another quotes whole: held out, they would be known.
+    """
+    from pydoc_data.topics import topics
+
+    pages = [_prose(text) for _, text in sorted(topics.items())]
+    pages = [page for page in pages if not any(page in other and page != other for other in pages)]
+    root = sysconfig.get_path("stdlib")
+    sources = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED
+        sources += [os.path.join(folder, file) for file in files if file.endswith(".py")]
+    for source in sorted(sources, key=lambda source: Path(source).relative_to(root).with_suffix("").parts):
+        pages.append(_prose("\n\n".join(_docstrings(Path(source).read_bytes()))))
+    yield from ({"text": page} for page in pages if len(page) >= MIN_BUILTIN)
+
+
+def _docstrings(source: bytes) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in someone else's source
+        nodes = list(_statements(ast.parse(source)))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
+    yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield from _statements(child)
+
+
+def _prose(text: str) -> str:
+    text = _RULER.sub("", _DOCTEST.sub("", text.expandtabs()))
+    return re.sub(r"\n\s*\n", "\n\n", text).strip()
+
+
+BUILTIN = {"builtin/python_docs": _python_docs}

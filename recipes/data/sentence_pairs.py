@@ -1,0 +1,300 @@
+"""Documents to BERT's pretraining samples: pairs of segments with masked tokens (Devlin et al. 2019, 1810.04805).
+
+Built once with `datasets`: every document tokenized into sentences, and cut into chunks of consecutive sentences of about
+`max_seq_length` tokens. A chunk is a sample. Drawn anew in every epoch from (seed, epoch, sample id): where the chunk is cut
+into segments A and B, whether B is replaced by a passage of another document, how a pair that is too long is truncated,
+which tokens are masked. So no pair is seen twice, nothing need be stored, and any epoch can be had at once.
+
+The passage that replaces B has as many sentences as come nearest to B's length. (Devlin's code fills it up to the sample's
+length, so that the length alone tells many pairs apart; here the next-sentence accuracy measures content.)
+"""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from recipes.data.arrow import ListColumn
+from recipes.data.documents import load_documents, split_documents, split_sentences
+from recipes.data.tokenizer import load_tokenizer, train_wordpiece
+from recipes.errors import UsageError
+from recipes.losses import IGNORED
+from recipes.order import sample_rng
+from recipes.recipe import BertPretraining
+
+# Streams of random numbers (see order.sample_rng).
+CHUNKS, PAIRS, MASKS = 1, 2, 3
+NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One sample of one epoch, before masking.
+
+    Attributes:
+        epoch, sample_id: which.
+        first, second: token ids of segments A and B, int32 views.
+        is_random: 0 when B follows A, 1 when it comes from another document (the label of `BertForPreTraining`).
+    """
+
+    epoch: int
+    sample_id: int
+    first: np.ndarray
+    second: np.ndarray
+    is_random: int
+
+    @property
+    def length(self) -> int:
+        """Tokens with [CLS] and both [SEP]."""
+        return len(self.first) + len(self.second) + NUM_SPECIAL
+
+
+class SentencePairs:
+    """The samples of a corpus.
+
+    Args:
+        documents: one row per document, column `text`.
+        tokenizer: with [CLS], [SEP], [MASK] and [PAD].
+        seed: decides every draw.
+        max_seq_length: tokens per sample at most.
+        short_seq_probability: share of the chunks cut to a random shorter length.
+        next_sentence_probability: share of the pairs whose B follows A.
+        mlm_probability: share of a sample's ordinary tokens that are to be predicted (rounded, at least one).
+        num_proc: processes that tokenize.
+        what: names the corpus in messages.
+
+    Raises:
+        UsageError: fewer than two documents, so that no passage of another document can be drawn.
+    """
+
+    def __init__(
+        self,
+        documents: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        max_seq_length: int,
+        short_seq_probability: float,
+        next_sentence_probability: float,
+        mlm_probability: float,
+        num_proc: int | None = None,
+        what: str = "the corpus",
+    ):
+        self.seed, self.tokenizer = seed, tokenizer
+        self.max_tokens = max_seq_length - NUM_SPECIAL
+        self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
+        self.is_special = np.zeros(len(tokenizer), bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.ordinary = np.flatnonzero(~self.is_special)
+        vocabulary = tokenizer.backend_tokenizer.to_str()
+        built = documents.map(
+            _tokenize,
+            batched=True,
+            with_indices=True,
+            remove_columns=documents.column_names,
+            fn_kwargs={
+                "tokenizer": tokenizer,
+                "seed": seed,
+                "max_tokens": self.max_tokens,
+                "short_seq_probability": short_seq_probability,
+            },
+            num_proc=num_proc,
+            desc=f"Tokenizing {what}",
+            new_fingerprint=_hash(documents._fingerprint, vocabulary, seed, self.max_tokens, short_seq_probability),
+        )
+        self.tokens, self.ends, self.cuts = (ListColumn(built, name) for name in ("tokens", "ends", "cuts"))
+        if len(self.tokens) < 2:
+            raise UsageError(
+                f"{what} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so that B "
+                "can come from another document (in a .txt file, blank lines separate documents)"
+            )
+        # Sample i is chunk i - first_sample[d] of document d, the last d with first_sample[d] <= i.
+        self.first_sample = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
+
+    def __len__(self) -> int:
+        return int(self.first_sample[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.lengths().sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of what the samples are made of: the vocabulary, all documents' sizes, 1,000 documents' tokens."""
+        rows = range(0, len(self.tokens), max(1, len(self.tokens) // 1000))
+        some_tokens = [self.tokens[row].tobytes() for row in rows]
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return _hash(vocabulary, self.tokens.lengths().tobytes(), self.first_sample.tobytes(), some_tokens)
+
+    def draw(self, epoch: int, sample_id: int) -> Pair:
+        """The pair of a sample in an epoch."""
+        rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
+        row = int(np.searchsorted(self.first_sample, sample_id, side="right")) - 1
+        chunk = sample_id - self.first_sample[row]
+        tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
+        first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
+        start, middle, stop = (
+            ends[place - 1] if place else 0 for place in (first, int(rng.integers(first + 1, last)), last)
+        )
+        a, b = tokens[start:middle], tokens[middle:stop]
+        is_random = rng.random() >= self.next_sentence_probability
+        if is_random:
+            other = int(rng.integers(len(self.tokens) - 1))
+            other += other >= row
+            tokens, ends = self.tokens[other], self.ends[other]
+            place = int(rng.integers(len(ends)))
+            start = ends[place - 1] if place else 0
+            lengths = ends[place:] - start
+            b = tokens[start : start + lengths[np.abs(lengths - len(b)).argmin()]]
+        a, b = self._truncate(a, b, rng)
+        return Pair(int(epoch), int(sample_id), a, b, int(is_random))
+
+    def _truncate(self, a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Cut the longer segment, at its front or back at random, token by token, until the pair fits."""
+        if len(a) + len(b) <= self.max_tokens:
+            return a, b
+        keep_a = min(len(a), max(self.max_tokens - len(b), (self.max_tokens + 1) // 2))
+        cut = []
+        for segment, keep in ((a, keep_a), (b, self.max_tokens - keep_a)):
+            front = int(rng.binomial(len(segment) - keep, 0.5))
+            cut.append(segment[front : front + keep])
+        return cut[0], cut[1]
+
+    def mask(self, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sample's tokens as the model sees them, and what it must predict.
+
+        Returns:
+            input ids int64 [length], masked places int64 [m] ascending, their true tokens int64 [m]. Of the masked tokens
+            80 % are [MASK], 10 % a random ordinary token, 10 % unchanged; special tokens are never masked.
+        """
+        ids = self.tokenizer
+        tokens = np.concatenate(
+            [[ids.cls_token_id], pair.first, [ids.sep_token_id], pair.second, [ids.sep_token_id]], dtype=np.int64
+        )
+        rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
+        candidates = np.flatnonzero(~self.is_special[tokens])
+        num_masked = 0
+        if len(candidates) and self.mlm_probability > 0:
+            num_masked = max(1, round(len(candidates) * self.mlm_probability))
+        places = np.sort(rng.permutation(candidates)[:num_masked])
+        labels = tokens[places]
+        kind = rng.random(num_masked)
+        noise = self.ordinary[rng.integers(len(self.ordinary), size=num_masked)]
+        tokens[places] = np.where(kind < 0.8, ids.mask_token_id, np.where(kind < 0.9, noise, labels))
+        return tokens, places, labels
+
+    def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
+        """A cell of S samples, padded to their longest T; no samples make one row without targets.
+
+        Returns:
+            input_ids, token_type_ids: int64 [S, T].
+            attention_mask: int64 [S, T], 1 on tokens; None when nothing is padded.
+            masked_index: int64 [M], places of the masked tokens in the flattened [S * T].
+            masked_labels: int64 [M].
+            next_sentence_label: int64 [S].
+            counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
+        """
+        lengths = [pair.length for pair in pairs] or [NUM_SPECIAL]
+        shape = (len(lengths), max(lengths))
+        input_ids = np.full(shape, self.tokenizer.pad_token_id, np.int64)
+        token_type_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        index, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        attention_mask[0, : lengths[0]] = 1
+        for row, pair in enumerate(pairs):
+            tokens, places, targets = self.mask(pair)
+            input_ids[row, : len(tokens)] = tokens
+            token_type_ids[row, len(pair.first) + 2 : len(tokens)] = 1
+            attention_mask[row, : len(tokens)] = 1
+            index.append(places + row * shape[1])
+            labels.append(targets)
+        masked_labels = np.concatenate(labels)
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "token_type_ids": torch.from_numpy(token_type_ids),
+            "attention_mask": None if min(lengths) == shape[1] else torch.from_numpy(attention_mask),
+            "masked_index": torch.from_numpy(np.concatenate(index)),
+            "masked_labels": torch.from_numpy(masked_labels),
+            "next_sentence_label": torch.tensor([pair.is_random for pair in pairs] or [IGNORED]),
+            "counts": torch.tensor([len(masked_labels), len(pairs)]),
+        }
+
+
+def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[SentencePairs, SentencePairs | None]:
+    """The recipe's training and held-out samples; None when nothing is held out.
+
+    Args:
+        recipe: its data fields.
+        num_proc: processes that read and tokenize.
+
+    Raises:
+        UsageError: data or tokenizer that cannot be used.
+    """
+    source = {"text_column": recipe.text_column, "num_proc": num_proc}
+    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    documents = load_documents(train_file=recipe.train_file, **hub, **source)
+    if recipe.validation_file is None:
+        documents, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed)
+    else:
+        held_out = load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
+    name = recipe.tokenizer_name or recipe.model_name_or_path
+    if name is None:
+        tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
+    else:
+        tokenizer = load_tokenizer(name, recipe.vocab_size)
+    names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
+    settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
+    train = SentencePairs(documents, tokenizer, **settings, what="training documents")
+    return train, SentencePairs(held_out, tokenizer, **settings, what="held-out documents") if len(held_out) else None
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _tokenize(
+    batch: dict[str, list],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    max_tokens: int,
+    short_seq_probability: float,
+) -> dict[str, list]:
+    """Documents to `tokens` (all of them), `ends` (of each sentence, in tokens) and `cuts` (chunk borders, in sentences)."""
+    columns: dict[str, list] = {"tokens": [], "ends": [], "cuts": []}
+    for text, index in zip(batch["text"], indices, strict=True):
+        sentences = split_sentences(text)
+        encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
+        # A sentence longer than a sample is cut; a document of one sentence is cut in the middle.
+        pieces = [ids[at : at + max_tokens] for ids in encoded for at in range(0, len(ids), max_tokens)]
+        if len(pieces) == 1 and len(pieces[0]) > 1:
+            half = len(pieces[0]) // 2
+            pieces = [pieces[0][:half], pieces[0][half:]]
+        if len(pieces) < 2:
+            continue
+        lengths = np.array([len(piece) for piece in pieces])
+        rng = sample_rng(seed, CHUNKS, 0, index)
+        columns["tokens"].append(np.concatenate(pieces).astype(np.int32))
+        columns["ends"].append(np.cumsum(lengths).astype(np.int32))
+        columns["cuts"].append(_chunk(lengths, max_tokens, short_seq_probability, rng))
+    return columns
+
+
+def _chunk(lengths: np.ndarray, max_tokens: int, short_seq_probability: float, rng: np.random.Generator) -> np.ndarray:
+    """Borders of the chunks, in sentences, int32: [0, ..., len(lengths)]; every chunk has at least two sentences."""
+    cuts, size, target = [0], 0, None
+    for place, length in enumerate(lengths):
+        if target is None:
+            short = rng.random() < short_seq_probability
+            target = int(rng.integers(2, max_tokens + 1)) if short else max_tokens
+        size += length
+        if size >= target and place - cuts[-1] >= 1 and len(lengths) - place > 2:
+            cuts.append(place + 1)
+            size, target = 0, None
+    return np.array([*cuts, len(lengths)], np.int32)

@@ -1,0 +1,117 @@
+"""The dataset of optimizer steps: item t is everything that this process computes in step t."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.order import Order
+from recipes.partition import partition
+from recipes.plan import Layout
+
+Cell = dict[str, torch.Tensor | None]
+
+
+class Sample(Protocol):
+    """One sample of one epoch."""
+
+    @property
+    def length(self) -> int:
+        """Its size in tokens, for the partition."""
+
+
+class SampleSource(Protocol):
+    """What a task provides: samples as pure functions of (epoch, sample id)."""
+
+    def draw(self, epoch: int, sample_id: int) -> Any:
+        """A `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
+
+    def collate(self, samples: list[Any]) -> Cell:
+        """A cell's tensors, with `counts` int64 [terms]; works for no samples (a cell without targets)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepData:
+    """One process's part of one optimizer step.
+
+    Attributes:
+        step: its number; 0 is the first.
+        cells: tensors of each micro-step.
+        counts: int64 [terms], targets of each loss term in these cells.
+        samples: (epoch, sample id) of each sample of each cell.
+        epoch: epochs done when the step is done, a fraction.
+        num_samples, num_tokens: of the whole global batch, padding not counted.
+    """
+
+    step: int
+    cells: list[Cell]
+    counts: torch.Tensor
+    samples: list[list[tuple[int, int]]]
+    epoch: float
+    num_samples: int
+    num_tokens: int
+
+    def pin_memory(self) -> "StepData":
+        """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
+        pinned = [
+            {name: value if value is None else value.pin_memory() for name, value in c.items()} for c in self.cells
+        ]
+        return dataclasses.replace(self, cells=pinned)
+
+
+class Steps(Dataset):
+    """Step t of this process, for any t at once: a pure function of its arguments.
+
+    Every process evaluates the same order and partition and keeps its own cells, so nothing is communicated, and a
+    `DataLoader`'s workers can prepare any step ahead of time.
+
+    Args:
+        source: the samples.
+        order: which samples each step holds.
+        layout: how each step is cut.
+        process_index: this process's place among the layout's.
+        max_tokens: most tokens in a cell, padding included; None: no such cap.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        order: Order,
+        layout: Layout,
+        *,
+        process_index: int,
+        max_tokens: int | None = None,
+    ):
+        self.source, self.order, self.layout = source, order, layout
+        self.process_index, self.max_tokens = process_index, max_tokens
+
+    def __getitem__(self, step: int) -> StepData:
+        epochs, ids = self.order.samples(step)
+        samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
+        lengths = np.array([sample.length for sample in samples])
+        cap = self.layout.per_device_train_batch_size
+        places = partition(lengths, self.layout.num_processes, cap, self.max_tokens)[self.process_index]
+        cells = [self.source.collate([samples[place] for place in cell]) for cell in places]
+        return StepData(
+            step=step,
+            cells=cells,
+            counts=torch.stack([cell.pop("counts") for cell in cells]).sum(0),
+            samples=[[(int(epochs[place]), int(ids[place])) for place in cell] for cell in places],
+            epoch=float((step + 1) / self.order.steps_per_epoch),
+            num_samples=len(samples),
+            num_tokens=int(lengths.sum()),
+        )
+
+    def loader(self, steps: Sequence[int], num_workers: int, device: torch.device) -> DataLoader:
+        """Iterate over `steps`, prepared ahead of time by `num_workers` processes (0: none), pinned for a CUDA `device`."""
+        return DataLoader(
+            self, batch_size=None, sampler=steps, num_workers=num_workers, pin_memory=device.type == "cuda"
+        )
+
+
+def to_device(cell: Mapping[str, torch.Tensor | None], device: torch.device) -> Cell:
+    """The cell's tensors on `device`, copied without blocking from pinned memory."""
+    return {name: value if value is None else value.to(device, non_blocking=True) for name, value in cell.items()}

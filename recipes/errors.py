@@ -1,0 +1,51 @@
+"""The one error for people: a clear message, exit code 2, no traceback."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+SECONDS_FOR_PROCESS_0 = 3
+
+
+class UsageError(ValueError):
+    """A mistake in a recipe, a flag, a file or a launch. Each problem names the field, its value, the rule and the remedy.
+
+    Problems are collected and raised once, so that a user mends them all in one go.
+    """
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint with the valid names nearest to `name`, or with all of them when none is near.
+
+    >>> nearest("learning_rte", ["learning_rate", "seed"])
+    'did you mean learning_rate?'
+    >>> nearest("zzz", ["learning_rate", "seed"])
+    'valid names: learning_rate, seed'
+    """
+    valid = sorted(valid)
+    close = get_close_matches(name, valid, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"valid names: {', '.join(valid)}"
+
+
+def exit_code(main: Callable[[], None]) -> int:
+    """Run a program: 0 when it returns, 2 after a `UsageError`, whose problems go to stderr, one line each.
+
+    Process 0 speaks for all. The others wait for the launcher to end them, and speak only if it does not, because the
+    mistake is theirs alone (a file that one machine lacks).
+    """
+    try:
+        main()
+    except UsageError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:
+            time.sleep(SECONDS_FOR_PROCESS_0)
+        for problem in error.problems:
+            print(f"ERROR: {f'process {rank}: ' if rank else ''}{problem}", file=sys.stderr, flush=True)
+        return 2
+    return 0

@@ -1,0 +1,40 @@
+"""Exact evaluation: every held-out sample counted once, on any number of processes."""
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from recipes.data.steps import Steps, to_device
+from recipes.order import Order
+from recipes.plan import solve_layout
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int) -> torch.Tensor:
+    """Summed losses, correct predictions and targets of each loss term over a whole dataset.
+
+    Args:
+        accelerator: its processes share the work.
+        model: in evaluation mode called with a cell's tensors, returns (sums [terms], correct [terms]).
+        source: a `SampleSource` with a length; its samples are drawn as in epoch 0.
+        seed: of the order, which decides nothing but the cut.
+        batch_size: most samples in one forward.
+
+    Returns:
+        float64 [3, terms] on the host: sums, correct, counts.
+    """
+    layout = solve_layout(
+        num_processes=accelerator.num_processes, per_device_train_batch_size=batch_size, gradient_accumulation_steps=1
+    )
+    order = Order(len(source), layout.global_batch_size, seed, epoch_end="keep")
+    steps = Steps(source, order, layout, process_index=accelerator.process_index)
+    was_training, totals = model.training, 0
+    model.eval()
+    for data in steps.loader(range(int(order.steps_per_epoch)), 0, accelerator.device):
+        counts = data.counts.to(accelerator.device)
+        for cell in data.cells:
+            sums, correct = model(**to_device(cell, accelerator.device))
+            totals = totals + torch.stack([sums.double(), correct.double(), counts.double()])
+            counts = torch.zeros_like(counts)
+    model.train(was_training)
+    return accelerator.reduce(totals, reduction="sum").cpu()

@@ -1,0 +1,98 @@
+"""The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
+
+import os
+import warnings
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, get_int_from_env, parse_flag_from_env
+
+from recipes.errors import UsageError
+
+# How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "with tensor, context or sequence parallelism processes share samples",
+}
+
+
+def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelerator:
+    """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
+
+    One process takes the GPU if there is one. The launch asks for the CPU by ACCELERATE_USE_CPU or by hiding the GPUs
+    (`gpu_ids: "-1,-1"` in the launch file, or CUDA_VISIBLE_DEVICES); several processes then talk over gloo. Several
+    processes that find no GPU without having asked for the CPU are an error.
+
+    Args:
+        mixed_precision: no, fp16 or bf16; None: what the launch says.
+        kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
+
+    Raises:
+        UsageError: a launch that would not be what it says, or whose steps would not be the recipe's.
+    """
+    if problems := _environment_problems():
+        raise UsageError(problems)
+    # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=1,
+        mixed_precision=mixed_precision,
+        cpu=_gpus_are_hidden(),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        **kwargs,
+    )
+    if problems := _accelerator_problems(accelerator):
+        raise UsageError(problems)
+    return accelerator
+
+
+def _gpus_are_hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU. `accelerate launch` gives gpu_ids to all processes by that name, but
+    use_cpu only to a single one (as ACCELERATE_USE_CPU, which Accelerate reads itself)."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+
+
+def _environment_problems() -> list[str]:
+    problems = [
+        f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
+        for name, why in UNSUPPORTED.items()
+        if parse_flag_from_env(name)
+    ]
+    if (value := os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) is not None:
+        problems.append(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {value!r}, but k follows from the recipe and the hardware: "
+            "remove gradient_accumulation_steps from the launch file, and unset the variable"
+        )
+    size, has_rank = get_int_from_env(SIZES, 1), get_int_from_env(RANKS, -1) >= 0
+    if size > 1 and not has_rank:
+        problems.append(
+            f"the environment counts {size} processes, but this one has no RANK: start them by `accelerate launch`, or "
+            "unset WORLD_SIZE to run one"
+        )
+    if size == 1 and not has_rank and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        problems.append(
+            "the launch file has num_processes above 1, but `accelerate launch` starts a single process for its "
+            "distributed_type (MULTI_CPU, NO): on CPUs launch as accelerate_configs/2xcpu.yaml does, on GPUs with "
+            "MULTI_GPU; for one process set num_processes: 1 and unset MASTER_ADDR"
+        )
+    return problems
+
+
+def _accelerator_problems(accelerator: Accelerator) -> list[str]:
+    problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
+    if size > 1 and accelerator.num_processes == 1:
+        problems.append(
+            f"{size} processes were launched, but each would train alone, on {device}: to train on GPUs, see that "
+            "torch.cuda.is_available() and that LOCAL_RANK is set; to train on CPUs, launch with "
+            "accelerate_configs/2xcpu.yaml or set ACCELERATE_USE_CPU=true"
+        )
+    if accelerator.mixed_precision == "fp16" and device.type == "cpu":
+        problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
+    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if accelerator.mixed_precision == "bf16" and emulated:
+        name = torch.cuda.get_device_name(device)
+        problems.append(f"mixed_precision is bf16, but {name} only emulates it, slowly: set it to fp16")
+    return problems

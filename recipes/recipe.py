@@ -1,0 +1,262 @@
+"""Recipes: everything that decides the optimizer's steps, and nothing about the hardware they run on."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes import scaling, schedule
+from recipes.errors import UsageError, nearest
+from recipes.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, build, one_of, setting
+
+CATALOG = Path(__file__).parent / "catalog"
+
+# Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
+ALTERNATIVES = (
+    ("max_train_steps", "num_train_epochs"),
+    ("num_warmup_steps", "warmup_epochs", "warmup_ratio"),
+    ("train_file", "dataset_name"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples."""
+
+    # What it is
+    name: str = setting("name in the catalog", decides=False, flag=False)
+    task: str = setting("which script trains it", flag=False)
+    description: str = setting("what it trains, in a sentence", decides=False, flag=False)
+    source: str = setting("where its numbers come from", decides=False, flag=False)
+    expect: str = setting("the result to expect, and whether it was measured", decides=False, flag=False)
+    seed: int = setting("seed of everything random: weights, order, masks, dropout", NOT_NEGATIVE)
+
+    # The global batch and its order
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", POSITIVE)
+    epoch_end: str = setting(
+        "the end of an epoch: carry (a global batch may span two epochs), keep (a smaller last step), drop (leave the rest)",
+        one_of("carry", "keep", "drop"),
+    )
+    max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
+    num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
+
+    # AdamW
+    learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
+    learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", POSITIVE)
+    lr_scaling_rule: str = setting("how they change for another global batch", one_of(*scaling.RULES))
+    adam_beta1: float = setting("decay of the first moment per step", BELOW_ONE)
+    adam_beta2: float = setting("decay of the second moment per step", BELOW_ONE)
+    adam_epsilon: float = setting("added to the root of the second moment", POSITIVE)
+    weight_decay: float = setting("decoupled weight decay; never on biases and normalisation weights", NOT_NEGATIVE)
+    max_grad_norm: float | None = setting("clip the whole step's gradient to this L2 norm; null: no clipping", POSITIVE)
+
+    # Learning rate over the steps
+    lr_scheduler_type: str = setting("shape of the decay", one_of(*schedule.SHAPES))
+    num_warmup_steps: int | None = setting("linear warm-up in optimizer steps", NOT_NEGATIVE)
+    warmup_epochs: float | None = setting("linear warm-up in epochs", NOT_NEGATIVE)
+    warmup_ratio: float | None = setting("linear warm-up as a fraction of the schedule", PROBABILITY)
+    lr_num_steps: int | None = setting("length of the schedule in steps; null: the length of training", POSITIVE)
+    lr_first_step: int = setting(
+        "step of the schedule at which this run starts (it continues another run)", NOT_NEGATIVE
+    )
+    min_lr_ratio: float = setting("last learning rate / peak", PROBABILITY)
+    lr_power: float = setting("exponent of the polynomial schedule", POSITIVE)
+    lr_decay_ratio: float = setting("fraction of the schedule that warmup_stable_decay spends decaying", PROBABILITY)
+
+    def problems(self) -> list[str]:
+        """Rules between fields that this recipe breaks."""
+        problems = []
+        for group in ALTERNATIVES:
+            given = [name for name in group if getattr(self, name, None) is not None]
+            if any(hasattr(self, name) for name in group) and len(given) != 1:
+                what = " and ".join(given) + " are set" if given else "none is set"
+                problems.append(f"of {', '.join(group)} exactly one must be set, but {what}: set the others to null")
+        return problems
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits (SHA-256) of all fields that decide the steps; two recipes with equal ones take equal steps."""
+        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def decisive(self) -> dict[str, Any]:
+        """The fields that decide the steps, as plain JSON values. Where data lie is not among them: their content is
+        fingerprinted by the data pipeline."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
+        return json.loads(json.dumps(values))
+
+    def scaled(self) -> scaling.Hyperparameters:
+        """Learning rate, betas and eps for this recipe's global batch, by its scaling rule."""
+        tuned = scaling.Hyperparameters(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon)
+        return scaling.scale(self.lr_scaling_rule, tuned, self.learning_rate_batch_size, self.global_batch_size)
+
+    def schedule(self, num_steps: int, steps_per_epoch: float) -> schedule.Schedule:
+        """The learning rate as a function of the step, for a training of `num_steps` steps."""
+        scaled, num_steps = self.scaled(), self.lr_num_steps or num_steps
+        given = {"warmup_epochs": self.warmup_epochs, "warmup_ratio": self.warmup_ratio}
+        if scaled.warmup_epochs is not None:
+            given = {"warmup_epochs": scaled.warmup_epochs, "warmup_ratio": None}
+        return schedule.Schedule(
+            lr_scheduler_type=self.lr_scheduler_type,
+            peak=scaled.learning_rate,
+            num_steps=num_steps,
+            num_warmup_steps=schedule.warmup_steps(
+                num_warmup_steps=self.num_warmup_steps if scaled.warmup_epochs is None else None,
+                **given,
+                num_steps=num_steps,
+                steps_per_epoch=steps_per_epoch,
+            ),
+            min_ratio=self.min_lr_ratio,
+            power=self.lr_power,
+            decay_ratio=self.lr_decay_ratio,
+            first_step=self.lr_first_step,
+        )
+
+    def to_yaml(self) -> str:
+        """The recipe as resolved, every field written out: `load` reads it back to an equal recipe."""
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertPretraining(Recipe):
+    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+
+    # Data
+    train_file: tuple[str, ...] | None = setting("training documents: txt, jsonl, csv, parquet; globs", decides=False)
+    validation_file: tuple[str, ...] | None = setting("held-out documents; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/python_docs, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    text_column: str = setting("column that holds a document's text (not for txt)", decides=False)
+    validation_fraction: float = setting("fraction of the documents held out, unless validation_file is set", BELOW_ONE)
+    tokenizer_name: str | None = setting("tokenizer to load; null: train WordPiece on the corpus", decides=False)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
+    do_lower_case: bool = setting("lower-case and strip accents")
+    max_seq_length: int = setting(
+        "tokens per sample, [CLS] and both [SEP] included", ("must be 8 or more", lambda v: v >= 8)
+    )
+    short_seq_probability: float = setting("share of the pairs cut to a random shorter length", PROBABILITY)
+    next_sentence_probability: float = setting("share of the pairs whose second segment truly follows", PROBABILITY)
+    mlm_probability: float = setting(
+        "share of a sample's tokens to predict (80 % [MASK], 10 % random, 10 % kept)", PROBABILITY
+    )
+
+    # Loss
+    mlm_loss_weight: float = setting(
+        "weight of the masked-token loss (mean over the step's masked tokens)", NOT_NEGATIVE
+    )
+    nsp_loss_weight: float = setting("weight of the next-sentence loss (mean over the step's pairs)", NOT_NEGATIVE)
+
+    # Model
+    model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
+    hidden_size: int = setting("width", POSITIVE)
+    num_hidden_layers: int = setting("layers", POSITIVE)
+    num_attention_heads: int = setting("heads; divides hidden_size", POSITIVE)
+    intermediate_size: int = setting("width of the feed-forward layer", POSITIVE)
+    hidden_act: str = setting("activation of the feed-forward layer")
+    max_position_embeddings: int = setting("positions; at least max_seq_length", POSITIVE)
+    hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    attention_probs_dropout_prob: float = setting(
+        "attention dropout; above 0 its noise depends on the layout", BELOW_ONE
+    )
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.max_seq_length > self.max_position_embeddings:
+            problems.append(
+                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
+                "lower the first or raise the second"
+            )
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term."""
+        return {"mlm": self.mlm_loss_weight, "nsp": self.nsp_loss_weight}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.BertConfig` takes it."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("hidden_size") :]]}
+
+
+TASKS: dict[str, type[Recipe]] = {"bert_pretraining": BertPretraining}
+
+
+def catalog_names() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(path.stem for path in CATALOG.glob("*.yaml"))
+
+
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes` laid over them; setting one of several alternatives clears the others.
+
+    >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
+    {'max_train_steps': None, 'num_train_epochs': 2}
+    """
+    merged = dict(values)
+    for group in ALTERNATIVES:
+        if any(changes.get(name) is not None for name in group):
+            merged.update({name: None for name in group if name in merged})
+    return merged | dict(changes)
+
+
+def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: str | None = None) -> Recipe:
+    """Load a recipe from the catalog or from a YAML file, strictly.
+
+    Args:
+        name_or_file: a catalog name ("bert_base") or a path to a .yaml file. A file may begin with `extends: NAME_OR_FILE`
+            and then hold only what differs.
+        changes: field -> value, laid over the file's (flags).
+        task: refuse a recipe of another task.
+
+    Raises:
+        UsageError: unknown recipe, unreadable file, or any broken rule, all problems in one error.
+    """
+    values = _read(name_or_file, seen=())
+    kind = values.get("task")
+    if kind not in TASKS:
+        raise UsageError(f"recipe {name_or_file}: task is {kind!r}, must be one of {', '.join(TASKS)}")
+    if task is not None and kind != task:
+        raise UsageError(f"recipe {name_or_file} is for the task {kind}, this script trains {task}: {_choices(task)}")
+    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {name_or_file}")
+
+
+def _choices(task: str) -> str:
+    return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, seen=())["task"] == task)
+
+
+def _read(name_or_file: str, seen: Iterable[str]) -> dict[str, Any]:
+    is_path = name_or_file.endswith((".yaml", ".yml"))
+    if not is_path and name_or_file not in catalog_names():
+        raise UsageError(
+            f"unknown recipe {name_or_file!r}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
+        )
+    path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
+    if name_or_file in seen:
+        raise UsageError(f"recipe {name_or_file} extends itself through {' -> '.join(seen)}: remove one `extends`")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"recipe {path} must be a mapping of `field: value` lines")
+    values = {"name": path.stem} | values
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if str(base).endswith((".yaml", ".yml")):
+        base = path.parent / base
+    return overlay(_read(str(base), (*seen, name_or_file)), values)

@@ -1,0 +1,311 @@
+"""What a run leaves behind: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from recipes import checkpoint
+from recipes.data.steps import StepData
+from recipes.errors import UsageError
+from recipes.recipe import Recipe
+from recipes.run import RunSettings
+
+
+def open_output_dir(run: RunSettings) -> None:
+    """Make the output folder; an earlier run in it is resumed or, when asked for, deleted, and never mixed with a new one.
+
+    Called by process 0 only.
+
+    Raises:
+        UsageError: the folder holds a run, or cannot be made.
+    """
+    output_dir = Path(run.output_dir)
+    earlier = [
+        *checkpoint.checkpoints(output_dir),
+        *output_dir.glob("metrics.jsonl"),
+        *output_dir.glob("samples.jsonl"),
+    ]
+    if earlier and not run.resume_from_checkpoint:
+        if not run.overwrite_output_dir:
+            raise UsageError(
+                f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
+                "with --overwrite_output_dir, or choose another folder"
+            )
+        for path in earlier:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder") from None
+
+
+class RunLog:
+    """Metrics of the steps, read from the device once per `logging_steps` and written one JSON line per step.
+
+    The losses written are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
+
+    Args:
+        accelerator, recipe, run: of this run.
+        first_step: steps already taken; lines of later steps, left by an earlier session, are removed.
+        num_steps: steps at the end of training.
+        num_skipped: steps that the fp16 scaler skipped in earlier sessions.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        recipe: Recipe,
+        run: RunSettings,
+        first_step: int,
+        num_steps: int,
+        num_skipped: int,
+    ):
+        self.accelerator, self.recipe, self.run = accelerator, recipe, run
+        self.output_dir = Path(run.output_dir)
+        self.num_steps, self.num_skipped = num_steps, num_skipped
+        self.num_tokens, self.seconds = 0, 0.0
+        self.pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.ledger: list[dict[str, Any]] = []
+        if accelerator.is_main_process:
+            _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
+            _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
+            (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        if run.report_to != "none":
+            config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
+            accelerator.init_trackers(recipe.name, config=config)
+        quiet = not accelerator.is_main_process
+        self.bar = tqdm(total=num_steps, initial=first_step, unit="step", disable=quiet, dynamic_ncols=True)
+        self.clock = time.perf_counter()
+
+    def step(
+        self,
+        data: StepData,
+        sums: torch.Tensor,
+        counts: torch.Tensor,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Note a step; `sums` [terms] are this process's, `counts` [terms] the whole step's."""
+        now = time.perf_counter()
+        line = {
+            "step": data.step + 1,
+            "epoch": data.epoch,
+            "learning_rate": learning_rate,
+            "samples": data.num_samples,
+            "tokens": data.num_tokens,
+            "seconds": now - self.clock,
+        }
+        self.clock = now
+        self.pending.append((line, sums, counts, grad_norm))
+        if self.accelerator.scaler is not None and self.accelerator.optimizer_step_was_skipped:
+            self.num_skipped += 1
+            line["skipped"] = True
+        if self.run.record_samples:
+            for micro_step, samples in enumerate(data.samples):
+                where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
+                self.ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
+        self.bar.update()
+        if line["step"] % self.run.logging_steps == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the noted steps' sums from the device, add them up over the processes, write their lines."""
+        if self.pending:
+            sums = self.accelerator.reduce(torch.stack([sums for _, sums, _, _ in self.pending]), reduction="sum")
+            rows = zip(
+                (line for line, *_ in self.pending),
+                sums.double().cpu(),
+                torch.stack([counts for _, _, counts, _ in self.pending]).cpu(),
+                torch.stack([norm for *_, norm in self.pending]).double().cpu(),
+                strict=True,
+            )
+            for line, total, counts, norm in rows:
+                self._write(_order(line | self.losses(total, counts) | {"grad_norm": norm.item()}))
+                self.num_tokens += line["tokens"]
+                self.seconds += line["seconds"]
+            self.pending.clear()
+        if self.run.record_samples:
+            ledger = gather_object(self.ledger)
+            ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
+            self._append("samples.jsonl", ledger)
+            self.ledger.clear()
+
+    def losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
+        """The loss and each of its terms from whole sums and counts, both [terms] on the host."""
+        weights = self.recipe.loss_weights
+        means = [s / max(n, 1) for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+        terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True)}
+        return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation's metrics (their names begin with `eval_`) at `step`."""
+        self.flush()
+        self._write({"step": step} | dict(metrics))
+        if self.accelerator.is_main_process:
+            tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's."""
+        self.clock = time.perf_counter()
+
+    def close(self) -> None:
+        self.flush()
+        self.bar.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._append("metrics.jsonl", [line])
+        if "loss" in line:
+            self.bar.set_postfix(loss=f"{line['loss']:.3f}", lr=f"{line['learning_rate']:.2e}", refresh=False)
+        if self.run.report_to != "none":
+            self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+
+    def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        if self.accelerator.is_main_process:
+            with (self.output_dir / name).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def _order(line: dict[str, Any]) -> dict[str, Any]:
+    """`step, epoch, loss, terms ...` first: the order in which people read them."""
+    first = ["step", "epoch", *(name for name in line if name.endswith("loss")), "learning_rate", "grad_norm"]
+    return {name: line[name] for name in first} | line
+
+
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the lines that a resumed run is going to write again, and one that was cut off when the run was killed."""
+    if path.exists():
+        kept = []
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                kept += [text + "\n"] if wanted(json.loads(text)) else []
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _is_before(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
+    # The evaluation at the very end is made again when a finished run is resumed.
+    return line["step"] <= first_step and ("loss" in line or line["step"] < num_steps)
+
+
+def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The step lines and the evaluation lines of metrics.jsonl."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
+
+
+def plot_losses(output_dir: Path, title: str) -> Path:
+    """Draw every loss of metrics.jsonl over the steps, training as lines and evaluations as points, into loss.png."""
+    from matplotlib.figure import Figure
+
+    steps, evaluations = read_metrics(output_dir)
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel="loss")
+    for number, name in enumerate(name for name in steps[0] if name.endswith("loss")):
+        axes.plot(
+            [line["step"] for line in steps], [line[name] for line in steps], color=f"C{number}", lw=1, label=name
+        )
+        points = [(line["step"], line[f"eval_{name}"]) for line in evaluations if f"eval_{name}" in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o--", color=f"C{number}", lw=0.7, ms=5, label=f"eval_{name}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(output_dir / "loss.png")
+    return output_dir / "loss.png"
+
+
+def finish(log: RunLog, model_class: str) -> None:
+    """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
+
+    Called by process 0 only, after the model and the tokenizer were saved in the output folder.
+
+    Args:
+        log: closed.
+        model_class: the transformers class that loads the model.
+    """
+    recipe, output_dir = log.recipe, log.output_dir
+    steps, evaluations = read_metrics(output_dir)
+    results: dict[str, Any] = {"steps": log.num_steps, "epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
+    if evaluations:
+        results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
+    if log.seconds:
+        results |= {"train_seconds": log.seconds, "tokens_per_second": log.num_tokens / log.seconds}
+    if log.num_skipped:
+        results["skipped_steps"] = log.num_skipped
+    (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    plot_losses(output_dir, recipe.name)
+    usage = (
+        f"from transformers import AutoTokenizer, {model_class}\n"
+        f'model = {model_class}.from_pretrained("{output_dir}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{output_dir}")'
+    )
+    (output_dir / "README.md").write_text(_model_card(recipe, results, usage), encoding="utf-8")
+    first = evaluations[0] if evaluations else {}
+    width = max(len(name) for name in results)
+    print(f"\n{recipe.name}: {recipe.description}")
+    for name, value in results.items():
+        change = f"  (from {_number(first[name])} at step {first['step']})" if name in first else ""
+        print(f"  {name:{width}}  {_number(value)}{change}")
+    files = ", ".join(
+        sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
+    )
+    newest = checkpoint.checkpoints(output_dir)[-1].name
+    print(
+        f"\nWrote {output_dir}/: {files}, {newest}\nLoad it:\n" + "".join(f"  {line}\n" for line in usage.split("\n"))
+    )
+    if log.run.push_to_hub:
+        print(f"Uploaded to {_push_to_hub(output_dir, log.run.hub_model_id)}")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
+
+
+def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str) -> str:
+    rows = "".join(f"| {name} | {_number(value)} |\n" for name, value in results.items())
+    return f"""---
+library_name: transformers
+tags: [{recipe.task}]
+---
+# {recipe.name}
+
+{recipe.description}
+
+Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Source of its numbers: {recipe.source}.
+
+| metric | value |
+|---|---|
+{rows}
+![loss](loss.png)
+
+```python
+{usage}
+```
+"""
+
+
+def _push_to_hub(output_dir: Path, repo_id: str | None) -> str:
+    """Upload the results, without checkpoints; returns the URL of the commit."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        repository = HfApi().create_repo(repo_id or output_dir.name, exist_ok=True)
+        return HfApi().upload_folder(
+            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", ".*"]
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"push_to_hub failed ({reason}): log in with `hf auth login`; the results are in {output_dir}"
+        ) from None

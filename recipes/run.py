@@ -1,0 +1,80 @@
+"""How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
+
+import dataclasses
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from recipes import recipe as recipes
+from recipes.errors import UsageError
+from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of one run of a recipe on one machine."""
+
+    recipe: str = setting("name in the catalog (python -m recipes list) or a .yaml file")
+    output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
+    overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
+
+    # How the step is cut
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
+    gradient_accumulation_steps: int | None = setting(
+        "micro-steps per step (k); follows from b", POSITIVE, default=None
+    )
+    per_device_train_tokens: int | None = setting(
+        "most tokens in one forward, padding included", POSITIVE, default=None
+    )
+    per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", POSITIVE, default=32)
+
+    # Memory, speed, precision (mixed precision is the launch file's)
+    attn_implementation: str | None = setting(
+        "attention kernel; none: sdpa on a GPU, eager on a CPU (its sdpa backward is slow)",
+        one_of("sdpa", "eager"),
+        default=None,
+    )
+    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
+    preprocessing_num_workers: int | None = setting("processes that tokenize", POSITIVE, default=None)
+    dataloader_num_workers: int = setting(
+        "processes that prepare coming steps; 0: none", ("must be 0 or greater", lambda v: v >= 0), default=0
+    )
+
+    # Progress, checkpoints
+    logging_steps: int = setting("steps between two reads of the loss from the device", POSITIVE, default=10)
+    eval_steps: int | None = setting(
+        "steps between evaluations; none: at the start and the end", POSITIVE, default=None
+    )
+    record_samples: bool = setting("write every sample's step, process and micro-step to samples.jsonl", default=False)
+    report_to: str = setting("tracker", one_of("none", "tensorboard", "wandb", "trackio"), default="none")
+    checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
+    checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
+    resume_from_checkpoint: str | None = setting("latest, or a checkpoint folder", default=None)
+    stop_after_step: int | None = setting("end this session early; the schedule stays", POSITIVE, default=None)
+    push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
+    hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.overwrite_output_dir and self.resume_from_checkpoint:
+            problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
+        if self.report_to != "none" and find_spec(self.report_to) is None:
+            problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
+        return problems
+
+
+def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, RunSettings]:
+    """The recipe (flags laid over its file) and the run settings that the flags in `argv` describe.
+
+    Raises:
+        UsageError: unknown flags or recipe, and any broken rule.
+    """
+    cls = recipes.TASKS[task]
+    flags = parse_flags([RunSettings, cls], argv, description)
+    if "recipe" not in flags:
+        raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
+    names = {field.name for field in dataclasses.fields(RunSettings)}
+    run = build(RunSettings, {name: value for name, value in flags.items() if name in names}, "flags")
+    changes = {name: value for name, value in flags.items() if name not in names}
+    recipe = recipes.load(run.recipe, changes, task=task)
+    return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")

@@ -1,0 +1,172 @@
+"""Pretrain BERT (masked language modelling + next-sentence prediction): one recipe, the same step on any hardware.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/pretrain_bert.py --recipe bert_small_cpu
+
+The recipe decides the optimizer's steps; the launch file and --per_device_train_batch_size decide how each one is cut.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertForPreTraining
+
+from recipes import accumulate, checkpoint, losses, optim, plan, report, run
+from recipes.data import sentence_pairs
+from recipes.data.steps import Steps, to_device
+from recipes.errors import UsageError, exit_code
+from recipes.evaluation import evaluate
+from recipes.launch import create_accelerator
+from recipes.order import Order
+from recipes.recipe import BertPretraining
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model: BertForPreTraining that returns sums over a cell, and scores the vocabulary at masked places only
+
+
+class PretrainingSums(nn.Module):
+    def __init__(self, bert: BertForPreTraining):
+        super().__init__()
+        self.bert = bert
+
+    def forward(
+        self, input_ids, token_type_ids, attention_mask, masked_index, masked_labels, next_sentence_label
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Summed losses and, when evaluating, correct predictions: [masked tokens, pairs]. See SentencePairs.collate."""
+        hidden, pooled = self.bert.bert(input_ids, attention_mask, token_type_ids, return_dict=False)
+        token_logits = self.bert.cls.predictions(hidden.flatten(0, 1)[masked_index])
+        pair_logits = self.bert.cls.seq_relationship(pooled)
+        targets = [(token_logits, masked_labels), (pair_logits, next_sentence_label)]
+        sums = torch.stack([losses.cross_entropy_sum(*target) for target in targets])
+        return sums, None if self.training else torch.stack([losses.num_correct(*target) for target in targets])
+
+
+def build_model(recipe: BertPretraining) -> BertForPreTraining:
+    """The recipe's architecture, with random weights or those of model_name_or_path."""
+    config = BertConfig(**recipe.architecture)
+    if recipe.model_name_or_path is None:
+        return BertForPreTraining(config)
+    try:
+        return BertForPreTraining.from_pretrained(recipe.model_name_or_path, config=config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"model_name_or_path {recipe.model_name_or_path} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def main(argv: list[str]) -> None:
+    # -----------------------------------------------------------------------------------------------------------------
+    # What: the recipe. How here: the layout
+
+    recipe, settings = run.parse(argv, "bert_pretraining", __doc__)
+    output_dir = Path(settings.output_dir)
+    tracker = None if settings.report_to == "none" else settings.report_to
+    accelerator = create_accelerator(log_with=tracker, project_dir=output_dir)
+    layout = plan.solve_layout(
+        num_processes=accelerator.num_processes,
+        global_batch_size=recipe.global_batch_size,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+    )
+    if accelerator.is_main_process:
+        report.open_output_dir(settings)
+    accelerator.wait_for_everyone()
+    start, found = checkpoint.State(), None
+    if settings.resume_from_checkpoint:
+        found, start = checkpoint.find(settings.resume_from_checkpoint, output_dir, recipe)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Things: data, model, optimizer, learning rate
+
+    with accelerator.main_process_first():
+        train, held_out = sentence_pairs.build(recipe, settings.preprocessing_num_workers)
+    order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
+    num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
+    schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
+
+    torch.manual_seed(recipe.seed)
+    model = PretrainingSums(build_model(recipe)).to(getattr(torch, settings.dtype))
+    on_cpu = accelerator.device.type == "cpu"
+    model.bert.set_attn_implementation(settings.attn_implementation or ("eager" if on_cpu else "sdpa"))
+    if settings.gradient_checkpointing:
+        model.bert.gradient_checkpointing_enable()
+    optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Where we were, and where to stop
+
+    if found is not None:
+        checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprint)
+    last_step = min(num_steps, settings.stop_after_step or num_steps)
+    log = report.RunLog(accelerator, recipe, settings, start.step, num_steps, start.num_skipped)
+    accelerator.print(
+        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {layout}; "
+        f"steps {start.step} to {last_step} of {num_steps}"
+    )
+
+    def evaluate_at(step: int) -> None:
+        if held_out is not None:
+            sums, correct, counts = evaluate(
+                accelerator, model, held_out, recipe.seed, settings.per_device_eval_batch_size
+            )
+            accuracy = dict(zip(("eval_mlm_accuracy", "eval_nsp_accuracy"), (correct / counts).tolist(), strict=True))
+            log.evaluation(step, log.losses(sums, counts, prefix="eval_") | accuracy)
+
+    def save_at(step: int) -> None:
+        log.flush()
+        state = checkpoint.State(step, recipe.fingerprint, train.fingerprint, log.num_skipped)
+        checkpoint.save(accelerator, output_dir, state, recipe, model, optimizer, settings.checkpoints_total_limit)
+        log.restart_clock()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Go
+
+    if start.step == 0:
+        evaluate_at(0)
+    steps = Steps(
+        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
+    )
+    model.train()
+    for data in steps.loader(range(start.step, last_step), settings.dataloader_num_workers, accelerator.device):
+        step = data.step + 1
+        learning_rate = schedule(data.step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        accumulate.seed_noise(recipe.seed, data.step, accelerator.process_index)
+        counts = accumulate.total_counts(accelerator, data.counts)
+        step_sums = torch.zeros_like(weights, dtype=torch.float64)
+        for cell in accumulate.micro_steps(accelerator, data.cells):
+            with accelerator.accumulate(model):
+                sums, _ = model(**to_device(cell, accelerator.device))
+                loss = losses.weighted_loss(sums, counts, weights)
+                accelerator.backward(loss * accumulate.loss_scale(accelerator))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+            step_sums += sums.detach()
+        log.step(data, step_sums, counts, grad_norm, learning_rate)
+        if settings.eval_steps and step % settings.eval_steps == 0 and step < num_steps:
+            evaluate_at(step)
+        if settings.checkpointing_steps and step % settings.checkpointing_steps == 0 and step < last_step:
+            save_at(step)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Done
+
+    if last_step == num_steps:
+        evaluate_at(num_steps)
+    save_at(max(start.step, last_step))
+    log.close()
+    if last_step == num_steps and accelerator.is_main_process:
+        accelerator.unwrap_model(model).bert.save_pretrained(output_dir)
+        train.tokenizer.save_pretrained(output_dir)
+        report.finish(log, "BertForPreTraining")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

@@ -1,0 +1,46 @@
+"""What tests and the programs that they launch share."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+ROOT = Path(__file__).parent.parent
+# A model that trains in moments; what a flag does not set is bert_small_cpu's.
+TINY = (
+    "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
+    "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "
+    "--max_train_steps 10 --validation_fraction 0.1"
+).split()
+
+
+def load_script(name: str):
+    """A script as a module, so that tests call its own `main`."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fresh_accelerator() -> None:
+    """Let the next `Accelerator` of this process be the first one; a process group stays as it is."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if not os.environ.get("WORLD_SIZE"):
+        PartialState._reset_state()
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    """The step lines of metrics.jsonl."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
+    """step -> sorted (epoch, sample id) of samples.jsonl, over all processes and micro-steps."""
+    steps: dict[int, list[tuple[int, int]]] = {}
+    for line in map(json.loads, (output_dir / "samples.jsonl").read_text().splitlines()):
+        steps.setdefault(line["step"], []).extend(zip(line["epochs"], line["samples"], strict=True))
+    return {step: sorted(samples) for step, samples in steps.items()}

@@ -1,0 +1,459 @@
+"""recipes.data.documents: every source, every error, the cache, the split, the sentences."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.data import documents
+from recipes.data.documents import load_documents, split_documents, split_sentences
+from recipes.errors import UsageError
+
+# Commas, quotes, line ends inside, a line separator that is no line end, letters beyond ASCII, spaces at both ends.
+TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀 \u2028 kept. ", "x" * 200_000]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """`datasets` reads its environment at import, but its config at every use."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def write(path, texts, column="text"):
+    """Rows with an empty, a blank and (where the kind knows it) a missing text among them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"id": 1, column: text} for text in ["", *texts, " \n "]]
+    if path.suffix == ".txt":
+        path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    elif path.suffix == ".csv":
+        with open(path, "w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, ["id", column], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list([*rows, {"id": 2, column: None}]).to_parquet(path)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in [*rows, {"id": 2, column: None}]]
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def load(*files, **kwargs):
+    return load_documents(train_file=list(files), dataset_name=None, **kwargs)
+
+
+def load_name(name, **kwargs):
+    return load_documents(train_file=None, dataset_name=name, **kwargs)
+
+
+@pytest.mark.parametrize("kind", documents.READERS)
+def test_every_kind_gives_the_same_documents(tmp_path, kind):
+    loaded = load(write(tmp_path / f"data{kind}", TEXTS))
+    assert loaded["text"][:] == TEXTS
+    assert loaded.features == datasets.Features({"text": datasets.Value("string")})
+    assert loaded.cache_files  # on disk and memory-mapped
+
+
+@pytest.mark.parametrize("kind", [".json", ".csv", ".parquet"])
+def test_text_column(tmp_path, kind):
+    loaded = load(write(tmp_path / f"data{kind}", TEXTS, column="body"), text_column="body")
+    assert loaded.column_names == ["text"]
+    assert loaded["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"one", ["one"]),
+        (b"\n\n \none\ntwo \n\t\n\n\n three\n", ["one\ntwo ", " three"]),
+        (b"one\r\ntwo\r\n\r\nthree\r\n", ["one\ntwo", "three"]),
+        (b"\xef\xbb\xbfone\n\n\xef\xbb\xbftwo", ["one", "\ufefftwo"]),
+    ],
+)
+def test_blank_lines_separate_the_documents_of_a_text_file(tmp_path, raw, expected):
+    (tmp_path / "data.txt").write_bytes(raw)
+    assert load("data.txt")["text"][:] == expected
+
+
+def test_byte_order_mark_and_windows_line_ends_in_csv_and_json(tmp_path):
+    (tmp_path / "data.csv").write_bytes(b'\xef\xbb\xbftext,id\r\n"one\r\ntwo",1\r\n')
+    (tmp_path / "data.json").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n\r\n')
+    assert load("data.csv", "data.json")["text"][:] == ["one\ntwo", "three"]
+
+
+def test_order_is_that_of_the_patterns_then_of_the_paths(tmp_path, monkeypatch):
+    for name in ("b/z.txt", "b/a.txt", "b/c/m.txt", "b/k.csv", "a.jsonl", "x[1].txt"):
+        write(tmp_path / name, [name])
+    os.rename("x[1].txt", "x[1].TXT")
+    assert load("b/*.txt", "a.jsonl")["text"][:] == ["b/a.txt", "b/z.txt", "a.jsonl"]
+    assert load("a.jsonl", "b/**")["text"][:] == ["a.jsonl", "b/a.txt", "b/c/m.txt", "b/k.csv", "b/z.txt"]
+    assert load("b/z.txt", "b/*.txt", "b/z.txt")["text"][:] == ["b/z.txt", "b/a.txt"]
+    monkeypatch.setenv("HOME", str(tmp_path / "b"))
+    assert load("~/k.csv")["text"][:] == ["b/k.csv"]
+    assert load("x[1].TXT")["text"][:] == ["x[1].txt"]
+    assert load_documents(train_file="a.jsonl", dataset_name=None)["text"][:] == ["a.jsonl"]
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path):
+    files = [write(tmp_path / f"{name}.txt", [f"{name} {i}" for i in range(20)]) for name in "dacb"]
+    several = load(*files, num_proc=2)
+    assert len(several.cache_files) == 2  # one from each process
+    once = several["text"][:]
+    assert once == [f"{name} {i}" for name in "dacb" for i in range(20)]
+    datasets.config.HF_DATASETS_CACHE = tmp_path / "other"
+    alone = load(*files)
+    assert alone["text"][:] == once
+    assert alone._fingerprint == several._fingerprint
+
+
+def test_an_unchanged_file_comes_from_the_cache_and_a_changed_one_does_not(tmp_path, monkeypatch):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "old", "other": "column"}')
+    first = load("data.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setitem(documents.READERS, ".jsonl", None)  # reading would fail
+        assert load(str(file))["text"][:] == ["old"]
+    assert load("data.jsonl", text_column="other")["text"][:] == ["column"]
+    stat = file.stat()
+    file.write_text('{"text": "new", "other": "column"}')
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))  # same path, same size
+    assert load("data.jsonl")["text"][:] == ["new"]
+    file.write_text('{"text": "newer"}')
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))  # same path, same time
+    changed = load("data.jsonl")
+    assert changed["text"][:] == ["newer"]
+    (tmp_path / "edited.py").write_text("# another version of this code")
+    monkeypatch.setattr(documents, "__file__", str(tmp_path / "edited.py"))
+    assert len({first._fingerprint, changed._fingerprint, load("data.jsonl")._fingerprint}) == 3
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".csv"])
+def test_files_are_read_as_a_stream(tmp_path, kind):
+    file = write(tmp_path / f"data{kind}", TEXTS)
+    with open(file, "ab") as stream:
+        stream.write(b"\n" * 100_000 + b"\xff\n")
+    rows = documents._read([file], "text")
+    assert [next(rows)["text"] for _ in TEXTS[:-1]] == TEXTS[:-1]
+    with pytest.raises(UsageError, match="not UTF-8"):
+        list(rows)
+
+
+def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_BLOCK", 1000)
+    (tmp_path / "data.txt").write_text("fine\n\n" + "a line\n" * 1000)
+    with pytest.raises(UsageError, match=r"data\.txt:145: no blank line in 1,000 characters"):
+        load("data.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "message"),
+    [
+        ("data.txt", b"", "data file data.txt holds no document"),
+        ("data.txt", b" \n\n\t\n", "data file data.txt holds no document"),
+        ("data.jsonl", b'{"text": null}\n{"text": " "}', "data file data.jsonl holds no document"),
+        ("data.csv", b"", "data file data.csv holds no document"),
+        ("data.csv", b"text\n", "data file data.csv holds no document"),
+        ("data.txt", b"na\xc3\xafve\n\nna\xefve", "data.txt:3: not UTF-8 at byte offset 10 (0xef)"),
+        ("data.csv", b"text\nfine\n\xff\n", "data.csv:3: not UTF-8 at byte offset 10 (0xff)"),
+        ("data.txt", "utf-16".encode("utf-16"), "not UTF-8 at byte offset 0"),
+        ("data.xyz", b"text", "data file data.xyz: unknown kind '.xyz'. valid names: .csv, .json, .jsonl, .parquet"),
+        ("data", b"text", "data file data: unknown kind ''. valid names: .csv"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": \n', "data.jsonl:2: not a JSON object, column 10: Expecting value"),
+        ("data.json", b'[{"text": "a"}]', "data.json:1: a JSON list, not an object. One per line is read"),
+        ("data.json", b'{"text": ["a"]}', "data.json:1: 'text' holds list, not text"),
+        ("data.json", b'{"text": "a \\ud83d"}', "data.json:1: half of a surrogate pair"),
+        ("data.json", b'{"texts": "a", "id": 1}', "has no column 'text', only 'texts', 'id'. Set text_column: did you"),
+        (
+            "data.csv",
+            b"id,texts\n1,a\n",
+            "has no column 'text', only 'id', 'texts'. Set text_column: did you mean texts?",
+        ),
+        ("data.csv", b'text\n"never closed\n', "data.csv: the row after line 1 is not CSV: unexpected end of data"),
+        ("data.parquet", b"text", "data file data.parquet cannot be read"),
+    ],
+)
+def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(UsageError) as raised:
+        load(name)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.glob("cache/**/*.arrow"))
+
+
+def test_a_fault_met_in_a_worker_is_as_clear(tmp_path):
+    (tmp_path / "z.txt").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"^z\.txt:1: not UTF-8 at byte offset 0 [^\n]*$"):
+        load(write(tmp_path / "a.txt", TEXTS), "z.txt", num_proc=2)
+
+
+def test_columns_of_parquet(tmp_path):
+    file = write(tmp_path / "data.parquet", TEXTS, column="body")
+    with pytest.raises(UsageError, match="has no column 'text', only 'id', 'body'"):
+        load(file)
+    with pytest.raises(UsageError, match=r"data\.parquet:1: 'id' holds int, not text"):
+        load(file, text_column="id")
+
+
+def test_faulty_paths_are_collected(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "fine.txt", TEXTS)
+    with pytest.raises(UsageError) as raised:
+        load("fine.txt", "gone.txt", "none/*.txt", "folder")
+    gone, none, folder = raised.value.problems
+    assert gone.startswith("data file gone.txt: no such file in ")
+    assert none.startswith("data file none/*.txt: no file matches it in ")
+    assert folder == "data file folder is a directory. Name its files: folder/*.txt"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"train_file": None, "dataset_name": None}, "exactly one of train_file and dataset_name, not neither"),
+        ({"train_file": [], "dataset_name": ""}, "exactly one of train_file and dataset_name, not neither"),
+        ({"train_file": ["a.txt"], "dataset_name": "b"}, "not both train_file=['a.txt'] and dataset_name='b'"),
+        ({"train_file": None, "dataset_name": "builtin/python"}, "did you mean builtin/python_docs?"),
+        ({"train_file": ["a.txt"], "dataset_name": None, "split": "test"}, "files can only be read whole"),
+        ({"train_file": ["a.txt"], "dataset_name": None, "dataset_config_name": "c"}, "files can only be read whole"),
+        (
+            {"train_file": None, "dataset_name": "builtin/python_docs", "split": "validation"},
+            "builtin/python_docs can only be read whole",
+        ),
+    ],
+)
+def test_which_source(kwargs, message):
+    with pytest.raises(UsageError) as raised:
+        load_documents(**kwargs)
+    assert message in str(raised.value)
+
+
+def test_a_dataset_by_name(tmp_path):
+    """A local folder goes the way of a dataset on the hub, from its name on."""
+    write(tmp_path / "corpus/train.parquet", TEXTS, column="body")
+    write(tmp_path / "corpus/test.parquet", ["held out"], column="body")
+    loaded = load_name("./corpus", text_column="body")
+    assert loaded["text"][:] == TEXTS
+    assert loaded.features == documents.FEATURES
+    assert load_name("./corpus", text_column="body", split="test[:50%]+test[50%:]")["text"][:] == ["held out"]
+
+
+def test_a_large_string_column_becomes_a_string_column(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    features = datasets.Features({"text": datasets.Value("large_string")})
+    datasets.Dataset.from_dict({"text": TEXTS}, features=features).to_parquet(tmp_path / "corpus/train.parquet")
+    loaded = load_name("./corpus")
+    assert loaded.features == documents.FEATURES
+    assert loaded["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"text_column": "bodies"}, "has no column 'bodies', only 'id', 'body'. Set text_column: did you mean body?"),
+        ({"text_column": "id"}, "column 'id' holds Value('int64'), not text"),
+        ({"text_column": "body", "split": "validation"}, "Unknown split"),
+        ({"text_column": "body", "dataset_config_name": "en"}, "'en' not found"),
+        ({"text_column": "body", "split": "train[:1]"}, "holds no document"),
+    ],
+)
+def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
+    write(tmp_path / "corpus/train.parquet", TEXTS, column="body")
+    with pytest.raises(UsageError) as raised:
+        load_name("./corpus", **kwargs)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_hub_out_of_reach(tmp_path):
+    program = "from recipes.data.documents import load_documents as f; f(train_file=None, dataset_name='someone/text')"
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("recipes.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
+    assert "OfflineModeIsEnabled" in last
+    assert last.endswith("or use train_file or dataset_name builtin/python_docs, which need none.")
+
+
+@pytest.fixture(scope="module")
+def python_docs(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        return load_name("builtin/python_docs")["text"][:]
+
+
+def test_python_docs(python_docs):
+    assert 300 < len(python_docs) < 1000
+    assert 1_500_000 < sum(map(len, python_docs)) < 4_000_000
+    assert min(map(len, python_docs)) >= documents.MIN_BUILTIN
+    assert len(set(python_docs)) == len(python_docs)
+    assert not {"antigravity", "this", "idlelib.run"} & set(sys.modules)  # read, not imported
+    lines = [line.strip() for text in python_docs for line in text.splitlines()]
+    assert not [line for line in lines if line.startswith(">>> ") or (len(line) > 3 and set(line) <= set("-=*~+ "))]
+
+
+def test_python_docs_are_in_order_and_whole(python_docs):
+    """Topics, then modules by name; within a module, docstrings by line."""
+    starts = [
+        "Compound statements",
+        "Abstract Base Classes (ABCs)",
+        "Heap queue algorithm",
+        "Text wrapping and filling.",
+    ]
+    places = [next(i for i, text in enumerate(python_docs) if text.startswith(start)) for start in starts]
+    assert places == sorted(places)
+    wrapping = python_docs[places[-1]]
+    parts = ["Object for wrapping/filling text.", "wrap(text : string)", "Wrap a single paragraph", "Remove any common"]
+    assert sorted(parts, key=wrapping.index) == parts
+    # a topic that another quotes whole is not a document of its own, or it could be held out and trained on at once
+    assert [i for i, text in enumerate(python_docs) if 'The "while" statement is used for' in text] == places[:1]
+
+
+def test_python_docs_are_cached_by_the_version(monkeypatch):
+    keys = []
+    monkeypatch.setattr(documents, "_cached", lambda generate, key: keys.append(key))
+    load_name("builtin/python_docs")
+    monkeypatch.setattr(sys, "version", "3.99")
+    load_name("builtin/python_docs")
+    assert len(set(keys)) == 2
+
+
+def test_docstrings_in_source_order():
+    source = b'''# -*- coding: latin-1 -*-
+"""Module: na\xefve."""
+class A:
+    """Class."""
+    def f(self):
+        """First.
+
+            Indented.
+        Not.
+        """
+        def g(): "Inner."
+    try: pass
+    except OSError:
+        async def h(self): "\\d is no escape."
+    else:
+        match f:
+            case None:
+                class B: "Nested."
+    finally:
+        def i(self): "Finally."
+    def undocumented(self): pass
+def last(): "Last."
+'''
+    nested = ["Inner.", "\\d is no escape.", "Nested.", "Finally."]
+    expected = ["Module: naïve.", "Class.", "First.\n\n    Indented.\nNot.", *nested, "Last."]
+    assert documents._docstrings(source) == expected
+
+
+def test_prose_leaves_out_rules_and_examples():
+    text = """Title
+*****
+
+  +-----+------+
+  | a   | b... |
+  |=====|======|
+Some code:
+
+   >>> for x in y:
+   ...     print(x)
+   1
+
+x - y == 3 -- still here, and ...
+"""
+    assert documents._prose(text) == "Title\n\n  | a   | b... |\n\nSome code:\n\nx - y == 3 -- still here, and ..."
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.1, 10), (0.126, 13), (0.001, 2), (0.98, 98)])
+def test_split_documents(fraction, held_out):
+    whole = datasets.Dataset.from_dict({"text": [f"{i:03}" for i in range(100)]})
+    train, validation = (part["text"][:] for part in split_documents(whole, fraction, seed=1))
+    assert len(validation) == held_out
+    assert sorted(train + validation) == whole["text"][:]
+    assert train == sorted(train)
+    assert validation == sorted(validation)
+    again, other = (split_documents(whole, fraction, seed=seed)[1]["text"][:] for seed in (1, 2))
+    assert again == validation != other
+
+
+def test_the_held_out_documents_are_spread():
+    whole = datasets.Dataset.from_dict({"text": [f"{i:05}" for i in range(10_000)]})
+    held_out = [int(text) for text in split_documents(whole, 0.1, seed=0)[1]["text"]]
+    assert held_out[:6] == [17, 26, 39, 42, 52, 64]  # numpy keeps Philox and permutation as they are
+    assert 4_800 < sum(held_out) / len(held_out) < 5_200
+
+
+def test_nothing_held_out():
+    whole = datasets.Dataset.from_dict({"text": ["only"]})
+    train, validation = split_documents(whole, 0, seed=0)
+    assert train["text"][:] == ["only"]
+    assert len(validation) == 0
+    assert validation.column_names == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("number", "fraction", "message"),
+    [
+        (3, 0.1, "of 3 documents leaves fewer than 2 to train on"),
+        (100, 0.99, "of 100 documents leaves fewer than 2"),
+        (100, 1.0, "validation_fraction 1.0 must be"),
+        (100, -0.1, "validation_fraction -0.1 must be"),
+        (100, float("nan"), "validation_fraction nan must be"),
+    ],
+)
+def test_bad_fractions(number, fraction, message):
+    whole = datasets.Dataset.from_dict({"text": ["text"] * number})
+    with pytest.raises(UsageError, match=message):
+        split_documents(whole, fraction, seed=0)
+    assert len(split_documents(datasets.Dataset.from_dict({"text": ["text"] * 4}), 0.1, seed=0)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        (" \n\t\n", []),
+        ("No end", ["No end"]),
+        ("One. Two! Three? 4 of them.", ["One.", "Two!", "Three?", "4 of them."]),
+        ('He said "Go." "Yes," she said. (So.) It is.', ['He said "Go."', '"Yes," she said.', "(So.)", "It is."]),
+        ("Über. Ärger. Not e.g. this, v1.2 or 3.5 m.", ["Über.", "Ärger.", "Not e.g. this, v1.2 or 3.5 m."]),
+        ("J. R. R. Tolkien of the U.S. Army. Next.", ["J. R. R. Tolkien of the U.S. Army.", "Next."]),
+        ("a hard\n  wrapped line\r\nand  on", ["a hard wrapped line and on"]),
+        ("Title\n\nText\n \t\n\n\nmore", ["Title", "Text", "more"]),
+        ("one .\ntwo , lower case .\nthree", ["one .", "two , lower case .", "three"]),
+        (
+            "To do:\n- one\n  and on\n* Two. Three\n 10. Four\n2) five",
+            ["To do:", "- one and on", "* Two.", "Three", "10. Four", "2) five"],
+        ),
+        ("co-\n-operate - or *not*\n1.5 m", ["co- -operate - or *not* 1.5 m"]),
+        ("第一句。第二句！“第三句？”末", ["第一句。", "第二句！", "“第三句？”", "末"]),
+        (" = Robert = \n \n Text . He \n", ["= Robert =", "Text .", "He"]),
+    ],
+)
+def test_split_sentences(text, expected):
+    assert split_sentences(text) == expected
+
+
+@given(st.text() | st.text(alphabet=" \n\r\t\u2028.!?。\"'()-*1aAé“"))
+def test_split_sentences_keeps_every_visible_character(text):
+    segments = split_sentences(text)
+    assert "".join("".join(segments).split()) == "".join(text.split())
+    assert all(segment and segment == " ".join(segment.split()) for segment in segments)
+
+
+@pytest.mark.parametrize("unit", [".", " ", "\n", ". ", "\n ", ".'", '. "', "。”", "- \n", "a", "1"])
+@pytest.mark.timeout(5)
+def test_split_sentences_takes_linear_time(unit):
+    text = "." + unit * 100_000
+    assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())

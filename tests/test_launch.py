@@ -1,0 +1,316 @@
+"""The launch files say what they do; `create_accelerator` makes what they say, or refuses what would be another."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from recipes import launch
+from recipes.errors import UsageError
+from recipes.plan import solve_layout
+from recipes.recipe import load
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "accelerate_configs"
+HARDWARE_KEYS = {
+    "compute_environment",
+    "distributed_type",
+    "num_machines",
+    "num_processes",
+    "main_process_port",
+    "gpu_ids",
+    "use_cpu",
+    "mixed_precision",
+}
+# file -> distributed_type, num_processes, mixed_precision, use_cpu
+EXPECTED = {
+    "cpu": ("NO", 1, "no", True),
+    "2xcpu": ("MULTI_GPU", 2, "no", True),
+    "1x3090": ("NO", 1, "bf16", False),
+    "1x2080ti": ("NO", 1, "fp16", False),
+    "4xt4": ("MULTI_GPU", 4, "fp16", False),
+    "3xa100": ("MULTI_GPU", 3, "bf16", False),
+    "8xa100": ("MULTI_GPU", 8, "bf16", False),
+    "1xh200": ("NO", 1, "bf16", False),
+}
+OURS = re.compile(r"ACCELERATE_|OMPI_|PMI_|MV2_|MASTER_|CUDA_VISIBLE|(LOCAL_)?(RANK|WORLD_SIZE)$")
+
+# What a launched process sees, written to SEEN/RANK.json. FAKE_GPU: torch claims a GPU that is not there.
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import torch
+if "FAKE_GPU" in os.environ:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+from recipes.errors import exit_code
+from recipes.launch import create_accelerator
+
+def main():
+    accelerator = create_accelerator()
+    total = accelerator.reduce(torch.tensor([10.0 ** accelerator.process_index]), "sum")
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    seen = {
+        "num_processes": accelerator.num_processes,
+        "process_index": accelerator.process_index,
+        "device": accelerator.device.type,
+        "backend": accelerator.state.backend,
+        "threads": torch.get_num_threads(),
+        "sum": total.item(),
+        "ddp": [getattr(model, name, None) for name in ("gradient_as_bucket_view", "broadcast_buffers")],
+    }
+    Path(os.environ["SEEN"], f"{accelerator.process_index}.json").write_text(json.dumps(seen))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+sys.exit(exit_code(main))
+"""
+
+
+def header(name: str) -> list[str]:
+    """The comment at the head of a launch file, line by line, without its signs."""
+    lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    assert all(line.startswith("# ") for line in lines)
+    return [line[2:] for line in lines]
+
+
+def launch_command(name: str) -> dict[str, str]:
+    """The flags of the launch command in a header."""
+    command = " ".join(line.strip().removesuffix("\\") for line in header(name) if line.startswith("  "))
+    words = shlex.split(command)
+    assert words[:3:2] == ["accelerate", "--config_file"]
+    assert words[4] == "scripts/pretrain_bert.py"
+    del words[4], words[:2]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def run(config: Path, tmp_path: Path, **changes: str | None) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Launch PROGRAM; its result and what each of its processes saw. None removes a variable of the environment."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path)} | changes
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(program)],
+        env={key: value for key, value in env.items() if value is not None},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No launch variable in the environment, and no `Accelerator` made yet; both as before afterwards."""
+    for key in filter(OURS.match, list(os.environ)):
+        monkeypatch.delenv(key)
+    states = [AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state]
+    saved = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    yield monkeypatch
+    for state, before in zip(states, saved, strict=True):
+        state.clear()
+        state.update(before)
+
+
+def test_every_launch_file_is_expected_here():
+    assert sorted(path.stem for path in CONFIGS.iterdir()) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_file_loads_and_says_only_what_the_hardware_is(name):
+    path = CONFIGS / f"{name}.yaml"
+    config = load_config_from_file(str(path))
+    found = (config.distributed_type.value, config.num_processes, config.mixed_precision, config.use_cpu)
+    assert found == EXPECTED[name]
+    text = path.read_text(encoding="utf-8")
+    assert set(yaml.safe_load(text)) <= HARDWARE_KEYS
+    body = text.split("\n\n", 1)[1].splitlines()
+    assert all(re.fullmatch(r"\w+: \S+ # .+", line) for line in body), "every key has a value and a comment"
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_header_command_gives_the_layout_it_names(name):
+    flags = launch_command(name)
+    assert flags["--config_file"] == f"accelerate_configs/{name}.yaml"
+    assert (ROOT / flags["--config_file"]).samefile(CONFIGS / f"{name}.yaml")
+    layout = solve_layout(
+        num_processes=EXPECTED[name][1],
+        global_batch_size=load(flags["--recipe"], task="bert_pretraining").global_batch_size,
+        per_device_train_batch_size=int(flags["--per_device_train_batch_size"]),
+    )
+    n, b, k = layout.num_processes, layout.per_device_train_batch_size, layout.gradient_accumulation_steps
+    line = f"Layout: N = {n}, b = {b}, k = {k} for the recipe's global batch of {layout.global_batch_size}."
+    assert line in header(name)
+    if min(layout.shares) != max(layout.shares):
+        first, last = layout.shares[:-1], layout.shares[-1]
+        assert f"shares are {', '.join(map(str, first))} and {last} samples" in header(name)[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_2xcpu_is_two_processes_that_agree(tmp_path):
+    done, seen = run(CONFIGS / "2xcpu.yaml", tmp_path)
+    assert done.returncode == 0, done.stderr
+    both = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [True, False]}
+    assert seen == [both | {"process_index": 0}, both | {"process_index": 1}]
+    assert "broadcast_buffers" not in done.stderr
+
+
+def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
+    done, seen = run(CONFIGS / "cpu.yaml", tmp_path, FAKE_GPU="1", OMP_NUM_THREADS=None)
+    assert done.returncode == 0, done.stderr
+    cores = psutil.cpu_count(logical=False)
+    found = [(one["num_processes"], one["device"], one["backend"], one["threads"]) for one in seen]
+    assert found == [(1, "cpu", None, cores)]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would share the GPU")
+def test_processes_that_would_each_train_alone_are_refused(tmp_path):
+    config = tmp_path / "alone.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmain_process_port: 0\n")
+    done, seen = run(config, tmp_path)
+    assert done.returncode != 0
+    assert seen == []
+    assert done.stderr.count("ERROR: 2 processes were launched, but each would train alone, on cpu") == 1
+
+
+def test_launch_file_for_two_that_starts_one_is_refused(tmp_path):
+    config = tmp_path / "one.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    done, seen = run(config, tmp_path)
+    assert done.returncode != 0
+    assert seen == []
+    assert "ERROR: the launch file has num_processes above 1" in done.stderr
+
+
+def problems(**kwargs) -> list[str]:
+    with pytest.raises(UsageError) as error:
+        launch.create_accelerator(**kwargs)
+    return error.value.problems
+
+
+def test_plain_start_is_one_process(bare, tmp_path):
+    accelerator = launch.create_accelerator(mixed_precision=None, log_with=None, project_dir=tmp_path)
+    assert (accelerator.num_processes, accelerator.gradient_accumulation_steps) == (1, 1)
+    assert (accelerator.mixed_precision, accelerator.project_dir) == ("no", tmp_path)
+
+
+def test_group_of_one_is_no_mistake(bare):
+    env = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+    for key, value in env.items():
+        bare.setenv(key, value)
+    assert launch.create_accelerator().num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ACCELERATE_USE_CPU", "true"), *(("CUDA_VISIBLE_DEVICES", value) for value in ("", "-1", "-1,-1", " -1,0"))],
+)
+def test_cpu_is_taken_when_asked_for_beside_a_gpu(bare, name, value):
+    bare.setattr(torch.cuda, "is_available", lambda: True)
+    bare.setenv(name, value)
+    assert launch.create_accelerator().device.type == "cpu"
+
+
+@pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "1,-1"}, {"ACCELERATE_USE_CPU": "False"}])
+def test_cpu_is_not_forced_when_not_asked_for(bare, env):
+    for key, value in env.items():
+        bare.setenv(key, value)
+    made = SimpleNamespace(num_processes=1, mixed_precision="no", device=torch.device("cpu"))
+    given = {}
+    bare.setattr(launch, "Accelerator", lambda **kwargs: given.update(kwargs) or made)
+    launch.create_accelerator()
+    assert given["cpu"] is False
+
+
+@pytest.mark.parametrize("given", [None, "no"])
+def test_precision_is_the_launchers_unless_given(bare, given):
+    bare.setenv("ACCELERATE_USE_CPU", "true")
+    bare.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert launch.create_accelerator(mixed_precision=given).mixed_precision == (given or "bf16")
+
+
+def test_worker_without_its_group_is_refused(bare):
+    bare.setenv("WORLD_SIZE", "2")
+    bare.setenv("RANK", "0")  # and no LOCAL_RANK: Accelerate goes on alone
+    (problem,) = problems()
+    assert "2 processes were launched, but each would train alone" in problem
+    assert "ACCELERATE_USE_CPU=true" in problem
+
+
+@pytest.mark.parametrize("size", launch.SIZES)
+def test_group_without_a_rank_is_refused_before_it_waits_for_ever(bare, size):
+    bare.setenv(size, "2")
+    bare.setenv("ACCELERATE_USE_CPU", "true")  # with MASTER_ADDR too, Accelerate would wait for a second rank 0
+    (problem,) = problems()
+    assert "the environment counts 2 processes, but this one has no RANK" in problem
+
+
+@pytest.mark.parametrize("value", ["auto", "4", "1", ""])
+def test_accumulation_from_the_launcher_is_refused(bare, value):
+    bare.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", value)
+    (problem,) = problems()
+    assert problem.startswith(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {value!r}, but k follows from the recipe")
+    assert "remove gradient_accumulation_steps from the launch file" in problem
+
+
+@pytest.mark.parametrize("name", launch.UNSUPPORTED)
+def test_engines_that_scale_by_themselves_are_refused(bare, name):
+    bare.setenv(name, "true")
+    (problem,) = problems()
+    assert problem.startswith(f"{name} is set, but ")
+    assert problem.endswith("Launch with distributed_type MULTI_GPU")
+
+
+def test_problems_come_together(bare):
+    bare.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    bare.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    assert len(problems()) == 2
+
+
+@pytest.mark.parametrize("by", ["argument", "launcher"])
+def test_fp16_on_a_cpu_is_refused(bare, by):
+    bare.setenv("CUDA_VISIBLE_DEVICES", "")  # asks for the CPU
+    if by == "launcher":
+        bare.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    (problem,) = problems(mixed_precision="fp16" if by == "argument" else None)
+    assert "fp16" in problem
+    assert problem.endswith("on a CPU: set it to no or bf16")
+
+
+@pytest.mark.parametrize(
+    ("major", "precision", "refused"), [(7, "bf16", True), (7, "fp16", False), (7, "no", False), (8, "bf16", False)]
+)
+def test_emulated_bf16_is_refused(bare, major, precision, refused):
+    """Compute capability 7.5 is a T4 or 2080 Ti, 8.0 an A100; torch's own test runs, on properties that are made up."""
+    bare.setattr(torch.cuda, "is_available", lambda: True)
+    bare.setattr(torch.cuda, "current_device", lambda: 0)
+    bare.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    bare.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)  # emulated, it is
+    bare.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    made = SimpleNamespace(num_processes=1, mixed_precision=precision, device=torch.device("cuda", 0))
+    bare.setattr(launch, "Accelerator", lambda **kwargs: made)
+    if refused:
+        (problem,) = problems()
+        assert "Tesla T4 only emulates it" in problem
+        assert problem.endswith("set it to fp16")
+    else:
+        assert launch.create_accelerator() is made
