@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBa
 
 from recipes.errors import UsageError
 
+MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -41,15 +43,34 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
 
 
 def _train(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
+    """`tokenizers`' trainer, made deterministic.
+
+    The trainer numbers the characters inside words (##a, ##b, ...) in the order of a randomly seeded hash map, and breaks
+    ties between merges by these numbers, so that two trainings on the same texts differ. Here they are numbered first.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=do_lower_case)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, show_progress=False)
+    counts = Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    characters = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[:MAX_CHARACTERS]
+    inside_words = [f"##{c}" for c in characters if len(tokenizer.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS + inside_words,
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
-    return BertTokenizerFast(tokenizer_object=tokenizer, do_lower_case=do_lower_case)
+    # A new tokenizer of the same vocabulary, in which ##a is no special token.
+    vocabulary = tokenizer.get_vocab()
+    trained = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    trained.normalizer, trained.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    trained.decoder = decoders.WordPiece(prefix="##")
+    trained.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    return BertTokenizerFast(tokenizer_object=trained, do_lower_case=do_lower_case)
 
 
 def load_tokenizer(name_or_path: str, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -1,0 +1,69 @@
+"""`python -m recipes list | plan RECIPE`: answers without torch. Exit code 0 fine, 2 bad usage."""
+
+import dataclasses
+import json
+import sys
+
+from recipes import recipe as recipes
+from recipes.errors import UsageError, exit_code, nearest
+from recipes.plan import solve_layout
+from recipes.settings import POSITIVE, build, parse_flags, setting
+
+USAGE = """usage: python -m recipes list
+       python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
+                                     [--gradient_accumulation_steps k] [--json] [--FIELD VALUE ...]"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How many processes, and how the step is cut."""
+
+    num_processes: int = setting("N", POSITIVE, default=1)
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
+    gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
+    json: bool = setting("print one JSON object", default=False)
+
+
+def list_recipes() -> None:
+    for name in recipes.catalog_names():
+        recipe = recipes.load(name)
+        print(f"{name:20} B {recipe.global_batch_size:<6} {recipe.description}")
+
+
+def plan(name: str, argv: list[str]) -> None:
+    cls = type(recipes.load(name))
+    flags = parse_flags([PlanSettings, cls], argv, USAGE)
+    names = {field.name for field in dataclasses.fields(PlanSettings)}
+    settings = build(PlanSettings, {key: value for key, value in flags.items() if key in names}, "flags")
+    recipe = recipes.load(name, {key: value for key, value in flags.items() if key not in names})
+    layout = solve_layout(
+        num_processes=settings.num_processes,
+        global_batch_size=recipe.global_batch_size,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+    )
+    scaled = dataclasses.asdict(recipe.scaled())
+    if settings.json:
+        answer = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, **scaled}
+        print(json.dumps(answer | dataclasses.asdict(layout) | {"shares": layout.shares}))
+        return
+    print(f"{recipe.name}: {recipe.description}\n  source     {recipe.source}\n  expect     {recipe.expect}")
+    print(f"  layout     {layout}")
+    print("  optimizer  " + ", ".join(f"{key} {value:.6g}" for key, value in scaled.items() if value is not None))
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["list"]:
+            list_recipes()
+        case ["plan", name, *argv] if not name.startswith("-"):
+            plan(name, argv)
+        case [] | ["-h"] | ["--help"]:
+            print(USAGE)
+        case [command, *_]:
+            hint = "it needs a recipe" if command == "plan" else nearest(command, ["list", "plan"])
+            raise UsageError(f"python -m recipes {command}: {hint}\n{USAGE}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,82 @@
+"""Effective batch arithmetic, with the source documents' worked examples."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.errors import UsageError
+from recipes.plan import shares, solve_layout
+
+# b, k, N, B
+WORKED = [
+    (8, 4, 1, 32),  # BERT-Large on one RTX 3090
+    (4, 32, 1, 128),  # BERT-Large on one RTX 2080 Ti
+    (4, 16, 8, 512),  # GPT-2 1.5B on 8 A100
+    (2, 64, 8, 1024),  # GPT-3 style on 8 A100
+    (8, 64, 4, 2048),
+    (64, 1, 4, 256),  # ResNet-50 on 4 T4
+    (32, 4, 4, 512),
+    (256, 1, 1, 256),  # ResNet-50 on one V100
+    (1024, 1, 3, 3072),  # captcha CNN on 3 A100
+    (512, 2, 3, 3072),
+    (512, 1, 3, 1536),
+    (64, 1, 4, 256),  # BERT-Base on 4 V100
+]
+
+
+@pytest.mark.parametrize(("b", "k", "n", "batch"), WORKED)
+def test_two_of_b_k_and_the_batch_give_the_third(b, k, n, batch):
+    given_two = [
+        {"per_device_train_batch_size": b, "gradient_accumulation_steps": k},
+        {"global_batch_size": batch, "per_device_train_batch_size": b},
+        {"global_batch_size": batch, "gradient_accumulation_steps": k},
+        {"global_batch_size": batch, "per_device_train_batch_size": b, "gradient_accumulation_steps": k},
+    ]
+    layouts = {solve_layout(num_processes=n, **two) for two in given_two}
+    assert len(layouts) == 1
+    layout = layouts.pop()
+    assert (layout.global_batch_size, layout.per_device_train_batch_size) == (batch, b)
+    assert layout.gradient_accumulation_steps == k
+
+
+def test_the_captcha_fallback_of_896_is_uneven():
+    layout = solve_layout(num_processes=3, global_batch_size=3072, per_device_train_batch_size=896)
+    assert (layout.shares, layout.gradient_accumulation_steps) == ((1024, 1024, 1024), 2)
+
+
+@given(batch=st.integers(1, 5000), n=st.integers(1, 64), b=st.integers(1, 300))
+def test_any_batch_on_any_layout(batch, n, b):
+    layout = solve_layout(num_processes=n, global_batch_size=batch, per_device_train_batch_size=b)
+    assert sum(layout.shares) == batch
+    assert max(layout.shares) - min(layout.shares) <= 1
+    assert (layout.gradient_accumulation_steps - 1) * b < max(layout.shares) <= layout.gradient_accumulation_steps * b
+
+
+def test_batches_that_nothing_divides():
+    assert shares(10, 3) == (4, 3, 3)
+    assert shares(2, 3) == (1, 1, 0)
+    assert "3 to 4 samples" in str(solve_layout(num_processes=3, global_batch_size=10))
+
+
+def test_a_contradiction_shows_the_arithmetic():
+    with pytest.raises(UsageError, match=r"need 4 micro-step\(s\) \(1 x 8 x 3 = 24\).*--global_batch_size 24"):
+        solve_layout(
+            num_processes=1, global_batch_size=32, per_device_train_batch_size=8, gradient_accumulation_steps=3
+        )
+
+
+def test_all_bad_values_at_once():
+    with pytest.raises(UsageError) as error:
+        solve_layout(num_processes=0, global_batch_size=0, per_device_train_batch_size=-1)
+    assert len(error.value.problems) == 3
+    with pytest.raises(UsageError, match="give two of"):
+        solve_layout(num_processes=2, per_device_train_batch_size=8)
+
+
+@pytest.mark.parametrize("module", ["plan", "recipe", "order", "partition", "schedule", "scaling", "run", "errors", "__main__"])
+def test_floor_0_imports_no_torch(module):
+    program = f"import recipes.{module}, sys; assert not {{'torch', 'transformers', 'datasets'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)

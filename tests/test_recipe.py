@@ -1,0 +1,164 @@
+"""Strict recipes: the catalog's numbers, and every mistake named at once."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from recipes import recipe as recipes
+from recipes import run
+from recipes.errors import UsageError
+from recipes.recipe import BertPretraining, catalog_names, load
+
+
+def parse(flags: str):
+    return run.parse(flags.split(), "bert_pretraining", "")
+
+
+def problems(call, *arguments, **named) -> list[str]:
+    with pytest.raises(UsageError) as error:
+        call(*arguments, **named)
+    return error.value.problems
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_every_catalog_recipe_loads_and_says_where_it_comes_from(name):
+    recipe = load(name)
+    assert recipe.name == name
+    assert len(recipe.source) > 10
+    assert len(recipe.expect) > 10
+    assert "TODO" not in recipe.to_yaml()
+    header = (recipes.CATALOG / f"{name}.yaml").read_text().split("task:")[0].split("extends:")[0]
+    assert f"--recipe {name}" in header
+
+
+def test_the_resolved_yaml_is_the_same_recipe(tmp_path):
+    for name in catalog_names():
+        (tmp_path / "copy.yaml").write_text(load(name).to_yaml())
+        assert load(str(tmp_path / "copy.yaml")) == load(name)
+
+
+def test_published_bert_numbers():
+    base = load("bert_base")
+    assert (base.global_batch_size, base.learning_rate, base.max_train_steps, base.num_warmup_steps) == (256, 1e-4, 10**6, 10**4)
+    assert (base.adam_beta1, base.adam_beta2, base.weight_decay, base.hidden_dropout_prob) == (0.9, 0.999, 0.01, 0.1)
+    phase1, phase2 = load("bert_large_phase1"), load("bert_large_phase2")
+    assert (phase1.max_seq_length, phase2.max_seq_length) == (128, 512)
+    assert phase1.max_train_steps + phase2.max_train_steps == phase1.lr_num_steps == 10**6
+    one, two = (r.schedule(r.max_train_steps, 1e4) for r in (phase1, phase2))
+    assert two(0) == one(900_000) == pytest.approx(1e-4 * 100_000 / 990_000)
+    assert two(99_999) == pytest.approx(1e-4 / 990_000)
+    assert (load("bert_large_3090").global_batch_size, load("bert_large_2080ti").global_batch_size) == (32, 128)
+    assert load("bert_large_3090").scaled().learning_rate == pytest.approx(1e-4 / 8**0.5)
+    assert load("bert_large_3090").scaled().adam_beta1 == pytest.approx(1 - 0.1 / 8)
+
+
+def test_bert_large_has_the_published_size():
+    """336,226,108 parameters, without allocating them."""
+    import torch
+    from transformers import BertConfig, BertForPreTraining
+
+    with torch.device("meta"):
+        model = BertForPreTraining(BertConfig(**load("bert_large_phase1").architecture))
+    assert sum(p.numel() for p in model.parameters()) == 336_226_108
+
+
+def test_every_field_is_documented_and_has_a_flag():
+    for field in dataclasses.fields(BertPretraining):
+        assert len(field.metadata["help"]) > 4
+        assert field.default is dataclasses.MISSING, "a recipe writes everything out"
+    recipe, settings = parse(
+        "--recipe bert_small_cpu --learning_rate 1e-4 --train_file a.txt b.txt --do_lower_case false --max_grad_norm none"
+    )
+    assert (recipe.learning_rate, recipe.train_file, recipe.dataset_name) == (1e-4, ("a.txt", "b.txt"), None)
+    assert (recipe.do_lower_case, recipe.max_grad_norm) == (False, None)
+    assert settings.output_dir == "runs/bert_small_cpu"
+
+
+def test_a_flag_replaces_its_alternatives():
+    recipe, _ = parse("--recipe bert_small_cpu --num_train_epochs 2 --num_warmup_steps 5")
+    assert (recipe.max_train_steps, recipe.num_train_epochs) == (None, 2.0)
+    assert (recipe.num_warmup_steps, recipe.warmup_ratio) == (5, None)
+
+
+def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
+    values = yaml.safe_load(load("bert_small_cpu").to_yaml())
+    values |= {"learning_rte": 1, "seed": "x", "global_batch_size": 0, "hidden_act": 3, "adam_beta1": 1.0}
+    del values["weight_decay"], values["learning_rate"]
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
+    found = "\n".join(problems(load, str(tmp_path / "bad.yaml")))
+    for part in (
+        "unknown key 'learning_rte': did you mean learning_rate",
+        "seed is 'x', must be int",
+        "global_batch_size is 0, must be greater than 0 (samples per optimizer step",
+        "hidden_act is 3, must be str",
+        "adam_beta1 is 1.0, must lie in [0, 1)",
+        "weight_decay is missing (decoupled weight decay",
+        "learning_rate is missing",
+    ):
+        assert part in found
+    assert len(found.splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--recipe bert_smal_cpu", "unknown recipe 'bert_smal_cpu': did you mean bert_small_cpu"),
+        ("--recipe nowhere.yaml", "recipe nowhere.yaml cannot be read: No such file"),
+        ("", "--recipe is missing"),
+        ("--recipe bert_small_cpu --lerning_rate 1", "unknown flag --lerning_rate: did you mean --learning_rate"),
+        ("--recipe bert_small_cpu --learning_rate -1", "learning_rate is -1.0, must be greater than 0"),
+        ("--recipe bert_small_cpu --learning_rate nan", "learning_rate is nan, must be greater than 0"),
+        ("--recipe bert_small_cpu --learning_rate inf", "learning_rate is inf, must be greater than 0"),
+        ("--recipe bert_small_cpu --global_batch_size 0", "global_batch_size is 0, must be greater than 0"),
+        ("--recipe bert_small_cpu --global_batch_size 8.5", "global_batch_size is '8.5', must be int"),
+        ("--recipe bert_small_cpu --seed", "expected one argument"),
+        ("--recipe bert_small_cpu stray", "unexpected argument 'stray'"),
+        ("--recipe bert_small_cpu --num_attention_heads 3", "hidden_size 256 is not a multiple of num_attention_heads 3"),
+        ("--recipe bert_small_cpu --max_seq_length 999", "max_seq_length 999 exceeds max_position_embeddings"),
+        ("--recipe bert_small_cpu --report_to nowhere", "report_to is 'nowhere', must be one of none, tensorboard"),
+        ("--recipe bert_small_cpu --lr_scheduler_type cosin", "lr_scheduler_type is 'cosin', must be one of"),
+        ("--recipe bert_small_cpu --lr_scaling_rule sqrt --learning_rate_batch_size 4 --global_batch_size 64", "adam_beta1"),
+        ("--recipe bert_small_cpu --max_train_steps none", "max_train_steps, num_train_epochs exactly one must be set"),
+        ("--recipe bert_small_cpu --overwrite_output_dir --resume_from_checkpoint latest", "exclude each other"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(flags, message):
+    def everything():
+        recipe, _ = parse(flags)
+        recipe.scaled()
+
+    (found,) = problems(everything)
+    assert message in found
+    assert "\n" not in found
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    bad = tmp_path / "bad.yaml"
+    for text, message in [
+        ("a: [", "not valid YAML"),
+        ("- a", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("task: nothing", "task is 'nothing', must be one of bert_pretraining"),
+        (f"extends: {bad}", "extends itself"),
+        ("extends: bert_bas", "unknown recipe 'bert_bas': did you mean bert_base"),
+    ]:
+        bad.write_text(text)
+        assert message in problems(load, str(bad))[0]
+
+
+def test_a_file_that_extends_another(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: bert_small_cpu\nglobal_batch_size: 128\nnum_train_epochs: 3\n")
+    (tmp_path / "deeper.yaml").write_text("extends: mine.yaml\nseed: 1\n")
+    deeper = load(str(tmp_path / "deeper.yaml"))
+    assert (deeper.name, deeper.global_batch_size, deeper.seed) == ("deeper", 128, 1)
+    assert (deeper.max_train_steps, deeper.num_train_epochs) == (None, 3.0)
+    assert deeper.hidden_size == load("bert_small_cpu").hidden_size
+
+
+def test_the_fingerprint_holds_what_decides_the_steps():
+    small = load("bert_small_cpu")
+    for changes in ({"seed": 1}, {"learning_rate": 2e-3}, {"max_seq_length": 40}, {"max_train_steps": 7}):
+        assert load("bert_small_cpu", changes).fingerprint != small.fingerprint
+    for changes in ({"expect": "else"}, {"train_file": ["elsewhere.txt"]}):
+        assert load("bert_small_cpu", changes).fingerprint == small.fingerprint

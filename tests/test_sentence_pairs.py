@@ -1,0 +1,198 @@
+"""Documents to masked sentence pairs, on real text."""
+
+import numpy as np
+import pytest
+import torch
+from common import TINY
+from datasets import Dataset
+
+from recipes import run
+from recipes.data import sentence_pairs
+from recipes.data.sentence_pairs import SentencePairs, _chunk
+from recipes.errors import UsageError
+
+SETTINGS = {
+    "seed": 1,
+    "max_seq_length": 48,
+    "short_seq_probability": 0.1,
+    "next_sentence_probability": 0.5,
+    "mlm_probability": 0.15,
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus) -> SentencePairs:
+    recipe, _ = run.parse([*TINY, "--train_file", str(corpus)], "bert_pretraining", "")
+    return sentence_pairs.build(recipe)[0]
+
+
+def rebuilt(pairs: SentencePairs, texts: list[str], **changes) -> SentencePairs:
+    return SentencePairs(Dataset.from_dict({"text": texts}), pairs.tokenizer, **(SETTINGS | changes))
+
+
+def where(row: np.ndarray, segment: np.ndarray) -> int | None:
+    """Place of `segment` in `row`, by identity of memory: segments are views, nothing is copied."""
+    place = (segment.__array_interface__["data"][0] - row.__array_interface__["data"][0]) // row.itemsize
+    return place if 0 <= place <= len(row) - len(segment) else None
+
+
+def test_b_follows_a_or_comes_from_another_document(pairs):
+    for sample_id in range(len(pairs)):
+        pair = pairs.draw(0, sample_id)
+        own = int(np.searchsorted(pairs.first_sample, sample_id, side="right")) - 1
+        a, b = (where(pairs.tokens[own], segment) for segment in (pair.first, pair.second))
+        assert a is not None
+        if pair.is_random:
+            assert b is None, "a random B must not be of the same document"
+        else:
+            assert b >= a + len(pair.first), "B must follow A"
+            gap = set(range(a + len(pair.first), b))
+            assert len(pair.first) + len(pair.second) == pairs.max_tokens or not gap, "a gap only where a pair was cut"
+
+
+def test_lengths_and_shares(pairs):
+    drawn = [pairs.draw(epoch, sample_id) for epoch in range(6) for sample_id in range(len(pairs))]
+    lengths = np.array([pair.length for pair in drawn])
+    assert lengths.max() == 48
+    assert all(len(pair.first) and len(pair.second) for pair in drawn)
+    labels = np.array([pair.is_random for pair in drawn])
+    assert abs(labels.mean() - 0.5) < 4 * 0.5 / len(drawn) ** 0.5
+    # The length does not tell the classes apart: their means differ by less than 4 % of a sample.
+    assert abs(lengths[labels == 0].mean() - lengths[labels == 1].mean()) < 2
+
+
+def test_probabilities_of_the_recipe_are_obeyed(pairs, corpus):
+    texts = [" ".join(f"Word {n} of {d}." for n in range(300)) for d in range(3)]
+    always = rebuilt(pairs, texts, next_sentence_probability=1.0)
+    never = rebuilt(pairs, texts, next_sentence_probability=0.0)
+    assert not any(always.draw(0, i).is_random for i in range(len(always)))
+    assert all(never.draw(0, i).is_random for i in range(len(never)))
+    assert len(rebuilt(pairs, texts, short_seq_probability=1.0)) > 1.3 * len(rebuilt(pairs, texts, short_seq_probability=0.0))
+
+
+def test_draws_are_functions_of_seed_epoch_and_sample(pairs):
+    def everything(epoch: int) -> list[bytes]:
+        return [b"".join(part.tobytes() for part in pairs.mask(pairs.draw(epoch, i))) for i in range(50)]
+
+    assert everything(3) == everything(3)
+    assert sum(a == b for a, b in zip(everything(3), everything(4), strict=True)) == 0
+
+
+def test_masks(pairs):
+    """80 % [MASK], 10 % random, 10 % kept, of 15 %; special tokens never; the true tokens are the labels."""
+    ids, kinds, special = pairs.tokenizer, np.zeros(3), pairs.is_special
+    for sample_id in range(len(pairs)):
+        for epoch in range(4):
+            pair = pairs.draw(epoch, sample_id)
+            tokens, places, labels = pairs.mask(pair)
+            true = np.concatenate([[ids.cls_token_id], pair.first, [ids.sep_token_id], pair.second, [ids.sep_token_id]])
+            assert np.array_equal(true[places], labels)
+            assert not special[labels].any()
+            assert len(places) == len(set(places)) == max(1, round(0.15 * (~special[true]).sum()))
+            untouched = np.setdiff1d(np.arange(len(true)), places)
+            assert np.array_equal(tokens[untouched], true[untouched])
+            is_mask = tokens[places] == ids.mask_token_id
+            assert not special[tokens[places]][~is_mask].any()
+            kept = tokens[places] == labels
+            kinds += [is_mask.sum(), (~is_mask & ~kept).sum(), kept.sum()]
+    assert kinds / kinds.sum() == pytest.approx([0.8, 0.1, 0.1], abs=0.02)
+
+
+def test_special_tokens_inside_a_text_are_not_masked(pairs):
+    source = rebuilt(pairs, ["One [MASK] two. Three [SEP] four.", "Five six. Seven eight."], mlm_probability=1.0)
+    for sample_id in range(len(source)):
+        assert not source.is_special[source.mask(source.draw(0, sample_id))[2]].any()
+
+
+def test_collate(pairs):
+    drawn = [pairs.draw(0, sample_id) for sample_id in range(7)]
+    cell = pairs.collate(drawn)
+    longest = max(pair.length for pair in drawn)
+    assert cell["input_ids"].shape == cell["token_type_ids"].shape == cell["attention_mask"].shape == (7, longest)
+    assert cell["attention_mask"].sum(1).tolist() == [pair.length for pair in drawn]
+    assert (cell["input_ids"][cell["attention_mask"] == 0] == pairs.tokenizer.pad_token_id).all()
+    assert cell["token_type_ids"].sum(1).tolist() == [len(pair.second) + 1 for pair in drawn]
+    assert cell["counts"].tolist() == [len(cell["masked_labels"]), 7]
+    assert cell["attention_mask"].flatten()[cell["masked_index"]].all()
+    row, pair = 3, drawn[3]
+    _, places, labels = pairs.mask(pair)
+    mine = cell["masked_index"] // longest == row
+    assert (cell["masked_index"][mine] % longest).tolist() == places.tolist()
+    assert cell["masked_labels"][mine].tolist() == labels.tolist()
+    assert cell["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
+    assert pairs.collate(drawn[:1])["attention_mask"] is None
+
+
+def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs, script):
+    recipe, _ = run.parse(TINY, "bert_pretraining", "")
+    model = script.PretrainingSums(script.build_model(recipe)).train()
+    cell = pairs.collate([])
+    assert cell.pop("counts").tolist() == [0, 0]
+    sums, _ = model(**cell)
+    assert sums.tolist() == [0.0, 0.0]
+    sums.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} needs a gradient, or DistributedDataParallel waits for it"
+        assert not parameter.grad.any()
+
+
+def test_masked_places_alone_give_the_published_model_its_own_loss(pairs, script):
+    """Our sums are those of transformers' BertForPreTraining, which scores every place."""
+    recipe, _ = run.parse(TINY, "bert_pretraining", "")
+    torch.manual_seed(0)
+    bert = script.build_model(recipe).double().train()
+    cell = pairs.collate([pairs.draw(0, sample_id) for sample_id in range(9)])
+    counts = cell.pop("counts")
+    labels = torch.full(cell["input_ids"].shape, -100).flatten()
+    labels[cell["masked_index"]] = cell["masked_labels"]
+    theirs = bert(
+        cell["input_ids"],
+        cell["attention_mask"],
+        cell["token_type_ids"],
+        labels=labels.view(cell["input_ids"].shape),
+        next_sentence_label=cell["next_sentence_label"],
+    ).loss
+    sums, _ = script.PretrainingSums(bert)(**cell)
+    assert (sums / counts).sum().item() == pytest.approx(theirs.item(), rel=1e-12)
+
+
+def test_chunks_hold_two_sentences_or_more():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = rng.integers(1, 60, size=rng.integers(2, 40))
+        cuts = _chunk(lengths, 45, 0.1, rng)
+        assert (cuts[0], cuts[-1]) == (0, len(lengths))
+        assert (np.diff(cuts) >= 2).all()
+
+
+def test_one_long_sentence_becomes_two_segments(pairs):
+    source = rebuilt(pairs, ["word " * 5, "word " * 500, "One. Two."])
+    assert len(source.tokens) == 3
+    assert all(len(source.tokens[row]) == source.ends[row][-1] for row in range(3))
+    assert all(source.draw(0, i).length <= 48 for i in range(len(source)))
+
+
+def test_one_document_is_not_enough(pairs):
+    with pytest.raises(UsageError, match="has 1 document.* need at least 2"):
+        rebuilt(pairs, ["One sentence. And another."])
+
+
+def test_the_number_of_processes_and_the_batches_do_not_matter(pairs, corpus, tmp_path):
+    recipe, _ = run.parse([*TINY, "--train_file", str(corpus)], "bert_pretraining", "")
+    import datasets
+
+    cache, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, tmp_path
+    try:
+        two, _ = sentence_pairs.build(recipe, num_proc=2)
+    finally:
+        datasets.config.HF_DATASETS_CACHE = cache
+    assert len(two.tokens.offsets) > 1, "two processes write two files"
+    assert two.fingerprint == pairs.fingerprint
+    assert all(np.array_equal(two.tokens[row], pairs.tokens[row]) for row in range(len(pairs.tokens)))
+    assert two.draw(2, 17).first.tolist() == pairs.draw(2, 17).first.tolist()
+
+
+def test_the_fingerprint_follows_the_data(pairs, corpus):
+    texts = ["One two. Three four.", "Five six. Seven eight.", "Nine ten. Eleven twelve."]
+    prints = {rebuilt(pairs, texts[:n]).fingerprint for n in (2, 3)} | {rebuilt(pairs, texts[::-1]).fingerprint}
+    assert len(prints) == 3
