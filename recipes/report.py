@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,9 +107,6 @@ class RunLog:
         }
         self.clock = now
         self.pending.append((line, sums, counts, grad_norm))
-        if self.accelerator.scaler is not None and self.accelerator.optimizer_step_was_skipped:
-            self.num_skipped += 1
-            line["skipped"] = True
         if self.run.record_samples:
             for micro_step, samples in enumerate(data.samples):
                 where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
@@ -129,7 +127,12 @@ class RunLog:
                 strict=True,
             )
             for line, total, counts, norm in rows:
-                self._write(_order(line | self.losses(total, counts) | {"grad_norm": norm.item()}))
+                line |= self.losses(total, counts) | {"grad_norm": norm.item()}
+                # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
+                if self.accelerator.scaler is not None and not norm.isfinite():
+                    self.num_skipped += 1
+                    line["skipped"] = True
+                self._write(_order(line))
                 self.num_tokens += line["tokens"]
                 self.seconds += line["seconds"]
             self.pending.clear()
@@ -172,7 +175,12 @@ class RunLog:
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         if self.accelerator.is_main_process:
             with (self.output_dir / name).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+                file.writelines(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity and no NaN: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _order(line: dict[str, Any]) -> dict[str, Any]:

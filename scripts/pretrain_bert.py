@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
             sums, correct, counts = evaluate(
                 accelerator, model, held_out, recipe.seed, settings.per_device_eval_batch_size
             )
-            accuracy = dict(zip(("eval_mlm_accuracy", "eval_nsp_accuracy"), (correct / counts).tolist(), strict=True))
+            accuracy = dict(zip(("eval_mlm_accuracy", "eval_nsp_accuracy"), (correct / counts.clamp(min=1)).tolist(), strict=True))
             log.evaluation(step, log.losses(sums, counts, prefix="eval_") | accuracy)
 
     def save_at(step: int) -> None:

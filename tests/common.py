@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 TINY = (
     "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
     "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "
-    "--max_train_steps 10 --validation_fraction 0.1"
+    "--max_train_steps 10 --validation_fraction 0.1 --short_seq_probability 0.5"
 ).split()
 
 

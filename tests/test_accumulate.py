@@ -1,0 +1,127 @@
+"""Accelerate's own loop, made exact: k and N undone, one reduction per step, the fp16 scaler's skips counted."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
+from common import ROOT, fresh_accelerator, metrics
+
+from recipes import accumulate
+
+COUNT_REDUCTIONS = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from recipes import accumulate
+from recipes.launch import create_accelerator
+
+accelerator = create_accelerator()
+rank, out = accelerator.process_index, Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1)).double()
+model = accelerator.prepare(model)
+reduced = []
+def hook(state, bucket):
+    reduced.append(bucket.index())
+    return dist.all_reduce(bucket.buffer().div_(accelerator.num_processes), async_op=True).get_future().then(
+        lambda future: future.value()[0])
+model.register_comm_hook(None, hook)
+collectives, all_reduce = [], dist.all_reduce
+dist.all_reduce = lambda tensor, *args, **kwargs: (collectives.append(tensor.numel()), all_reduce(tensor, *args, **kwargs))[1]
+
+data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
+cells = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [data[7:10]]  # k = 4 here, 1 there
+result = []
+for step in range(2):
+    reduced.clear(), collectives.clear()
+    counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(cell) for cell in cells)]))
+    for cell in accumulate.micro_steps(accelerator, cells):
+        with accelerator.accumulate(model):
+            loss = model(cell).pow(2).sum() / counts[0]
+            accelerator.backward(loss * accumulate.loss_scale(accelerator))
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+    result.append({"counts": counts.tolist(), "reduced": list(reduced), "collectives": list(collectives), "gradient": gradient})
+    model.zero_grad()
+(out / f"{rank}.json").write_text(json.dumps(result))
+accelerator.wait_for_everyone()
+sys.stdout.flush(), os._exit(0)  # a Python hook and gloo's threads do not end in good order
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_one_reduction_per_step_and_the_exact_gradient_with_uneven_k(tmp_path):
+    (tmp_path / "program.py").write_text(COUNT_REDUCTIONS)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / "accelerate_configs" / "2xcpu.yaml"), str(tmp_path / "program.py"), str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1)).double()
+    model(data).pow(2).mean().backward()
+    true = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+    for rank in range(2):
+        for step in json.loads((tmp_path / f"{rank}.json").read_text()):
+            assert step["counts"] == [10]
+            assert step["reduced"] == [0], "one bucket, reduced once"
+            assert step["collectives"].count(1) == 1, "one all-reduce of the counts"
+            assert step["gradient"] == pytest.approx(true, rel=1e-13)
+
+
+def test_k_of_the_last_step_does_not_leak_into_the_next():
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    synchronised = []
+    for num_cells in (3, 2, 1, 4):
+        for _ in accumulate.micro_steps(accelerator, [None] * num_cells):
+            with accelerator.accumulate(model):
+                synchronised.append(accelerator.sync_gradients)
+        assert accumulate.loss_scale(accelerator) == num_cells
+    assert synchronised == [False, False, True, False, True, True, False, False, False, True]
+
+
+def test_noise_is_a_function_of_seed_step_and_process():
+    draws = set()
+    for key in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]:
+        accumulate.seed_noise(*key)
+        first = torch.rand(1).item()
+        accumulate.seed_noise(*key)
+        assert torch.rand(1).item() == first
+        draws.add(first)
+    assert len(draws) == 4
+
+
+def test_steps_that_the_scaler_skips_are_counted_and_logged(script, train, monkeypatch):
+    """fp16's scaler, on the CPU: a scale that overflows skips the first step, leaves the weights, and is reported."""
+    original = script.create_accelerator
+
+    def with_scaler(**kwargs):
+        accelerator = original(**kwargs)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+        accelerator.autocast_handler = AutocastKwargs(enabled=False)  # fp32 on the CPU; only the scaler is under test
+        return accelerator
+
+    monkeypatch.setattr(script, "create_accelerator", with_scaler)
+    flags = "--global_batch_size 8 --per_device_train_batch_size 3 --mlm_loss_weight 1000"
+    output_dir = train("scaled", flags)
+    lines = metrics(output_dir)
+    assert lines[0]["skipped"]
+    assert lines[0]["grad_norm"] is None
+    assert sum(line.get("skipped", False) for line in lines) == 1
+    assert json.loads((output_dir / "all_results.json").read_text())["skipped_steps"] == 1
+    assert json.loads((output_dir / "checkpoint-10" / "state.json").read_text())["num_skipped"] == 1
+    assert all(torch.isfinite(torch.tensor(line["loss"])) for line in lines)
+    monkeypatch.undo()
+    plain = metrics(train("plain", flags))
+    assert lines[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
+    assert lines[1]["loss"] != pytest.approx(plain[1]["loss"], rel=1e-6), "the first step was not taken"
+    assert lines[1]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=0.5), "unscaled before clipping"
