@@ -47,5 +47,7 @@ def exit_code(main: Callable[[], None]) -> int:
             time.sleep(SECONDS_FOR_PROCESS_0)
         for problem in error.problems:
             print(f"ERROR: {f'process {rank}: ' if rank else ''}{problem}", file=sys.stderr, flush=True)
+        if "RANK" in os.environ:
+            os._exit(2)  # without the destructors of a process group that others still use, which can wait for ever
         return 2
     return 0

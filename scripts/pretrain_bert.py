@@ -165,6 +165,8 @@ def main(argv: list[str]) -> None:
         accelerator.unwrap_model(model).bert.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
         report.finish(log, "BertForPreTraining")
+    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
+    model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()
 
 

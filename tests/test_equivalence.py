@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
+
 from common import TINY, fresh_accelerator, metrics
 from safetensors.torch import load_file
 

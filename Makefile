@@ -1,0 +1,39 @@
+# Every target builds .venv first if it is missing. PYTHON: which Python (3.11 or newer) builds it.
+PYTHON ?= python3
+BIN := .venv/bin
+# bf16 where the CPU computes in it, fp32 elsewhere. The step is the same, up to rounding.
+PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv pretrain test test-fast check bench
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+venv: .venv/installed ## build .venv from requirements.txt
+
+.venv/installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("ERROR: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+pretrain: venv ## pretrain a small BERT on Python's documentation: at most 5 minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/pretrain_bert.py --recipe bert_small_cpu --per_device_train_batch_size 16 --eval_steps 240 \
+		--output_dir runs/bert_small_cpu --overwrite_output_dir
+
+test: venv check ## all tests, offline: under 12 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-fast: venv ## the tests that launch no processes
+	$(BIN)/python -m pytest -m "not distributed"
+
+check: venv ## lint and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: venv ## time the loop against the barest one; writes benchmarks/results/
+	$(BIN)/python benchmarks/overhead.py
