@@ -40,7 +40,7 @@ def partition(
         raise UsageError(f"max_samples is {max_samples} and num_processes is {num_processes}: both must be 1 or more")
     if max_tokens is not None and len(lengths) and lengths.max() > max_tokens:
         raise UsageError(
-            f"per_device_train_tokens is {max_tokens}, but a sample has {lengths.max()} tokens: raise it to that or more"
+            f"max_tokens is {max_tokens}, but a sample has {lengths.max()} tokens: raise it to that or more"
         )
     by_length = np.argsort(-lengths, kind="stable")
     turn, offset = np.divmod(np.arange(len(lengths)), num_processes)

@@ -75,6 +75,10 @@ class Recipe:
             if any(hasattr(self, name) for name in group) and len(given) != 1:
                 what = " and ".join(given) + " are set" if given else "none is set"
                 problems.append(f"of {', '.join(group)} exactly one must be set, but {what}: set the others to null")
+        try:
+            self.scaled()
+        except UsageError as error:
+            problems += error.problems
         return problems
 
     @property

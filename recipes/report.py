@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,31 +23,28 @@ from recipes.run import RunSettings
 
 
 def open_output_dir(run: RunSettings) -> None:
-    """Make the output folder; an earlier run in it is resumed or, when asked for, deleted, and never mixed with a new one.
+    """Make the output folder. An earlier run in it is resumed or overwritten, when asked for, never mixed with a new one.
 
-    Called by process 0 only.
+    Called by process 0 only, before anything costly. Nothing is deleted before `RunLog` starts the new run.
 
     Raises:
         UsageError: the folder holds a run, or cannot be made.
     """
     output_dir = Path(run.output_dir)
-    earlier = [
-        *checkpoint.checkpoints(output_dir),
-        *output_dir.glob("metrics.jsonl"),
-        *output_dir.glob("samples.jsonl"),
-    ]
-    if earlier and not run.resume_from_checkpoint:
-        if not run.overwrite_output_dir:
-            raise UsageError(
-                f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
-                "with --overwrite_output_dir, or choose another folder"
-            )
-        for path in earlier:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if _earlier_run(output_dir) and not run.resume_from_checkpoint and not run.overwrite_output_dir:
+        raise UsageError(
+            f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
+            "with --overwrite_output_dir, or choose another folder"
+        )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder") from None
+
+
+def _earlier_run(output_dir: Path) -> list[Path]:
+    files = [path for name in ("metrics.jsonl", "samples.jsonl") if (path := output_dir / name).exists()]
+    return files + checkpoint.checkpoints(output_dir)
 
 
 class RunLog:
@@ -77,15 +75,32 @@ class RunLog:
         self.pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.ledger: list[dict[str, Any]] = []
         if accelerator.is_main_process:
+            if run.overwrite_output_dir:
+                for path in _earlier_run(self.output_dir):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
             _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
         if run.report_to != "none":
             config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
             accelerator.init_trackers(recipe.name, config=config)
-        quiet = not accelerator.is_main_process
-        self.bar = tqdm(total=num_steps, initial=first_step, unit="step", disable=quiet, dynamic_ncols=True)
+        self._say_what_is_not_exact()
+        self.bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            unit="step",
+            disable=not accelerator.is_main_process,
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        )
         self.clock = time.perf_counter()
+
+    def _say_what_is_not_exact(self) -> None:
+        noise = [f"{name} {value}" for name, value in self.recipe.decisive().items() if "dropout" in name and value]
+        if noise:
+            self.accelerator.print(
+                f"{', '.join(noise)}: the noise is drawn per process and micro-step, so that another layout's losses differ "
+                "by it; samples, batch, learning rate and masks do not"
+            )
 
     def step(
         self,
@@ -149,10 +164,14 @@ class RunLog:
         terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True)}
         return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation's metrics (their names begin with `eval_`) at `step`."""
+    def evaluation(self, step: int, totals: torch.Tensor) -> None:
+        """Write the losses and accuracies of `totals` (see `evaluate`) at `step`."""
         self.flush()
-        self._write({"step": step} | dict(metrics))
+        sums, correct, counts = totals
+        accuracies = (correct / counts.clamp(min=1)).tolist()
+        metrics = self.losses(sums, counts, prefix="eval_")
+        metrics |= {f"eval_{name}_accuracy": a for name, a in zip(self.recipe.loss_weights, accuracies, strict=True)}
+        self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self.restart_clock()

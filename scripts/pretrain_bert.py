@@ -84,6 +84,9 @@ def main(argv: list[str]) -> None:
     order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
     num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
     schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
+    steps = Steps(
+        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
+    )
 
     torch.manual_seed(recipe.seed)
     model = PretrainingSums(build_model(recipe)).to(getattr(torch, settings.dtype))
@@ -103,17 +106,14 @@ def main(argv: list[str]) -> None:
     last_step = min(num_steps, settings.stop_after_step or num_steps)
     log = report.RunLog(accelerator, recipe, settings, start.step, num_steps, start.num_skipped)
     accelerator.print(
-        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {layout}; "
-        f"steps {start.step} to {last_step} of {num_steps}"
+        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {layout}; on "
+        f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {start.step} to {last_step} of {num_steps}"
     )
 
     def evaluate_at(step: int) -> None:
         if held_out is not None:
-            sums, correct, counts = evaluate(
-                accelerator, model, held_out, recipe.seed, settings.per_device_eval_batch_size
-            )
-            accuracy = dict(zip(("eval_mlm_accuracy", "eval_nsp_accuracy"), (correct / counts.clamp(min=1)).tolist(), strict=True))
-            log.evaluation(step, log.losses(sums, counts, prefix="eval_") | accuracy)
+            batch_size = settings.per_device_eval_batch_size
+            log.evaluation(step, evaluate(accelerator, model, held_out, recipe.seed, batch_size))
 
     def save_at(step: int) -> None:
         log.flush()
@@ -126,9 +126,6 @@ def main(argv: list[str]) -> None:
 
     if start.step == 0:
         evaluate_at(0)
-    steps = Steps(
-        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
-    )
     model.train()
     for data in steps.loader(range(start.step, last_step), settings.dataloader_num_workers, accelerator.device):
         step = data.step + 1

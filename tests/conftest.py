@@ -23,6 +23,7 @@ from common import ROOT, TINY, fresh_accelerator, load_script
 
 from recipes.data.documents import load_documents
 
+
 @pytest.fixture(scope="session")
 def script():
     return load_script("pretrain_bert")

@@ -6,10 +6,10 @@ import sys
 from accelerate import PartialState
 from common import fresh_accelerator, load_script
 
-# `end_training` would end the process group, which the next training needs.
-PartialState.destroy_process_group = lambda self, group=None: None
-
-script = load_script("pretrain_bert")
-for argv in json.loads(sys.argv[1]):
-    fresh_accelerator()
-    script.main(argv)
+if __name__ == "__main__":
+    # `end_training` would end the process group, which the next training needs.
+    PartialState.destroy_process_group = lambda self, group=None: None
+    script = load_script("pretrain_bert")
+    for argv in json.loads(sys.argv[1]):
+        fresh_accelerator()
+        script.main(argv)

@@ -10,7 +10,19 @@ import recipes
 
 ROOT = Path(recipes.__file__).parent
 FLOORS = [
-    {"errors", "settings", "scaling", "schedule", "recipe", "order", "partition", "plan", "run", "__init__", "__main__"},
+    {
+        "errors",
+        "settings",
+        "scaling",
+        "schedule",
+        "recipe",
+        "order",
+        "partition",
+        "plan",
+        "run",
+        "__init__",
+        "__main__",
+    },
     {"losses", "optim", "data"},
     {"accumulate", "checkpoint", "evaluation", "launch", "report"},
 ]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from common import TINY, fresh_accelerator, metrics
+from common import TINY, metrics
 from safetensors.torch import load_file
 
 from recipes import losses, optim, run

@@ -57,7 +57,9 @@ def test_the_order_never_changes():
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
 def test_carry_uses_every_sample_once_per_epoch(n, size):
     order = Order(n, size, seed=1)
-    epochs, ids = (np.concatenate(parts) for parts in zip(*(order.samples(t) for t in range(-(-3 * n // size))), strict=True))
+    epochs, ids = (
+        np.concatenate(parts) for parts in zip(*(order.samples(t) for t in range(-(-3 * n // size))), strict=True)
+    )
     assert all(len(order.samples(t)[0]) == size for t in range(3))
     for epoch in range(3):
         assert sorted(ids[epochs == epoch].tolist()) == list(range(n))

@@ -61,5 +61,5 @@ def test_caps_below_one(arguments):
 
 
 def test_a_sample_longer_than_the_token_cap():
-    with pytest.raises(UsageError, match="per_device_train_tokens is 10, but a sample has 11 tokens"):
+    with pytest.raises(UsageError, match="max_tokens is 10, but a sample has 11 tokens"):
         partition([3, 11], 1, 8, 10)

@@ -76,7 +76,9 @@ def test_all_bad_values_at_once():
         solve_layout(num_processes=2, per_device_train_batch_size=8)
 
 
-@pytest.mark.parametrize("module", ["plan", "recipe", "order", "partition", "schedule", "scaling", "run", "errors", "__main__"])
+@pytest.mark.parametrize(
+    "module", ["plan", "recipe", "order", "partition", "schedule", "scaling", "run", "errors", "__main__"]
+)
 def test_floor_0_imports_no_torch(module):
     program = f"import recipes.{module}, sys; assert not {{'torch', 'transformers', 'datasets'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import matplotlib.image
 import pytest
 from common import ROOT, TINY, fresh_accelerator, metrics
 from transformers import AutoTokenizer, BertForPreTraining
 
-from recipes.errors import exit_code
+from recipes.errors import UsageError, exit_code
 
+EPOCHS = "--global_batch_size 64 --max_train_steps none --num_train_epochs 1.5 --epoch_end keep --validation_fraction 0"
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
@@ -19,14 +21,33 @@ def test_what_a_run_leaves_behind(train, capsys):
     printed = capsys.readouterr().out
     names = {path.name for path in output_dir.iterdir()}
     assert names == {
-        *("README.md", "all_results.json", "config.json", "loss.png", "metrics.jsonl", "model.safetensors", "recipe.yaml"),
+        *(
+            "README.md",
+            "all_results.json",
+            "config.json",
+            "loss.png",
+            "metrics.jsonl",
+            "model.safetensors",
+            "recipe.yaml",
+        ),
         *("tokenizer.json", "tokenizer_config.json", "checkpoint-4", "checkpoint-8", "checkpoint-10"),
     }
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     order = [("eval" if "eval_loss" in line else "step", line["step"]) for line in lines]
     steps = [("step", step) for step in range(1, 11)]
     assert order == [("eval", 0), *steps[:5], ("eval", 5), *steps[5:], ("eval", 10)]
-    first = ["step", "epoch", "loss", "mlm_loss", "nsp_loss", "learning_rate", "grad_norm", "samples", "tokens", "seconds"]
+    first = [
+        "step",
+        "epoch",
+        "loss",
+        "mlm_loss",
+        "nsp_loss",
+        "learning_rate",
+        "grad_norm",
+        "samples",
+        "tokens",
+        "seconds",
+    ]
     assert list(lines[1]) == first
     results = json.loads((output_dir / "all_results.json").read_text())
     assert results["eval_loss"] == lines[-1]["eval_loss"]
@@ -53,7 +74,9 @@ def test_the_saved_model_is_the_trained_one(train):
 def test_the_evaluation_counts_every_held_out_sample_once(train):
     values = []
     for size in (1, 3, 32):
-        output_dir = train(f"eval{size}", SMALL + f" --dtype float64 --per_device_eval_batch_size {size} --max_train_steps 1")
+        output_dir = train(
+            f"eval{size}", SMALL + f" --dtype float64 --per_device_eval_batch_size {size} --max_train_steps 1"
+        )
         values.append(json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0]))
     for value in values[1:]:
         assert value == pytest.approx(values[0], rel=1e-12)
@@ -70,15 +93,17 @@ def test_the_rate_is_set_from_the_step(train):
 def test_epochs_workers_trackers_and_no_held_out_documents(train):
     output_dir = train(
         "run",
-        "--global_batch_size 64 --num_train_epochs 1.5 --epoch_end keep --validation_fraction 0 --dataloader_num_workers 1 "
-        "--report_to tensorboard",
+        f"{EPOCHS} --dataloader_num_workers 1 --report_to tensorboard",
     )
     lines = metrics(output_dir)
     assert lines[-1]["epoch"] >= 1.5
     assert len({line["samples"] for line in lines}) == 2
     assert list(output_dir.rglob("events.out.tfevents*"))
     assert not any("eval" in line for line in (output_dir / "metrics.jsonl").read_text().splitlines())
-    alone = train("alone", "--global_batch_size 64 --num_train_epochs 1.5 --epoch_end keep --validation_fraction 0")
+    alone = train(
+        "alone",
+        "--global_batch_size 64 --max_train_steps none --num_train_epochs 1.5 --epoch_end keep --validation_fraction 0",
+    )
     assert [line["loss"] for line in metrics(alone)] == [line["loss"] for line in lines]
 
 
@@ -92,7 +117,9 @@ def test_bf16_stays_near_fp32(train, monkeypatch):
 
 
 def test_it_learns(train):
-    output_dir = train("longer", "--global_batch_size 16 --max_train_steps 150 --mlm_probability 0.3 --lr_scaling_rule none")
+    output_dir = train(
+        "longer", "--global_batch_size 16 --max_train_steps 150 --mlm_probability 0.3 --lr_scaling_rule none"
+    )
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["eval_mlm_loss"] < lines[0]["eval_mlm_loss"] - 0.8
 
@@ -124,7 +151,7 @@ def bad(tmp_path):
         f"--resume_from_checkpoint {tmp_path}": "is not a checkpoint",
         "--resume_from_checkpoint latest": "holds no checkpoint",
         "--num_warmup_steps 99": "num_warmup_steps",
-        "--per_device_train_tokens 20": "per_device_train_tokens is 20, but a sample has",
+        "--per_device_train_tokens 20": "per_device_train_tokens is 20, but a sample can have 48",
         "--tokenizer_name nowhere": "tokenizer nowhere cannot be loaded",
         "--model_name_or_path nowhere": "nowhere cannot be loaded",
         "--dataset_name builtin/nothing": "builtin/python_docs",
@@ -140,11 +167,31 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(script, corpus, tmp_path, c
         defaults = [*TINY, "--train_file", str(corpus), "--output_dir", str(tmp_path / f"run{number}")]
         if "--dataset_name" in flags:
             defaults = [*TINY, "--output_dir", str(tmp_path / f"run{number}")]
-        code = exit_code(lambda argv=[*defaults, *flags.split()]: script.main(argv))
+        code = exit_code(partial(script.main, [*defaults, *flags.split()]))
         lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ERROR")]
         assert code == 2, flags
         assert len(lines) == 1, (flags, lines)
         assert message in lines[0], (flags, lines[0])
+
+
+def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
+    output_dir = train("run", SMALL + " --max_train_steps 2")
+    before = {path: path.stat().st_mtime_ns for path in output_dir.rglob("*")}
+    for flags in (
+        "",
+        "--overwrite_output_dir --train_file missing.txt",
+        "--overwrite_output_dir --num_warmup_steps 99",
+    ):
+        with pytest.raises(UsageError):
+            train("run", f"{SMALL} {flags}")
+        assert {path: path.stat().st_mtime_ns for path in output_dir.rglob("*")} == before
+
+
+def test_dropout_is_said_to_be_inexact(train, capsys):
+    train("run", SMALL + " --hidden_dropout_prob 0.1 --max_train_steps 1")
+    assert "hidden_dropout_prob 0.1: the noise is drawn per process and micro-step" in capsys.readouterr().out
+    train("without", SMALL + " --max_train_steps 1")
+    assert "dropout" not in capsys.readouterr().out
 
 
 def test_from_the_shell(tmp_path):

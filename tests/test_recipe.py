@@ -40,7 +40,12 @@ def test_the_resolved_yaml_is_the_same_recipe(tmp_path):
 
 def test_published_bert_numbers():
     base = load("bert_base")
-    assert (base.global_batch_size, base.learning_rate, base.max_train_steps, base.num_warmup_steps) == (256, 1e-4, 10**6, 10**4)
+    assert (base.global_batch_size, base.learning_rate, base.max_train_steps, base.num_warmup_steps) == (
+        256,
+        1e-4,
+        10**6,
+        10**4,
+    )
     assert (base.adam_beta1, base.adam_beta2, base.weight_decay, base.hidden_dropout_prob) == (0.9, 0.999, 0.01, 0.1)
     phase1, phase2 = load("bert_large_phase1"), load("bert_large_phase2")
     assert (phase1.max_seq_length, phase2.max_seq_length) == (128, 512)
@@ -114,11 +119,17 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
         ("--recipe bert_small_cpu --global_batch_size 8.5", "global_batch_size is '8.5', must be int"),
         ("--recipe bert_small_cpu --seed", "expected one argument"),
         ("--recipe bert_small_cpu stray", "unexpected argument 'stray'"),
-        ("--recipe bert_small_cpu --num_attention_heads 3", "hidden_size 256 is not a multiple of num_attention_heads 3"),
+        (
+            "--recipe bert_small_cpu --num_attention_heads 3",
+            "hidden_size 256 is not a multiple of num_attention_heads 3",
+        ),
         ("--recipe bert_small_cpu --max_seq_length 999", "max_seq_length 999 exceeds max_position_embeddings"),
         ("--recipe bert_small_cpu --report_to nowhere", "report_to is 'nowhere', must be one of none, tensorboard"),
         ("--recipe bert_small_cpu --lr_scheduler_type cosin", "lr_scheduler_type is 'cosin', must be one of"),
-        ("--recipe bert_small_cpu --lr_scaling_rule sqrt --learning_rate_batch_size 4 --global_batch_size 64", "adam_beta1"),
+        (
+            "--recipe bert_small_cpu --lr_scaling_rule sqrt --learning_rate_batch_size 4 --global_batch_size 64",
+            "adam_beta1",
+        ),
         ("--recipe bert_small_cpu --max_train_steps none", "max_train_steps, num_train_epochs exactly one must be set"),
         ("--recipe bert_small_cpu --overwrite_output_dir --resume_from_checkpoint latest", "exclude each other"),
     ],

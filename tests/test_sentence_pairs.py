@@ -67,7 +67,9 @@ def test_probabilities_of_the_recipe_are_obeyed(pairs, corpus):
     never = rebuilt(pairs, texts, next_sentence_probability=0.0)
     assert not any(always.draw(0, i).is_random for i in range(len(always)))
     assert all(never.draw(0, i).is_random for i in range(len(never)))
-    assert len(rebuilt(pairs, texts, short_seq_probability=1.0)) > 1.3 * len(rebuilt(pairs, texts, short_seq_probability=0.0))
+    assert len(rebuilt(pairs, texts, short_seq_probability=1.0)) > 1.3 * len(
+        rebuilt(pairs, texts, short_seq_probability=0.0)
+    )
 
 
 def test_draws_are_functions_of_seed_epoch_and_sample(pairs):
@@ -173,7 +175,7 @@ def test_one_long_sentence_becomes_two_segments(pairs):
 
 
 def test_one_document_is_not_enough(pairs):
-    with pytest.raises(UsageError, match="has 1 document.* need at least 2"):
+    with pytest.raises(UsageError, match=r"has 1 document.* need at least 2"):
         rebuilt(pairs, ["One sentence. And another."])
 
 

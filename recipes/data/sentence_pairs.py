@@ -84,7 +84,7 @@ class SentencePairs:
         what: str = "the corpus",
     ):
         self.seed, self.tokenizer = seed, tokenizer
-        self.max_tokens = max_seq_length - NUM_SPECIAL
+        self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
         self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
         self.is_special = np.zeros(len(tokenizer), bool)
         self.is_special[tokenizer.all_special_ids] = True

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.errors import UsageError
 from recipes.order import Order
 from recipes.partition import partition
 from recipes.plan import Layout
@@ -25,6 +26,8 @@ class Sample(Protocol):
 
 class SampleSource(Protocol):
     """What a task provides: samples as pure functions of (epoch, sample id)."""
+
+    max_length: int  # no sample is longer
 
     def draw(self, epoch: int, sample_id: int) -> Any:
         """A `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
@@ -74,6 +77,9 @@ class Steps(Dataset):
         layout: how each step is cut.
         process_index: this process's place among the layout's.
         max_tokens: most tokens in a cell, padding included; None: no such cap.
+
+    Raises:
+        UsageError: max_tokens would not hold the longest sample.
     """
 
     def __init__(
@@ -85,6 +91,11 @@ class Steps(Dataset):
         process_index: int,
         max_tokens: int | None = None,
     ):
+        if max_tokens is not None and max_tokens < source.max_length:
+            raise UsageError(
+                f"per_device_train_tokens is {max_tokens}, but a sample can have {source.max_length} tokens: raise it to that "
+                "or more"
+            )
         self.source, self.order, self.layout = source, order, layout
         self.process_index, self.max_tokens = process_index, max_tokens
 

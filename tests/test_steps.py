@@ -1,0 +1,82 @@
+"""The dataset of steps: all processes together hold each step's samples once, whatever N, b and the end of the epoch."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.data.steps import Steps, to_device
+from recipes.errors import UsageError
+from recipes.order import Order
+from recipes.plan import solve_layout
+
+
+class Ragged:
+    """Samples of 1 to 20 tokens; a cell's counts are its tokens and its samples."""
+
+    max_length = 20
+
+    def draw(self, epoch: int, sample_id: int) -> SimpleNamespace:
+        return SimpleNamespace(key=(epoch, sample_id), length=1 + (7 * sample_id + 3 * epoch) % 20)
+
+    def collate(self, samples: list) -> dict:
+        lengths = [sample.length for sample in samples]
+        return {"lengths": torch.tensor(lengths), "none": None, "counts": torch.tensor([sum(lengths), len(samples)])}
+
+
+def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, num_steps: int) -> dict[int, list]:
+    """step -> sorted (epoch, sample id) over all processes and cells, checked against the counts."""
+    order = Order(n, batch, seed=5, epoch_end=policy)
+    layout = solve_layout(num_processes=num_processes, global_batch_size=batch, per_device_train_batch_size=cap)
+    found = {}
+    for step in range(num_steps):
+        parts = [Steps(Ragged(), order, layout, process_index=rank)[step] for rank in range(num_processes)]
+        keys = sorted(key for part in parts for cell in part.samples for key in cell)
+        tokens = sum(Ragged().draw(*key).length for key in keys)
+        assert sum(part.counts for part in parts).tolist() == [tokens, len(keys)]
+        assert all(part.num_samples == len(keys) and part.num_tokens == tokens for part in parts)
+        assert all(len(cell) <= cap for part in parts for cell in part.samples)
+        found[step] = keys
+    return found
+
+
+@pytest.mark.parametrize("policy", ["carry", "keep", "drop"])
+@pytest.mark.parametrize("n", [13, 31, 97])
+@pytest.mark.parametrize("batch", [5, 12])
+def test_prime_lengths_on_a_prime_number_of_processes(n, batch, policy):
+    per_epoch = {"carry": -(-2 * n // batch), "keep": 2 * -(-n // batch), "drop": 2 * (n // batch)}[policy]
+    layouts = [(1, 12), (2, 3), (3, 2), (5, 1), (7, 2)]
+    one, *others = (everything(n, batch, *layout, policy, per_epoch) for layout in layouts)
+    assert all(other == one for other in others)
+    for epoch in range(2):
+        used = [sample for keys in one.values() for e, sample in keys if e == epoch]
+        assert len(used) == len(set(used)) == (n // batch * batch if policy == "drop" else n)
+
+
+def test_the_loader_prepares_the_same_steps_in_workers():
+    order = Order(31, 7, seed=5)
+    steps = Steps(Ragged(), order, solve_layout(num_processes=1, global_batch_size=7), process_index=0)
+    cpu = torch.device("cpu")
+    alone, helped = (list(steps.loader(range(3, 9), workers, cpu)) for workers in (0, 2))
+    assert [data.step for data in alone] == [data.step for data in helped] == list(range(3, 9))
+    assert [data.samples for data in alone] == [data.samples for data in helped]
+
+
+def test_any_step_at_once():
+    order = Order(10**9, 64, seed=5)
+    steps = Steps(Ragged(), order, solve_layout(num_processes=1, global_batch_size=64), process_index=0)
+    data = steps[10**7]
+    assert data.num_samples == 64
+    assert data.epoch == pytest.approx((10**7 + 1) * 64 / 10**9)
+    assert np.unique([sample for _, sample in data.samples[0]]).size == 64
+
+
+def test_to_device_leaves_none_alone():
+    assert to_device({"a": torch.ones(1), "b": None}, torch.device("cpu"))["b"] is None
+
+
+def test_a_token_cap_below_the_longest_sample():
+    layout = solve_layout(num_processes=1, global_batch_size=7)
+    with pytest.raises(UsageError, match="per_device_train_tokens is 19, but a sample can have 20 tokens"):
+        Steps(Ragged(), Order(31, 7, seed=5), layout, process_index=0, max_tokens=19)
