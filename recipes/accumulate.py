@@ -27,9 +27,13 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
     return accelerator.reduce(counts.to(accelerator.device, non_blocking=True), reduction="sum")
 
 
-def seed_noise(seed: int, step: int, process_index: int) -> None:
+def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
     """Make torch's noise (dropout) a function of the seed, the step and the process: nothing to save, nothing to restore."""
-    torch.manual_seed(int.from_bytes(hashlib.sha256(repr((seed, step, process_index)).encode()).digest()[:8], "big"))
+    number = hashlib.sha256(repr((seed, step, accelerator.process_index)).encode()).digest()[:8]
+    # torch.manual_seed seeds every kind of device, and on a machine without GPUs notes a stack trace each time.
+    torch.default_generator.manual_seed(int.from_bytes(number, "big"))
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(int.from_bytes(number, "big"))
 
 
 def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cell]:

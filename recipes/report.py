@@ -6,10 +6,11 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -231,20 +232,22 @@ def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str,
     return [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
 
 
-def plot_losses(output_dir: Path, title: str) -> Path:
+def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:
     """Draw every loss of metrics.jsonl over the steps, training as lines and evaluations as points, into loss.png."""
     from matplotlib.figure import Figure
 
     steps, evaluations = read_metrics(output_dir)
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel="loss")
-    for number, name in enumerate(name for name in steps[0] if name.endswith("loss")):
-        axes.plot(
-            [line["step"] for line in steps], [line[name] for line in steps], color=f"C{number}", lw=1, label=name
-        )
-        points = [(line["step"], line[f"eval_{name}"]) for line in evaluations if f"eval_{name}" in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o--", color=f"C{number}", lw=0.7, ms=5, label=f"eval_{name}")
+    for number, name in enumerate(["loss", *(f"{term}_loss" for term in terms)]):
+        numbers = np.array([line["step"] for line in steps])
+        values = np.array([line[name] for line in steps], float)  # null, not finite, becomes NaN
+        window = max(1, len(values) // 50)
+        means = np.convolve(values, np.full(window, 1 / window), mode="valid") if len(values) else values
+        axes.plot(numbers, values, color=f"C{number}", lw=0.7, alpha=0.35)
+        axes.plot(numbers[window - 1 :], means, color=f"C{number}", lw=1.5, label=f"{name}, mean of {window} steps")
+        points = [(line["step"], line[f"eval_{name}"]) for line in evaluations if line["step"] > 0]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=f"C{number}", label=f"eval_{name}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(output_dir / "loss.png")
@@ -262,7 +265,9 @@ def finish(log: RunLog, model_class: str) -> None:
     """
     recipe, output_dir = log.recipe, log.output_dir
     steps, evaluations = read_metrics(output_dir)
-    results: dict[str, Any] = {"steps": log.num_steps, "epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
+    results: dict[str, Any] = {"steps": log.num_steps}
+    if steps:  # none when a finished run is resumed into another folder
+        results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
     if log.seconds:
@@ -270,7 +275,7 @@ def finish(log: RunLog, model_class: str) -> None:
     if log.num_skipped:
         results["skipped_steps"] = log.num_skipped
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot_losses(output_dir, recipe.name)
+    plot_losses(output_dir, recipe.name, recipe.loss_weights)
     usage = (
         f"from transformers import AutoTokenizer, {model_class}\n"
         f'model = {model_class}.from_pretrained("{output_dir}")\n'

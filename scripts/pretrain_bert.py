@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     # -----------------------------------------------------------------------------------------------------------------
     # Things: data, model, optimizer, learning rate
 
-    with accelerator.main_process_first():
+    with accelerator.local_main_process_first():
         train, held_out = sentence_pairs.build(recipe, settings.preprocessing_num_workers)
     order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
     num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
@@ -96,6 +96,7 @@ def main(argv: list[str]) -> None:
         model.bert.gradient_checkpointing_enable()
     optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
     model, optimizer = accelerator.prepare(model, optimizer)
+    parameters = list(model.parameters())
     weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
         learning_rate = schedule(data.step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        accumulate.seed_noise(recipe.seed, data.step, accelerator.process_index)
+        accumulate.seed_noise(accelerator, recipe.seed, data.step)
         counts = accumulate.total_counts(accelerator, data.counts)
         step_sums = torch.zeros_like(weights, dtype=torch.float64)
         for cell in accumulate.micro_steps(accelerator, data.cells):
@@ -141,7 +142,7 @@ def main(argv: list[str]) -> None:
                 loss = losses.weighted_loss(sums, counts, weights)
                 accelerator.backward(loss * accumulate.loss_scale(accelerator))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or float("inf"))
+                    grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
                 optimizer.step()
                 optimizer.zero_grad()
             step_sums += sums.detach()

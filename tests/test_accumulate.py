@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,10 +91,11 @@ def test_k_of_the_last_step_does_not_leak_into_the_next():
 
 def test_noise_is_a_function_of_seed_step_and_process():
     draws = set()
-    for key in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]:
-        accumulate.seed_noise(*key)
+    for seed, step, rank in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]:
+        process = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+        accumulate.seed_noise(process, seed, step)
         first = torch.rand(1).item()
-        accumulate.seed_noise(*key)
+        accumulate.seed_noise(process, seed, step)
         assert torch.rand(1).item() == first
         draws.add(first)
     assert len(draws) == 4

@@ -86,6 +86,7 @@ class SentencePairs:
         self.seed, self.tokenizer = seed, tokenizer
         self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
         self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
+        self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
         self.is_special = np.zeros(len(tokenizer), bool)
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary = np.flatnonzero(~self.is_special)
@@ -174,10 +175,7 @@ class SentencePairs:
             input ids int64 [length], masked places int64 [m] ascending, their true tokens int64 [m]. Of the masked tokens
             80 % are [MASK], 10 % a random ordinary token, 10 % unchanged; special tokens are never masked.
         """
-        ids = self.tokenizer
-        tokens = np.concatenate(
-            [[ids.cls_token_id], pair.first, [ids.sep_token_id], pair.second, [ids.sep_token_id]], dtype=np.int64
-        )
+        tokens = np.concatenate([[self.cls], pair.first, [self.sep], pair.second, [self.sep]], dtype=np.int64)
         rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
         candidates = np.flatnonzero(~self.is_special[tokens])
         num_masked = 0
@@ -187,7 +185,7 @@ class SentencePairs:
         labels = tokens[places]
         kind = rng.random(num_masked)
         noise = self.ordinary[rng.integers(len(self.ordinary), size=num_masked)]
-        tokens[places] = np.where(kind < 0.8, ids.mask_token_id, np.where(kind < 0.9, noise, labels))
+        tokens[places] = np.where(kind < 0.8, self.mask_token, np.where(kind < 0.9, noise, labels))
         return tokens, places, labels
 
     def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:

@@ -1,0 +1,47 @@
+"""The README's commands, tables and map are true."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes import run
+from recipes.plan import solve_layout
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMAND = r"accelerate launch --config_file accelerate_configs/(\S+) scripts/pretrain_bert\.py \\\n  (.*)"
+ROWS = re.findall(rf"^# .*: (\d+)(.*)\n{COMMAND}$", README, re.MULTILINE)
+
+
+def test_every_launch_file_has_its_command():
+    assert sorted(row[2] for row in ROWS) == sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("batch", "cut", "config", "flags"), ROWS, ids=[row[2] for row in ROWS])
+def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, flags):
+    recipe, settings = run.parse(flags.split(), "bert_pretraining", "")
+    assert recipe.global_batch_size == int(batch)
+    layout = solve_layout(
+        num_processes=yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())["num_processes"],
+        global_batch_size=recipe.global_batch_size,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+    )
+    steps = re.search(r"(\d+) micro-steps", cut)
+    assert layout.gradient_accumulation_steps == (int(steps[1]) if steps else 1)
+
+
+def test_its_commands_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+    for command in re.findall(r"scripts/pretrain_bert\.py --recipe bert_small_cpu \\\n  (.*)\n", README):
+        run.parse(["--recipe", "bert_small_cpu", *command.replace("'", "").split()], "bert_pretraining", "")
+    for link in re.findall(r"\]\(([^)h][^)]*)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_its_map_names_every_module():
+    text = README.split("## Map")[1]
+    modules = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"__init__", "__main__", "errors"}
+    assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()
