@@ -31,10 +31,8 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
     was_training, totals = model.training, 0
     model.eval()
     for data in steps.loader(range(int(order.steps_per_epoch)), 0, accelerator.device):
-        counts = data.counts.to(accelerator.device)
-        for cell in data.cells:
-            sums, correct = model(**to_device(cell, accelerator.device))
-            totals = totals + torch.stack([sums.double(), correct.double(), counts.double()])
-            counts = torch.zeros_like(counts)
+        (cell,) = data.cells
+        sums, correct = model(**to_device(cell, accelerator.device))
+        totals = totals + torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
     model.train(was_training)
     return accelerator.reduce(totals, reduction="sum").cpu()

@@ -32,10 +32,19 @@ def fresh_accelerator() -> None:
         PartialState._reset_state()
 
 
+def all_metrics(output_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def metrics(output_dir: Path) -> list[dict]:
     """The step lines of metrics.jsonl."""
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in all_metrics(output_dir) if "loss" in line]
+
+
+def evaluations(output_dir: Path) -> list[dict]:
+    """The evaluation lines of metrics.jsonl."""
+    return [line for line in all_metrics(output_dir) if "eval_loss" in line]
 
 
 def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:

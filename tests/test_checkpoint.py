@@ -1,10 +1,9 @@
 """Stop and go on: bit-identical on the same layout, the same steps on another, and never from a wrong checkpoint."""
 
-import json
 import shutil
 
 import pytest
-from common import metrics, samples_of_steps
+from common import all_metrics, metrics, samples_of_steps
 from safetensors.torch import load_file
 from test_equivalence import check
 
@@ -16,8 +15,7 @@ DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 
 def without_time(output_dir) -> list[dict]:
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
 
 
 def same_weights(a, b) -> bool:

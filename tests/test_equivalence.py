@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import TINY, metrics
+from common import TINY, evaluations, metrics
 from safetensors.torch import load_file
 
 from recipes import losses, optim, run
@@ -39,6 +39,9 @@ def check(output_dir, reference, dtype: str) -> None:
             assert a[name] == pytest.approx(b[name], rel=1e-5 if dtype == "float32" else 1e-11)
     for name in ("epoch", "learning_rate", "samples", "tokens"):
         assert [line[name] for line in ours] == [line[name] for line in theirs]
+    last, true_last = evaluations(output_dir)[-1], evaluations(reference)[-1]
+    for name in true_last if dtype == "float64" else ["step", "eval_loss"]:
+        assert last[name] == pytest.approx(true_last[name], rel=1e-4 if dtype == "float32" else 1e-11)
     assert relative(parameters(output_dir), parameters(reference)) < (1e-4 if dtype == "float32" else 1e-12)
 
 

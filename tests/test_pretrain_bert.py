@@ -7,7 +7,7 @@ from functools import partial
 
 import matplotlib.image
 import pytest
-from common import ROOT, TINY, fresh_accelerator, metrics
+from common import ROOT, TINY, all_metrics, evaluations, fresh_accelerator, metrics
 from transformers import AutoTokenizer, BertForPreTraining
 
 from recipes.errors import UsageError, exit_code
@@ -32,7 +32,7 @@ def test_what_a_run_leaves_behind(train, capsys):
         ),
         *("tokenizer.json", "tokenizer_config.json", "checkpoint-4", "checkpoint-8", "checkpoint-10"),
     }
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = all_metrics(output_dir)
     order = [("eval" if "eval_loss" in line else "step", line["step"]) for line in lines]
     steps = [("step", step) for step in range(1, 11)]
     assert order == [("eval", 0), *steps[:5], ("eval", 5), *steps[5:], ("eval", 10)]
@@ -66,9 +66,7 @@ def test_the_saved_model_is_the_trained_one(train):
     encoded = tokenizer("the value of [MASK]", "it is returned", return_tensors="pt")
     assert model(**encoded).prediction_logits.shape == (1, encoded["input_ids"].shape[1], 600)
     again = train("again", SMALL + f" --model_name_or_path {output_dir} --max_train_steps 1 --learning_rate 1e-12")
-    evaluations = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[place]) for folder, place in
-                   ((output_dir, -1), (again, 0))]  # fmt: skip
-    assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], rel=1e-6)
+    assert evaluations(again)[0]["eval_loss"] == pytest.approx(evaluations(output_dir)[-1]["eval_loss"], rel=1e-6)
 
 
 def test_the_evaluation_counts_every_held_out_sample_once(train):
@@ -77,7 +75,7 @@ def test_the_evaluation_counts_every_held_out_sample_once(train):
         output_dir = train(
             f"eval{size}", SMALL + f" --dtype float64 --per_device_eval_batch_size {size} --max_train_steps 1"
         )
-        values.append(json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0]))
+        values.append(evaluations(output_dir)[0])
     for value in values[1:]:
         assert value == pytest.approx(values[0], rel=1e-12)
 
@@ -120,8 +118,8 @@ def test_it_learns(train):
     output_dir = train(
         "longer", "--global_batch_size 16 --max_train_steps 150 --mlm_probability 0.3 --lr_scaling_rule none"
     )
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["eval_mlm_loss"] < lines[0]["eval_mlm_loss"] - 0.8
+    first, last = evaluations(output_dir)
+    assert last["eval_mlm_loss"] < first["eval_mlm_loss"] - 0.8
 
 
 def test_text_files_and_validation_files(train, corpus, tmp_path):

@@ -57,8 +57,10 @@ def test_lengths_and_shares(pairs):
     assert all(len(pair.first) and len(pair.second) for pair in drawn)
     labels = np.array([pair.is_random for pair in drawn])
     assert abs(labels.mean() - 0.5) < 4 * 0.5 / len(drawn) ** 0.5
-    # The length does not tell the classes apart: their means differ by less than 4 % of a sample.
-    assert abs(lengths[labels == 0].mean() - lengths[labels == 1].mean()) < 2
+    # The length does not tell the classes apart: no threshold on B's length, or the pair's, does much better than chance.
+    for size in (lengths, np.array([len(pair.second) for pair in drawn])):
+        accuracies = [((size > threshold) == labels).mean() for threshold in range(48)]
+        assert max(max(accuracies), 1 - min(accuracies)) < 0.56
 
 
 def test_probabilities_of_the_recipe_are_obeyed(pairs, corpus):
@@ -76,6 +78,12 @@ def test_draws_are_functions_of_seed_epoch_and_sample(pairs):
     def everything(epoch: int) -> list[bytes]:
         return [b"".join(part.tobytes() for part in pairs.mask(pairs.draw(epoch, i))) for i in range(50)]
 
+    def segments(epoch: int) -> list[tuple]:
+        pairs_of_epoch = [pairs.draw(epoch, i) for i in range(50)]
+        return [(pair.first.tobytes(), pair.second.tobytes()) for pair in pairs_of_epoch]
+
+    assert segments(3) == segments(3)
+    assert sum(a == b for a, b in zip(segments(3), segments(4), strict=True)) < 15, "pairs are drawn anew in each epoch"
     assert everything(3) == everything(3)
     assert sum(a == b for a, b in zip(everything(3), everything(4), strict=True)) == 0
 
