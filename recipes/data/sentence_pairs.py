@@ -5,8 +5,9 @@ Built once with `datasets`: every document tokenized into sentences, and cut int
 into segments A and B, whether B is replaced by a passage of another document, how a pair that is too long is truncated,
 which tokens are masked. So no pair is seen twice, nothing need be stored, and any epoch can be had at once.
 
-The passage that replaces B has as many sentences as come nearest to B's length. (Devlin's code fills it up to the sample's
-length, so that the length alone tells many pairs apart; here the next-sentence accuracy measures content.)
+The passage that replaces B has as many sentences as come nearest to B's length. It cannot have exactly that length, so a
+pair's length says something about whether B follows: on the built-in documentation at length 128, a threshold on it alone is
+right for 0.62 of the training pairs and 0.66 of the held-out ones. Read next-sentence accuracies beside that.
 """
 
 import dataclasses
