@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError
-from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
+from recipes.settings import NOT_NEGATIVE, POSITIVE, build, one_of, parse_flags, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,7 @@ class RunSettings:
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
     preprocessing_num_workers: int | None = setting("processes that tokenize", POSITIVE, default=None)
-    dataloader_num_workers: int = setting(
-        "processes that prepare coming steps; 0: none", ("must be 0 or greater", lambda v: v >= 0), default=0
-    )
+    dataloader_num_workers: int = setting("processes that prepare coming steps; 0: none", NOT_NEGATIVE, default=0)
 
     # Progress, checkpoints
     logging_steps: int = setting("steps between two reads of the loss from the device", POSITIVE, default=10)

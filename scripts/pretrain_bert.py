@@ -157,7 +157,8 @@ def main(argv: list[str]) -> None:
 
     if last_step == num_steps:
         evaluate_at(num_steps)
-    save_at(max(start.step, last_step))
+    if last_step > start.step:
+        save_at(last_step)
     log.close()
     if last_step == num_steps and accelerator.is_main_process:
         accelerator.unwrap_model(model).bert.save_pretrained(output_dir)

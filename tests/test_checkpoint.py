@@ -91,9 +91,11 @@ def test_resumed_on_another_number_of_processes(train, train_on):
 def test_a_finished_run_can_be_resumed_without_harm(train):
     done = train("done", "--global_batch_size 8")
     before, weights = without_time(done), (done / "model.safetensors").read_bytes()
+    saved = (done / "checkpoint-10").stat().st_ino
     train("done", "--global_batch_size 8 --resume_from_checkpoint latest")
     assert without_time(done) == before
     assert (done / "model.safetensors").read_bytes() == weights
+    assert (done / "checkpoint-10").stat().st_ino == saved, "the checkpoint is not written anew"
 
 
 def test_only_the_newest_checkpoints_are_kept(train):
