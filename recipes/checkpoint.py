@@ -33,13 +33,14 @@ class State:
 
     Attributes:
         step: optimizer steps taken.
-        recipe_fingerprint, data_fingerprint: what it was trained with (see `Recipe.fingerprint`, `SentencePairs.fingerprint`).
+        recipe_fingerprint: what decided the steps (see `Recipe.fingerprint`).
+        data_fingerprints: what the samples were made of, tokenizer first (see `SentencePairs.fingerprints`).
         num_skipped: steps that the fp16 scaler skipped so far.
     """
 
     step: int = 0
     recipe_fingerprint: str = ""
-    data_fingerprint: str = ""
+    data_fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     num_skipped: int = 0
 
 
@@ -98,12 +99,16 @@ def _flush(path: Path) -> None:
     os.close(descriptor)
 
 
-def find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tuple[Path, State]:
+def find(resume_from_checkpoint: str | None, output_dir: Path, recipe: Recipe) -> tuple[Path | None, State]:
     """The checkpoint that `latest` or a path names, after checking that it is whole and belongs to `recipe`.
+
+    None names none: (None, the state before the first step).
 
     Raises:
         UsageError: there is none, it is damaged, or of another recipe (names the fields that differ).
     """
+    if resume_from_checkpoint is None:
+        return None, State()
     if resume_from_checkpoint == "latest":
         if not checkpoints(output_dir):
             raise UsageError(
@@ -142,18 +147,19 @@ def load(
     state: State,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data_fingerprint: str,
+    data_fingerprints: dict[str, str],
 ) -> None:
     """Read model, optimizer and scaler (as prepared by `accelerator`) from what `find` found.
 
     Raises:
         UsageError: the data are not those it was trained on.
     """
-    if state.data_fingerprint != data_fingerprint:
-        raise UsageError(
-            f"checkpoint {folder} was trained on other data (fingerprint {state.data_fingerprint}, here {data_fingerprint}): "
-            "give the same documents and tokenizer, in the same order"
-        )
+    for name, ours in data_fingerprints.items():
+        if (theirs := state.data_fingerprints.get(name)) != ours:
+            raise UsageError(
+                f"checkpoint {folder} was trained on other data: fingerprint of the {name} {theirs} there, {ours} here. Give "
+                "the same documents, in the same order, and the same tokenizer"
+            )
     safetensors.torch.load_model(accelerator.unwrap_model(model), str(folder / "model.safetensors"))
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(moments["optimizer"])

@@ -126,18 +126,38 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertPretraining(Recipe):
-    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+class TextPretraining(Recipe):
+    """What recipes that pretrain on documents share: where the text is, what is held out, the vocabulary."""
 
-    # Data
     train_file: tuple[str, ...] | None = setting("training documents: txt, jsonl, csv, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out documents; null: validation_fraction", decides=False)
     dataset_name: str | None = setting("builtin/python_docs, or a dataset of the hub", decides=False)
     dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
     text_column: str = setting("column that holds a document's text (not for txt)", decides=False)
-    validation_fraction: float = setting("fraction of the documents held out, unless validation_file is set", BELOW_ONE)
-    tokenizer_name: str | None = setting("tokenizer to load; null: train WordPiece on the corpus", decides=False)
+    txt_documents: str = setting(
+        "documents of a txt file: blocks (blank lines separate them) or files (it is one)",
+        one_of("blocks", "files"),
+        decides=False,
+    )
+    validation_fraction: float = setting("fraction of the text held out, unless validation_file is set", BELOW_ONE)
+    validation_split: str = setting(
+        "what is held out: random (documents drawn by the seed) or tail (the end of the text, by characters)",
+        one_of("random", "tail"),
+    )
+    tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
+
+    def _shape(self, first: str) -> dict[str, Any]:
+        """The vocabulary and the fields from `first` on, the model's shape."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index(first) :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertPretraining(TextPretraining):
+    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+
+    # Data
     do_lower_case: bool = setting("lower-case and strip accents")
     max_seq_length: int = setting(
         "tokens per sample, [CLS] and both [SEP] included", ("must be 8 or more", lambda v: v >= 8)
@@ -190,11 +210,64 @@ class BertPretraining(Recipe):
     @property
     def architecture(self) -> dict[str, Any]:
         """The model's shape, as `transformers.BertConfig` takes it."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("hidden_size") :]]}
+        return self._shape("hidden_size")
 
 
-TASKS: dict[str, type[Recipe]] = {"bert_pretraining": BertPretraining}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2Pretraining(TextPretraining):
+    """GPT-2 pretraining: causal language modelling."""
+
+    # Data
+    tokenizer: str = setting(
+        "tokenizer to train when tokenizer_name is null: byte_level_bpe or characters",
+        one_of("byte_level_bpe", "characters"),
+    )
+    block_size: int = setting("tokens per sample, all of them predicted but the first of a document", POSITIVE)
+    packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
+    document_mask: bool = setting("attention and positions stay inside a document of a block")
+
+    # Model
+    model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
+    n_positions: int = setting("positions; at least block_size", POSITIVE)
+    n_embd: int = setting("width", POSITIVE)
+    n_layer: int = setting("layers", POSITIVE)
+    n_head: int = setting("heads; divides n_embd", POSITIVE)
+    activation_function: str = setting(
+        "activation of the feed-forward layer; gelu_pytorch_tanh is GPT-2's gelu_new in one kernel",
+        one_of("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
+    )
+    resid_pdrop: float = setting("dropout after each layer; above 0 its noise depends on the layout", BELOW_ONE)
+    embd_pdrop: float = setting("dropout of the embeddings; above 0 its noise depends on the layout", BELOW_ONE)
+    attn_pdrop: float = setting("attention dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.n_embd % self.n_head:
+            problems.append(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if self.block_size > self.n_positions:
+            problems.append(
+                f"block_size {self.block_size} exceeds n_positions {self.n_positions}: lower the first or raise the second"
+            )
+        if self.document_mask and not self.packing:
+            problems.append(
+                "document_mask is true, but without packing a sample never holds two documents: set it to false"
+            )
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"lm": 1.0}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.GPT2Config` takes it."""
+        return self._shape("n_positions")
+
+
+TASKS: dict[str, type[Recipe]] = {"bert_pretraining": BertPretraining, "gpt2_pretraining": Gpt2Pretraining}
 
 
 def catalog_names() -> list[str]:

@@ -139,7 +139,7 @@ def test_files_are_read_as_a_stream(tmp_path, kind):
     file = write(tmp_path / f"data{kind}", TEXTS)
     with open(file, "ab") as stream:
         stream.write(b"\n" * 100_000 + b"\xff\n")
-    rows = documents._read([file], "text")
+    rows = documents._read([file], "text", "blocks")
     assert [next(rows)["text"] for _ in TEXTS[:-1]] == TEXTS[:-1]
     with pytest.raises(UsageError, match="not UTF-8"):
         list(rows)

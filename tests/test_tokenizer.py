@@ -30,7 +30,7 @@ def test_the_same_documents_give_the_same_vocabulary(tmp_path, monkeypatch):
 
 def test_it_is_trained_once(monkeypatch):
     train()
-    monkeypatch.setattr("recipes.data.tokenizer._train", lambda *arguments: pytest.fail("trained twice"))
+    monkeypatch.setattr("recipes.data.tokenizer._wordpiece", lambda *arguments: pytest.fail("trained twice"))
     train()
 
 
@@ -47,8 +47,8 @@ def test_it_is_a_bert_tokenizer():
 
 def test_loading(tmp_path):
     train().save_pretrained(tmp_path / "saved")
-    assert load_tokenizer(str(tmp_path / "saved"), 90).get_vocab() == train().get_vocab()
+    assert load_tokenizer(str(tmp_path / "saved"), 90, ["mask_token"], "BERT").get_vocab() == train().get_vocab()
     with pytest.raises(UsageError, match="vocab_size is 20, but tokenizer"):
-        load_tokenizer(str(tmp_path / "saved"), 20)
+        load_tokenizer(str(tmp_path / "saved"), 20, [], "BERT")
     with pytest.raises(UsageError, match="tokenizer nowhere cannot be loaded"):
-        load_tokenizer("nowhere", 90)
+        load_tokenizer("nowhere", 90, [], "BERT")

@@ -10,17 +10,19 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 from datasets import Dataset, Features, Value
 
 from recipes.errors import UsageError, nearest
+from recipes.recipe import TextPretraining
 
 FEATURES = Features({"text": Value("string")})
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
@@ -34,6 +36,7 @@ def load_documents(
     dataset_config_name: str | None = None,
     split: str = "train",
     text_column: str = "text",
+    txt_documents: str = "blocks",
     num_proc: int | None = None,
 ) -> Dataset:
     """Documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
@@ -46,7 +49,8 @@ def load_documents(
 
             - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
               needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
-              every title and every paragraph is a document of its own.
+              every title and every paragraph is a document of its own. With `txt_documents` files, the whole file is
+              one document, to the last character.
             - `.jsonl`, `.json`: one object per line, the document in its key `text_column`.
             - `.csv`: a header line, the document in column `text_column`.
             - `.parquet`: the document in the string column `text_column`.
@@ -55,6 +59,7 @@ def load_documents(
         dataset_config_name: the configuration of a dataset on the hub.
         split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
         text_column: the column that holds the document. Text files and built-in documents have no columns.
+        txt_documents: blocks, or files.
         num_proc: processes that read; more than there are files are of no use.
 
     Returns:
@@ -84,36 +89,77 @@ def load_documents(
         files = _find([train_file] if isinstance(train_file, str) else train_file)
         key = [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
         workers = min(num_proc or 1, len(files))
-        return _cached(_read, key=(key, text_column), num_proc=workers, files=files, text_column=text_column)
+        how = {"text_column": text_column, "txt_documents": txt_documents}
+        return _cached(_read, key=(key, how), num_proc=workers, files=files, **how)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
-def split_documents(documents: Dataset, validation_fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Training and held-out documents, both in their old order: a function of the seed and the number of documents.
+def split_documents(
+    documents: Dataset, validation_fraction: float, seed: int, how: str = "random"
+) -> tuple[Dataset, Dataset]:
+    """Training and held-out documents, both in their old order.
 
     Args:
-        documents: any dataset.
-        validation_fraction: share of the documents to hold out, in [0, 1): rounded, and at least 2 documents
-            (a false next sentence needs a second one). 0 holds out none: the second dataset is empty.
+        documents: one row per document, column `text`.
+        validation_fraction: share to hold out, in [0, 1). 0 holds out none: the second dataset is empty.
         seed: a whole number >= 0.
+        how: `random` holds out whole documents, a function of the seed and the number of documents: the share rounded,
+            and at least 2 (a false next sentence needs a second one). `tail` holds out the end of the text: the training
+            part is its first int((1 - share) * characters), and a document that this cuts is in both parts.
 
     Raises:
-        UsageError: the fraction is out of range, or leaves fewer than 2 documents to train on.
+        UsageError: the fraction is out of range, leaves too little to train on, or holds out nothing.
     """
     if not 0 <= validation_fraction < 1:
         raise UsageError(f"validation_fraction {validation_fraction} must be at least 0 and less than 1.")
     if validation_fraction == 0:
         return documents, documents.select([])
+    if how == "tail":
+        return _split_tail(documents, validation_fraction)
     num_validation = max(2, round(len(documents) * validation_fraction))
     if len(documents) - num_validation < 2:
         raise UsageError(
             f"validation_fraction {validation_fraction} of {len(documents)} documents leaves fewer than 2 to train on "
-            f"({num_validation} held out, 2 at least). Lower it, set it to 0, or give more documents; "
-            "in a .txt file a blank line ends a document."
+            f"({num_validation} held out, 2 at least). Lower it, set it to 0, set validation_split to tail, or give more "
+            "documents; in a .txt file a blank line ends a document."
         )
     order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(documents))
     validation, train = np.sort(order[:num_validation]), np.sort(order[num_validation:])
     return documents.select(train), documents.select(validation)
+
+
+def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
+    ends = np.cumsum(pyarrow.compute.utf8_length(documents.with_format("arrow")[:]["text"]).to_numpy())
+    cut = int(ends[-1] * (1 - validation_fraction))
+    row = min(int(np.searchsorted(ends, cut, side="right")), len(documents) - 1)
+    text = documents[row]["text"]
+    place = cut - int(ends[row]) + len(text)
+    first, second = (
+        Dataset.from_dict({"text": [part] if _visible(part) else []}, features=FEATURES)
+        for part in (text[:place], text[place:])
+    )
+    before, after = (documents.select(rows or []) for rows in (range(row), range(row + 1, len(documents))))
+    train, validation = datasets.concatenate_datasets([before, first]), datasets.concatenate_datasets([second, after])
+    if not len(train) or not len(validation):
+        remedy = "hold out: raise it, or set it to 0" if len(train) else "train on: lower it"
+        raise UsageError(
+            f"validation_fraction {validation_fraction} of {ends[-1]} characters leaves no text to {remedy}."
+        )
+    return train, validation
+
+
+def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Dataset, Dataset]:
+    """The recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
+
+    Raises:
+        UsageError: data that cannot be used.
+    """
+    source = {"text_column": recipe.text_column, "txt_documents": recipe.txt_documents, "num_proc": num_proc}
+    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    documents = load_documents(train_file=recipe.train_file, **hub, **source)
+    if recipe.validation_file is None:
+        return split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+    return documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
 
 
 # A segment starts after a blank line and at a list item; it ends after a full stop (not that of an initial), with its
@@ -222,12 +268,13 @@ def _find(patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _read(files: Sequence[str], text_column: str) -> Iterator[dict[str, str]]:
+def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
     """The documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
         empty = True
         try:
-            for number, text in READERS[Path(file).suffix.lower()](file, text_column):
+            for number, text in readers[Path(file).suffix.lower()](file, text_column):
                 if text is not None and not isinstance(text, str):
                     raise UsageError(f"{file}:{number}: {text_column!r} holds {type(text).__name__}, not text.")
                 if _visible(text):
@@ -257,18 +304,26 @@ def _lines(file: str) -> Iterator[tuple[int, str]]:
 
 def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
     for blank, lines in groupby(_lines(file), key=lambda line: not _visible(line[1])):
-        if blank:
-            continue
-        block, size = [], 0
-        for number, line in lines:
-            block.append(line)
-            size += len(line)
-            if size > MAX_BLOCK:
-                raise UsageError(
-                    f"{file}:{number}: no blank line in {MAX_BLOCK:,} characters, but a blank line ends a document in "
-                    ".txt. Put one after each document, or use .jsonl."
-                )
-        yield number, "".join(block).removesuffix("\n")
+        if not blank:
+            number, text = _join(
+                file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
+            )
+            yield number, text.removesuffix("\n")
+
+
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    yield _join(file, _lines(file), "no end", "with txt_documents files it is one document. Cut it into several files")
+
+
+def _join(file: str, lines: Iterable[tuple[int, str]], found: str, rule: str) -> tuple[int, str]:
+    """The number of the last line and the text of all lines, as long as they fit into the memory."""
+    block, size, number = [], 0, 0
+    for number, line in lines:
+        block.append(line)
+        size += len(line)
+        if size > MAX_BLOCK:
+            raise UsageError(f"{file}:{number}: {found} in {MAX_BLOCK:,} characters, but {rule}, or use .jsonl.")
+    return number, "".join(block)
 
 
 def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:

@@ -19,8 +19,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from recipes.data.arrow import ListColumn
-from recipes.data.documents import load_documents, split_documents, split_sentences
-from recipes.data.tokenizer import load_tokenizer, train_wordpiece
+from recipes.data.documents import load_split, split_sentences
+from recipes.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from recipes.errors import UsageError
 from recipes.losses import IGNORED
 from recipes.order import sample_rng
@@ -28,6 +28,7 @@ from recipes.recipe import BertPretraining
 
 # Streams of random numbers (see order.sample_rng).
 CHUNKS, PAIRS, MASKS = 1, 2, 3
+NEEDED = ("cls_token", "sep_token", "mask_token", "pad_token")
 NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
 
 
@@ -128,12 +129,10 @@ class SentencePairs:
         return int(self.tokens.lengths().sum())
 
     @property
-    def fingerprint(self) -> str:
-        """16 hex digits of what the samples are made of: the vocabulary, all documents' sizes, 1,000 documents' tokens."""
-        rows = range(0, len(self.tokens), max(1, len(self.tokens) // 1000))
-        some_tokens = [self.tokens[row].tobytes() for row in rows]
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return _hash(vocabulary, self.tokens.lengths().tobytes(), self.first_sample.tobytes(), some_tokens)
+    def fingerprints(self) -> dict[str, str]:
+        """Of what the samples are made: the tokenizer, the documents' tokens, and their chunks."""
+        documents = _hash(self.tokens.digest(), self.first_sample.tobytes())
+        return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
         """The pair of a sample in an epoch."""
@@ -235,18 +234,12 @@ def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[Sentenc
     Raises:
         UsageError: data or tokenizer that cannot be used.
     """
-    source = {"text_column": recipe.text_column, "num_proc": num_proc}
-    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    documents = load_documents(train_file=recipe.train_file, **hub, **source)
-    if recipe.validation_file is None:
-        documents, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed)
-    else:
-        held_out = load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
+    documents, held_out = load_split(recipe, num_proc)
     name = recipe.tokenizer_name or recipe.model_name_or_path
     if name is None:
         tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size)
+        tokenizer = load_tokenizer(name, recipe.vocab_size, NEEDED, "BERT")
     names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
     settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
     train = SentencePairs(documents, tokenizer, **settings, what="training documents")

@@ -1,21 +1,22 @@
-"""WordPiece tokenizers: trained on the corpus, or loaded."""
+"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded."""
 
 import hashlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import datasets
 import tokenizers
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.errors import UsageError
 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
+END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -30,11 +31,45 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
         vocab_size: most entries.
         do_lower_case: lower-case and strip accents.
     """
-    key = repr((documents._fingerprint, vocab_size, do_lower_case, tokenizers.__version__))
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "wordpiece" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return _once(
+        "wordpiece", documents, lambda texts: _wordpiece(texts, vocab_size, do_lower_case), vocab_size, do_lower_case
+    )
+
+
+def train_byte_level_bpe(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train GPT-2's byte-level BPE tokenizer (Radford et al. 2019), once. Any text can be written in it, and read back.
+
+    Args, and what is the same and kept: as in `train_wordpiece`. The 256 bytes and <|endoftext|> are always in it.
+
+    Raises:
+        UsageError: vocab_size is below 257.
+    """
+    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < least:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {least} or more"
+        )
+    return _once("byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size), vocab_size)
+
+
+def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of single characters, in the order of their code points; as `train_wordpiece` otherwise.
+
+    The vocabulary is <|endoftext|>, <|unknown|> for characters that the documents lack, and the documents' most frequent
+    `vocab_size` - 2 characters.
+    """
+    return _once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
+
+
+def _once(
+    kind: str, documents: Dataset, train: Callable[[Iterable[str]], PreTrainedTokenizerBase], *settings: object
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that `train` makes of the documents, from the cache if it was made before."""
+    key = repr((documents._fingerprint, *settings, tokenizers.__version__))
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        _train(documents["text"], vocab_size, do_lower_case).save_pretrained(partial)
+        train(documents["text"]).save_pretrained(partial)
         try:
             partial.rename(folder)
         except OSError:  # another run was first, with the same result
@@ -42,7 +77,37 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _train(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
+def _byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+
+
+def _characters(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    counts = Counter()
+    for text in texts:
+        counts.update(text)
+    kept = sorted(sorted(counts, key=lambda c: (-counts[c], c))[: max(0, vocab_size - 2)])
+    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *kept])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=UNKNOWN
+    )
+
+
+def _wordpiece(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
     """`tokenizers`' trainer, made deterministic.
 
     The trainer numbers the characters inside words (##a, ##b, ...) in the order of a randomly seeded hash map, and breaks
@@ -73,11 +138,17 @@ def _train(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTra
     return BertTokenizerFast(tokenizer_object=trained, do_lower_case=do_lower_case)
 
 
-def load_tokenizer(name_or_path: str, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], like: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub.
 
+    Args:
+        name_or_path: a folder, or a name on the hub.
+        vocab_size: rows of the model's embedding.
+        needed: special tokens that it must have ("mask_token", "eos_token", ...).
+        like: names, in the message, a model whose tokenizer would do.
+
     Raises:
-        UsageError: it cannot be loaded, lacks [CLS], [SEP], [MASK] or [PAD], or has more than `vocab_size` entries.
+        UsageError: it cannot be loaded, lacks a needed token, or has more than `vocab_size` entries.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -86,16 +157,17 @@ def load_tokenizer(name_or_path: str, vocab_size: int) -> PreTrainedTokenizerBas
         raise UsageError(
             f"tokenizer {name_or_path} cannot be loaded ({reason}): check the name or the folder"
         ) from None
-    missing = [
-        name for name in ("cls_token", "sep_token", "mask_token", "pad_token") if getattr(tokenizer, name) is None
-    ]
+    missing = [name for name in needed if getattr(tokenizer, name) is None]
     if missing:
-        raise UsageError(
-            f"tokenizer {name_or_path} has no {', '.join(missing)}: BERT pretraining needs a BERT-like tokenizer"
-        )
+        raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing)}: give one like {like}'s")
     if len(tokenizer) > vocab_size:
         raise UsageError(
             f"vocab_size is {vocab_size}, but tokenizer {name_or_path} has {len(tokenizer)} entries: set --vocab_size to "
             f"{len(tokenizer)} or more"
         )
     return tokenizer
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits (SHA-256) of everything that decides how it cuts text."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
