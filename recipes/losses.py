@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 IGNORED = -100  # label of a place where nothing is to be predicted
+MAX_LOGITS = 2**26  # logits that `linear_cross_entropy` holds at once: 256 MiB in float32
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,75 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Targets whose largest logit is the label's: int64 scalar. Arguments as in `cross_entropy_sum`."""
     return (logits.argmax(-1) == labels).sum()
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = MAX_LOGITS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
+
+    The rows are cut into equal chunks of at most max_logits / classes rows. With p = softmax(logits) and y the one-hot
+    labels, the gradient of the sum is known as soon as a chunk's logits are,
+
+        d hidden = (p - y) weight,    d weight = sum over chunks (p - y)^T hidden,
+
+    so it is computed there and then, without computing any logits twice, and the backward only scales it (the idea of
+    Liger Kernel, Hsu et al. 2024, arXiv 2410.10989). Held from forward to backward: d hidden and one d weight, instead of
+    [rows, classes] three times over. Under autocast the products are computed in its dtype; the softmax, the sum and
+    d weight in float32 or wider.
+
+    Args:
+        hidden: [rows, width].
+        weight: [classes, width].
+        labels: int64 [rows]; rows of -100 are left out.
+        max_logits: most logits at once.
+
+    Returns:
+        Summed cross-entropy, scalar in float32 or wider; rows whose largest logit is the label's, int64 scalar, counted
+        only when no gradient is recorded, else 0.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, max_logits, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, max_logits, with_gradient):
+        device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if with_gradient else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient else None
+        num_chunks = max(1, -(-len(labels) * len(weight) // max_logits))
+        size = max(1, -(-len(labels) // num_chunks))
+        with torch.autocast(device, enabled=False):
+            narrow_weight = weight.to(dtype)
+            for first in range(0, len(labels), size):
+                chunk = slice(first, first + size)
+                rows, wanted = hidden[chunk].to(dtype), labels[chunk]
+                counted, places = wanted != IGNORED, wanted.clamp(min=0)[:, None]
+                log_p = F.log_softmax(F.linear(rows, narrow_weight), -1, dtype=wide)
+                total -= torch.where(counted, log_p.gather(1, places).squeeze(1), 0).sum()
+                if not with_gradient:
+                    correct += (log_p.argmax(-1) == wanted).sum()
+                    continue
+                error = log_p.exp_().scatter_add_(1, places, log_p.new_full(places.shape, -1)).to(dtype)
+                d_hidden[chunk] = (error @ narrow_weight) * counted[:, None]
+                rows = rows * counted[:, None]
+                if dtype == wide:
+                    d_weight.addmm_(error.T, rows)
+                else:
+                    d_weight += error.T @ rows
+        ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_total, _):
+        d_hidden, d_weight = ctx.gradients
+        del ctx.gradients  # scaled in place: good for one backward
+        return d_hidden.mul_(d_total), d_weight.mul_(d_total).to(ctx.weight_dtype), None, None, None
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

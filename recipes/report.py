@@ -23,24 +23,28 @@ from recipes.recipe import Recipe
 from recipes.run import RunSettings
 
 
-def open_output_dir(run: RunSettings) -> None:
+def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
     """Make the output folder. An earlier run in it is resumed or overwritten, when asked for, never mixed with a new one.
 
-    Called by process 0 only, before anything costly. Nothing is deleted before `RunLog` starts the new run.
+    Called by all processes, before anything costly. Nothing is deleted before `RunLog` starts the new run.
 
     Raises:
         UsageError: the folder holds a run, or cannot be made.
     """
     output_dir = Path(run.output_dir)
-    if _earlier_run(output_dir) and not run.resume_from_checkpoint and not run.overwrite_output_dir:
-        raise UsageError(
-            f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
-            "with --overwrite_output_dir, or choose another folder"
-        )
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder") from None
+    if accelerator.is_main_process:
+        if _earlier_run(output_dir) and not run.resume_from_checkpoint and not run.overwrite_output_dir:
+            raise UsageError(
+                f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
+                "with --overwrite_output_dir, or choose another folder"
+            )
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder"
+            ) from None
+    accelerator.wait_for_everyone()
 
 
 def _earlier_run(output_dir: Path) -> list[Path]:
@@ -96,7 +100,11 @@ class RunLog:
         self.clock = time.perf_counter()
 
     def _say_what_is_not_exact(self) -> None:
-        noise = [f"{name} {value}" for name, value in self.recipe.decisive().items() if "dropout" in name and value]
+        noise = [
+            f"{name} {value}"
+            for name, value in self.recipe.decisive().items()
+            if ("dropout" in name or "pdrop" in name) and value
+        ]
         if noise:
             self.accelerator.print(
                 f"{', '.join(noise)}: the noise is drawn per process and micro-step, so that another layout's losses differ "
@@ -159,19 +167,22 @@ class RunLog:
             self.ledger.clear()
 
     def losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
-        """The loss and each of its terms from whole sums and counts, both [terms] on the host."""
+        """The loss and, of several, each of its terms, from whole sums and counts, both [terms] on the host."""
         weights = self.recipe.loss_weights
         means = [s / max(n, 1) for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
-        terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True)}
+        terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True) if len(weights) > 1}
         return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
 
     def evaluation(self, step: int, totals: torch.Tensor) -> None:
-        """Write the losses and accuracies of `totals` (see `evaluate`) at `step`."""
+        """Write the losses, accuracies and, of a language model, the perplexity of `totals` (see `evaluate`) at `step`."""
         self.flush()
         sums, correct, counts = totals
-        accuracies = (correct / counts.clamp(min=1)).tolist()
+        accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
         metrics = self.losses(sums, counts, prefix="eval_")
-        metrics |= {f"eval_{name}_accuracy": a for name, a in zip(self.recipe.loss_weights, accuracies, strict=True)}
+        if terms == ["lm"]:
+            metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+        names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
+        metrics |= dict(zip(names, accuracies, strict=True))
         self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -275,7 +286,8 @@ def finish(log: RunLog, model_class: str) -> None:
     if log.num_skipped:
         results["skipped_steps"] = log.num_skipped
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    plot_losses(output_dir, recipe.name, recipe.loss_weights)
+    terms = list(recipe.loss_weights)
+    plot_losses(output_dir, recipe.name, terms if len(terms) > 1 else [])
     usage = (
         f"from transformers import AutoTokenizer, {model_class}\n"
         f'model = {model_class}.from_pretrained("{output_dir}")\n'

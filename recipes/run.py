@@ -1,12 +1,17 @@
 """How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from shutil import which
+from typing import TypeVar
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError
 from recipes.settings import NOT_NEGATIVE, POSITIVE, build, one_of, parse_flags, setting
+
+Settings = TypeVar("Settings", bound="RunSettings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,18 +66,41 @@ class RunSettings:
         return problems
 
 
-def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, RunSettings]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmSettings(RunSettings):
+    """Settings of one run that trains a model to continue text."""
+
+    torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
+    sample_prompt: str | None = setting("text that the trained model continues at the end", default=None)
+    sample_length: int = setting("tokens of that continuation", POSITIVE, default=200)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
+            problems.append("torch_compile is true, but there is no C++ compiler: install g++, or leave it out")
+        return problems
+
+
+def parse(
+    argv: Sequence[str], task: str, description: str, settings_class: type[Settings] = RunSettings
+) -> tuple[recipes.Recipe, Settings]:
     """The recipe (flags laid over its file) and the run settings that the flags in `argv` describe.
+
+    Args:
+        argv: the flags.
+        task: of the recipe.
+        description: of the program, for `--help`.
+        settings_class: `RunSettings`, or what a task adds to it.
 
     Raises:
         UsageError: unknown flags or recipe, and any broken rule.
     """
     cls = recipes.TASKS[task]
-    flags = parse_flags([RunSettings, cls], argv, description)
+    flags = parse_flags([settings_class, cls], argv, description)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
-    names = {field.name for field in dataclasses.fields(RunSettings)}
-    run = build(RunSettings, {name: value for name, value in flags.items() if name in names}, "flags")
+    names = {field.name for field in dataclasses.fields(settings_class)}
+    run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = recipes.load(run.recipe, changes, task=task)
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes import accumulate, checkpoint, losses, optim, plan, report, run
+from recipes import accumulate, checkpoint, losses, models, optim, plan, report, run
 from recipes.data import sentence_pairs
 from recipes.data.steps import Steps, to_device
-from recipes.errors import UsageError, exit_code
+from recipes.errors import exit_code
 from recipes.evaluation import evaluate
 from recipes.launch import create_accelerator
 from recipes.order import Order
@@ -44,15 +44,7 @@ class PretrainingSums(nn.Module):
 
 def build_model(recipe: BertPretraining) -> BertForPreTraining:
     """The recipe's architecture, with random weights or those of model_name_or_path."""
-    config = BertConfig(**recipe.architecture)
-    if recipe.model_name_or_path is None:
-        return BertForPreTraining(config)
-    try:
-        return BertForPreTraining.from_pretrained(recipe.model_name_or_path, config=config, dtype=torch.float32)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"model_name_or_path {recipe.model_name_or_path} cannot be loaded: {str(error).strip().splitlines()[0]}"
-        ) from None
+    return models.initial_model(BertForPreTraining, BertConfig(**recipe.architecture), recipe.model_name_or_path)
 
 
 def main(argv: list[str]) -> None:
@@ -69,12 +61,8 @@ def main(argv: list[str]) -> None:
         per_device_train_batch_size=settings.per_device_train_batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
     )
-    if accelerator.is_main_process:
-        report.open_output_dir(settings)
-    accelerator.wait_for_everyone()
-    start, found = checkpoint.State(), None
-    if settings.resume_from_checkpoint:
-        found, start = checkpoint.find(settings.resume_from_checkpoint, output_dir, recipe)
+    report.open_output_dir(accelerator, settings)
+    found, start = checkpoint.find(settings.resume_from_checkpoint, output_dir, recipe)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Things: data, model, optimizer, learning rate
@@ -103,7 +91,7 @@ def main(argv: list[str]) -> None:
     # Where we were, and where to stop
 
     if found is not None:
-        checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprint)
+        checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
     last_step = min(num_steps, settings.stop_after_step or num_steps)
     log = report.RunLog(accelerator, recipe, settings, start.step, num_steps, start.num_skipped)
     accelerator.print(
@@ -118,7 +106,7 @@ def main(argv: list[str]) -> None:
 
     def save_at(step: int) -> None:
         log.flush()
-        state = checkpoint.State(step, recipe.fingerprint, train.fingerprint, log.num_skipped)
+        state = checkpoint.State(step, recipe.fingerprint, train.fingerprints, log.num_skipped)
         checkpoint.save(accelerator, output_dir, state, recipe, model, optimizer, settings.checkpoints_total_limit)
         log.restart_clock()
 

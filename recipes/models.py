@@ -1,0 +1,58 @@
+"""What the scripts share about transformers' models: their first weights, and what they say when trained."""
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from recipes.errors import UsageError
+
+
+def initial_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, name_or_path: str | None):
+    """A model of `config` with random weights (of torch's seed), or with those of `name_or_path`, in float32.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or have another shape.
+    """
+    if name_or_path is None:
+        return model_class(config)
+    try:
+        return model_class.from_pretrained(name_or_path, config=config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"model_name_or_path {name_or_path} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+@torch.no_grad()
+def continue_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int, seed: int
+) -> str:
+    """`prompt` and what `model` writes after it, drawn at temperature 0.8 until the text ends or num_tokens are drawn.
+
+    Beyond the model's positions it goes on from the second half of what they hold.
+
+    Args:
+        model: a causal language model with `config.max_position_embeddings`; left in evaluation mode.
+        tokenizer: its eos_token begins and ends texts.
+        prompt: may be empty.
+        num_tokens: most tokens to draw.
+        seed: of the draws.
+    """
+    set_seed(seed)
+    size = model.config.max_position_embeddings
+    tokens = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    num_tokens += len(tokens)
+    model.eval()
+    while len(tokens) < num_tokens:
+        window = torch.tensor([tokens if len(tokens) < size else tokens[-(size // 2) :]], device=model.device)
+        drawn = model.generate(
+            window,
+            attention_mask=torch.ones_like(window),
+            max_new_tokens=min(num_tokens - len(tokens), size - window.shape[1]),
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        tokens += drawn[0, window.shape[1] :].tolist()
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,169 @@
+"""Pretrain GPT-2 (causal language modelling): one recipe, the same step on any hardware.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/pretrain_gpt2.py --recipe gpt2_small_cpu
+
+The recipe decides the optimizer's steps; the launch file and --per_device_train_batch_size decide how each one is cut.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from recipes import accumulate, checkpoint, losses, models, optim, plan, report, run
+from recipes.data import token_blocks
+from recipes.data.steps import Steps, to_device
+from recipes.errors import exit_code
+from recipes.evaluation import evaluate
+from recipes.launch import create_accelerator
+from recipes.order import Order
+from recipes.recipe import Gpt2Pretraining
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model: GPT2LMHeadModel that returns the sum over a cell, and never holds the logits of all its tokens
+
+
+class PretrainingSums(nn.Module):
+    def __init__(self, gpt2: GPT2LMHeadModel):
+        super().__init__()
+        self.gpt2 = gpt2
+
+    def forward(self, input_ids, position_ids, labels, label_index) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss and, when evaluating, correct predictions, both [1]. See TokenBlocks.collate."""
+        # Positions that start anew are how transformers knows where attention must not pass.
+        outputs = self.gpt2.transformer(input_ids, position_ids=position_ids, use_cache=False)
+        hidden = outputs.last_hidden_state.flatten(0, 1)
+        hidden = hidden if label_index is None else hidden[label_index]
+        loss_sum, num_correct = losses.linear_cross_entropy(hidden, self.gpt2.lm_head.weight, labels)
+        return loss_sum[None], num_correct[None]
+
+
+def build_model(recipe: Gpt2Pretraining, end_of_text: int) -> GPT2LMHeadModel:
+    """The recipe's architecture, with random weights or those of model_name_or_path."""
+    config = GPT2Config(**recipe.architecture, bos_token_id=end_of_text, eos_token_id=end_of_text)
+    return models.initial_model(GPT2LMHeadModel, config, recipe.model_name_or_path)
+
+
+def main(argv: list[str]) -> None:
+    # -----------------------------------------------------------------------------------------------------------------
+    # What: the recipe. How here: the layout
+
+    recipe, settings = run.parse(argv, "gpt2_pretraining", __doc__, run.CausalLmSettings)
+    output_dir = Path(settings.output_dir)
+    tracker = None if settings.report_to == "none" else settings.report_to
+    accelerator = create_accelerator(log_with=tracker, project_dir=output_dir)
+    layout = plan.solve_layout(
+        num_processes=accelerator.num_processes,
+        global_batch_size=recipe.global_batch_size,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+    )
+    report.open_output_dir(accelerator, settings)
+    found, start = checkpoint.find(settings.resume_from_checkpoint, output_dir, recipe)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Things: data, model, optimizer, learning rate
+
+    with accelerator.local_main_process_first():
+        train, held_out = token_blocks.build(recipe, settings.preprocessing_num_workers)
+    order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
+    num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
+    schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
+    steps = Steps(
+        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
+    )
+
+    torch.manual_seed(recipe.seed)
+    model = PretrainingSums(build_model(recipe, train.end_of_text)).to(getattr(torch, settings.dtype))
+    model.gpt2.set_attn_implementation(settings.attn_implementation or "sdpa")
+    if settings.gradient_checkpointing:
+        model.gpt2.gradient_checkpointing_enable()
+    if settings.torch_compile:
+        for block in model.gpt2.transformer.h:
+            block.compile()
+    optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    parameters = list(model.parameters())
+    weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Where we were, and where to stop
+
+    if found is not None:
+        checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
+    last_step = min(num_steps, settings.stop_after_step or num_steps)
+    log = report.RunLog(accelerator, recipe, settings, start.step, num_steps, start.num_skipped)
+    accelerator.print(
+        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {layout}; on "
+        f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {start.step} to {last_step} of {num_steps}"
+    )
+
+    def evaluate_at(step: int) -> None:
+        if held_out is not None:
+            batch_size = settings.per_device_eval_batch_size
+            log.evaluation(step, evaluate(accelerator, model, held_out, recipe.seed, batch_size))
+
+    def save_at(step: int) -> None:
+        log.flush()
+        state = checkpoint.State(step, recipe.fingerprint, train.fingerprints, log.num_skipped)
+        checkpoint.save(accelerator, output_dir, state, recipe, model, optimizer, settings.checkpoints_total_limit)
+        log.restart_clock()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Go
+
+    if start.step == 0:
+        evaluate_at(0)
+    model.train()
+    for data in steps.loader(range(start.step, last_step), settings.dataloader_num_workers, accelerator.device):
+        step = data.step + 1
+        learning_rate = schedule(data.step)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        accumulate.seed_noise(accelerator, recipe.seed, data.step)
+        counts = accumulate.total_counts(accelerator, data.counts)
+        step_sums = torch.zeros_like(weights, dtype=torch.float64)
+        for cell in accumulate.micro_steps(accelerator, data.cells):
+            with accelerator.accumulate(model):
+                sums, _ = model(**to_device(cell, accelerator.device))
+                loss = losses.weighted_loss(sums, counts, weights)
+                accelerator.backward(loss * accumulate.loss_scale(accelerator))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+            step_sums += sums.detach()
+        log.step(data, step_sums, counts, grad_norm, learning_rate)
+        if settings.eval_steps and step % settings.eval_steps == 0 and step < num_steps:
+            evaluate_at(step)
+        if settings.checkpointing_steps and step % settings.checkpointing_steps == 0 and step < last_step:
+            save_at(step)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Done
+
+    if last_step == num_steps:
+        evaluate_at(num_steps)
+    if last_step > start.step:
+        save_at(last_step)
+    log.close()
+    if last_step == num_steps and accelerator.is_main_process:
+        gpt2 = accelerator.unwrap_model(model).gpt2
+        gpt2.save_pretrained(output_dir)
+        train.tokenizer.save_pretrained(output_dir)
+        report.finish(log, "GPT2LMHeadModel")
+        if settings.sample_prompt is not None:
+            text = models.continue_text(
+                gpt2, train.tokenizer, settings.sample_prompt, settings.sample_length, recipe.seed
+            )
+            (output_dir / "sample.txt").write_text(text + "\n", encoding="utf-8")
+            print(f"Sample (sample.txt):\n{text}")
+    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))
