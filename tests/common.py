@@ -8,12 +8,23 @@ from pathlib import Path
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 ROOT = Path(__file__).parent.parent
-# A model that trains in moments; what a flag does not set is bert_small_cpu's.
+# Models that train in moments; what a flag does not set is the recipe's.
 TINY = (
     "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
     "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "
     "--max_train_steps 10 --validation_fraction 0.1 --short_seq_probability 0.5"
 ).split()
+TINY_GPT2 = (
+    "--recipe gpt2_small_cpu --vocab_size 400 --block_size 48 --n_positions 48 --n_embd 32 --n_layer 2 --n_head 2 "
+    "--initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 --max_train_steps 10 --warmup_ratio 0.1"
+).split()
+TINIES = {"pretrain_bert": TINY, "pretrain_gpt2": TINY_GPT2}
+
+
+def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
+    """Arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
+    argv = [*TINIES[program], "--train_file", str(corpus), "--output_dir", str(output_dir)]
+    return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 
 def load_script(name: str):

@@ -19,34 +19,41 @@ os.environ.update(
 )
 
 import pytest
-from common import ROOT, TINY, fresh_accelerator, load_script
+from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv
 
 from recipes.data.documents import load_documents
 
 
 @pytest.fixture(scope="session")
-def script():
-    return load_script("pretrain_bert")
+def script(scripts):
+    return scripts["pretrain_bert"]
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """61 real documents of very different lengths, as a .jsonl file."""
+    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings."""
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
-    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    texts = [documents[8 * row]["text"][: 200 + 41 * row] for row in range(61)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
+        lines = [json.dumps({"text": documents[8 * row]["text"][: first + more * row]}) + "\n" for row in range(61)]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder / "corpus.jsonl"
+
+
+@pytest.fixture(scope="session")
+def scripts():
+    """The programs by name."""
+    return {name: load_script(name) for name in TINIES}
 
 
 @pytest.fixture
-def train(script, corpus, tmp_path):
-    """Train the tiny model in this process: train("name", "--flag value ...") -> output folder."""
+def train(scripts, corpus, tmp_path):
+    """Train a tiny model in this process: train("name", "--flag value ...") -> output folder."""
 
-    def run(name: str, flags: str = "", *, output_dir: Path | None = None) -> Path:
+    def run(name: str, flags: str = "", *, output_dir: Path | None = None, program: str = "pretrain_bert") -> Path:
         fresh_accelerator()
         output_dir = output_dir or tmp_path / name
-        script.main([*TINY, "--train_file", str(corpus), "--output_dir", str(output_dir), *flags.split()])
+        scripts[program].main(tiny_argv(program, corpus, output_dir, flags))
         return output_dir
 
     return run
@@ -54,20 +61,23 @@ def train(script, corpus, tmp_path):
 
 @pytest.fixture
 def train_on(corpus, tmp_path):
-    """Train the tiny model on N real processes over gloo: train_on(2, {"name": "--flag value ..."}) -> folder of all."""
+    """Train tiny models on N real processes over gloo: train_on(2, {"name": "--flag value ..."}) -> folder of all.
 
-    def run(num_processes: int, runs: dict[str, str]) -> Path:
-        argvs = [
-            [*TINY, "--train_file", str(corpus), "--output_dir", str(tmp_path / name), *flags.split()]
-            for name, flags in runs.items()
-        ]
+    A name that begins with a program's ("pretrain_gpt2/...") is trained by that program.
+    """
+
+    def run(num_processes: int, runs: dict[str, str], env: dict[str, str] | None = None) -> Path:
+        calls = []
+        for name, flags in runs.items():
+            program = name.split("/")[0] if "/" in name else "pretrain_bert"
+            calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         launch = [
             *(sys.executable, "-m", "accelerate.commands.launch"),
             *("--config_file", str(ROOT / "accelerate_configs" / "2xcpu.yaml")),
             *("--num_processes", str(num_processes), "--main_process_port", "0"),
         ]
-        command = [*launch, str(ROOT / "tests" / "run_layouts.py"), json.dumps(argvs)]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=150)
+        command = [*launch, str(ROOT / "tests" / "run_layouts.py"), json.dumps(calls)]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | (env or {}))
         assert finished.returncode == 0, finished.stderr[-4000:]
         return tmp_path
 

@@ -9,7 +9,6 @@ from common import fresh_accelerator, load_script
 if __name__ == "__main__":
     # `end_training` would end the process group, which the next training needs.
     PartialState.destroy_process_group = lambda self, group=None: None
-    script = load_script("pretrain_bert")
-    for argv in json.loads(sys.argv[1]):
+    for program, *argv in json.loads(sys.argv[1]):
         fresh_accelerator()
-        script.main(argv)
+        load_script(program).main(argv)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from common import TINY, evaluations, metrics
+from common import evaluations, metrics, tiny_argv
 from safetensors.torch import load_file
 
 from recipes import losses, optim, run
-from recipes.data import sentence_pairs
+from recipes.data import sentence_pairs, token_blocks
 from recipes.data.steps import Steps
 from recipes.order import Order
 from recipes.plan import Layout, solve_layout
@@ -15,6 +15,14 @@ from recipes.plan import Layout, solve_layout
 ONE_PROCESS = ["B", "8", "3", "1"]
 TWO_PROCESSES = ["8", "3"]
 BATCHES = [32, 10]
+# Name -> program, and flags beside its tiny model's.
+WORKLOADS = {
+    "bert": ("pretrain_bert", ""),
+    "packed": ("pretrain_gpt2", ""),
+    "documents": ("pretrain_gpt2", " --packing false --train_file CORPUS/short.jsonl"),
+    "masked": ("pretrain_gpt2", " --document_mask true"),
+}
+TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 
 
 def flags(batch: int, cap: str, dtype: str) -> str:
@@ -34,7 +42,7 @@ def check(output_dir, reference, dtype: str) -> None:
     """The acceptance: losses of every step to 1e-5 in fp32, parameters after 10 steps to 1e-12 in float64."""
     ours, theirs = metrics(output_dir), metrics(reference)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, 11))
-    for name in ("loss", "mlm_loss", "nsp_loss", "grad_norm"):
+    for name in [name for name in theirs[0] if name.endswith(("loss", "grad_norm"))]:
         for a, b in zip(ours, theirs, strict=True):
             assert a[name] == pytest.approx(b[name], rel=1e-5 if dtype == "float32" else 1e-11)
     for name in ("epoch", "learning_rate", "samples", "tokens"):
@@ -47,38 +55,57 @@ def check(output_dir, reference, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_every_cut_in_time_is_the_same_step(train, batch, dtype):
-    reference = train("B", flags(batch, "B", dtype))
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_cut_in_time_is_the_same_step(train, workload, batch, dtype):
+    program, more = WORKLOADS[workload]
+    reference = train("B", flags(batch, "B", dtype) + more, program=program)
     assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
     for cap in ONE_PROCESS[1:]:
-        check(train(cap, flags(batch, cap, dtype)), reference, dtype)
-    check(train("tokens", flags(batch, "B", dtype) + " --per_device_train_tokens 200"), reference, dtype)
-    check(train("recomputed", flags(batch, "8", dtype) + " --gradient_checkpointing"), reference, dtype)
+        check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype)
+    tokens = flags(batch, "B", dtype) + more + " --per_device_train_tokens 200"
+    check(train("tokens", tokens, program=program), reference, dtype)
+    recomputed = flags(batch, "8", dtype) + more + " --gradient_checkpointing"
+    check(train("recomputed", recomputed, program=program), reference, dtype)
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
     # On 3 processes B = 10 is 4 + 3 + 3, and B = 2 leaves one process without samples.
     cases = [(batch, cap, dtype) for batch in BATCHES for cap in TWO_PROCESSES for dtype in ("float32", "float64")]
     if num_processes == 3:
         cases = [(10, "3", "float64"), (2, "1", "float64")]
-    folder = train_on(num_processes, {f"{b}-{cap}-{dtype}": flags(b, cap, dtype) for b, cap, dtype in cases})
-    for batch, cap, dtype in cases:
-        reference = folder / f"reference-{batch}-{dtype}"
-        if not reference.exists():
-            train(reference.name, flags(batch, "B", dtype))
-        check(folder / f"{batch}-{cap}-{dtype}", reference, dtype)
+    runs = {
+        f"{program}/{workload}-{batch}-{cap}-{dtype}": flags(batch, cap, dtype) + more
+        for workload, (program, more) in WORKLOADS.items()
+        for batch, cap, dtype in cases
+    }
+    folder = train_on(num_processes, runs)
+    for workload, (program, more) in WORKLOADS.items():
+        for batch, cap, dtype in cases:
+            reference = folder / f"reference-{workload}-{batch}-{dtype}"
+            if not reference.exists():
+                train(reference.name, flags(batch, "B", dtype) + more, program=program)
+            check(folder / program / f"{workload}-{batch}-{cap}-{dtype}", reference, dtype)
 
 
-def loop(script, corpus, layout: Layout, exact: bool) -> tuple[list[float], torch.Tensor]:
+def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[list[float], torch.Tensor]:
     """Ten steps of a plain PyTorch loop in float64, one process: by our rule, or as a mean over cells of their means."""
-    argv = [*TINY, "--train_file", str(corpus), "--global_batch_size", str(layout.global_batch_size)]
-    recipe, _ = run.parse(argv, "bert_pretraining", "")
-    source, _ = sentence_pairs.build(recipe)
-    torch.manual_seed(recipe.seed)
-    model = script.PretrainingSums(script.build_model(recipe)).double().train()
+    program, more = WORKLOADS[workload]
+    argv = tiny_argv(program, corpus, "unused", f"--global_batch_size {layout.global_batch_size}{more}")
+    script = scripts[program]
+    if program == "pretrain_bert":
+        recipe, _ = run.parse(argv, "bert_pretraining", "")
+        source, _ = sentence_pairs.build(recipe)
+        torch.manual_seed(recipe.seed)
+        model = script.build_model(recipe)
+    else:
+        recipe, _ = run.parse(argv, "gpt2_pretraining", "")
+        source, _ = token_blocks.build(recipe)
+        torch.manual_seed(recipe.seed)
+        model = script.build_model(recipe, source.end_of_text)
+    model = script.PretrainingSums(model).double().train()
     optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
     order = Order(len(source), recipe.global_batch_size, recipe.seed)
     schedule = recipe.schedule(10, float(order.steps_per_epoch))
@@ -89,8 +116,8 @@ def loop(script, corpus, layout: Layout, exact: bool) -> tuple[list[float], torc
         total = 0.0
         for cell in data.cells:
             sums, _ = model(**cell)
-            of_cell = torch.tensor([len(cell["masked_labels"]), len(cell["next_sentence_label"])])
-            loss = losses.weighted_loss(sums, data.counts if exact else of_cell, torch.ones(2))
+            of_cell = torch.tensor([len(cell[name]) for name in cell if name in TARGETS])
+            loss = losses.weighted_loss(sums, data.counts if exact else of_cell, torch.ones(len(sums)))
             loss = loss if exact else loss / len(data.cells)
             loss.backward()
             total += loss.item()
@@ -101,23 +128,27 @@ def loop(script, corpus, layout: Layout, exact: bool) -> tuple[list[float], torc
     return logged, torch.cat([p.detach().flatten() for _, p in sorted(model.named_parameters())])
 
 
+@pytest.mark.parametrize("workload", ["bert", "documents"])
 @pytest.mark.parametrize(("batch", "cap"), [(32, 8), (32, 3), (10, 3)])
-def test_the_usual_mean_of_means_fails_the_same_check(script, corpus, batch, cap):
+def test_the_usual_mean_of_means_fails_the_same_check(scripts, corpus, workload, batch, cap):
     whole = solve_layout(num_processes=1, global_batch_size=batch)
     cut = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=cap)
-    true_losses, true_parameters = loop(script, corpus, whole, exact=True)
-    our_losses, our_parameters = loop(script, corpus, cut, exact=True)
-    usual_losses, usual_parameters = loop(script, corpus, cut, exact=False)
+    true_losses, true_parameters = loop(scripts, corpus, workload, whole, exact=True)
+    our_losses, our_parameters = loop(scripts, corpus, workload, cut, exact=True)
+    usual_losses, usual_parameters = loop(scripts, corpus, workload, cut, exact=False)
     assert our_losses == pytest.approx(true_losses, rel=1e-11)
     assert relative(our_parameters, true_parameters) < 1e-12
     assert max(abs(a / b - 1) for a, b in zip(usual_losses, true_losses, strict=True)) > 1e-3
     assert relative(usual_parameters, true_parameters) > 1e-3
 
 
-def test_the_script_is_the_plain_loop(script, corpus, train):
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_script_is_the_plain_loop(scripts, corpus, train, workload):
     """The script's steps are those of ten lines of PyTorch on whole batches, without Accelerate."""
-    true_losses, _ = loop(script, corpus, solve_layout(num_processes=1, global_batch_size=32), exact=True)
-    output_dir = train("script", flags(32, "8", "float64"))
+    whole = solve_layout(num_processes=1, global_batch_size=32)
+    true_losses, _ = loop(scripts, corpus, workload, whole, exact=True)
+    program, more = WORKLOADS[workload]
+    output_dir = train("script", flags(32, "8", "float64") + more, program=program)
     assert [line["loss"] for line in metrics(output_dir)] == pytest.approx(true_losses, rel=1e-11)
 
 
