@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipes.losses import IGNORED, cross_entropy_sum, num_correct, weighted_loss
+from recipes.losses import IGNORED, cross_entropy_sum, linear_cross_entropy, num_correct, weighted_loss
 
 
 def test_the_sum_over_any_cut_is_the_sum_over_the_whole():
@@ -42,3 +42,67 @@ def test_the_weighted_loss_of_cells_adds_up():
     parts = sum(weighted_loss(cell, counts, weights) for cell in cells)
     assert parts.item() == pytest.approx(12 / 10 + 0.5 * 3 / 4)
     assert weighted_loss(cells.sum(0), counts, weights).item() == pytest.approx(parts.item())
+
+
+def problem(rows: int, classes: int, dtype=torch.float64, seed: int = 0):
+    torch.manual_seed(seed)
+    hidden = torch.randn(rows, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(classes, 16, dtype=dtype, requires_grad=True)
+    labels = torch.randint(classes, (rows,))
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("max_logits", [10**6, 31 * 12, 31, 1])
+def test_in_chunks_the_loss_and_both_gradients_are_the_same(max_logits):
+    hidden, weight, labels = problem(37, 31)
+    labels[[0, 20, 36]] = IGNORED
+    whole = cross_entropy_sum(hidden @ weight.T, labels)
+    true = torch.autograd.grad(0.3 * whole, (hidden, weight))
+    total, correct = linear_cross_entropy(hidden, weight, labels, max_logits)
+    assert total.item() == pytest.approx(whole.item(), rel=1e-14)
+    assert correct == 0, "not counted while a gradient is recorded"
+    for ours, theirs in zip(torch.autograd.grad(0.3 * total, (hidden, weight)), true, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        evaluated, correct = linear_cross_entropy(hidden, weight, labels, max_logits)
+        assert evaluated == total
+        assert correct == num_correct(hidden @ weight.T, labels) > 0
+
+
+def test_nothing_to_predict_in_chunks():
+    hidden, weight, labels = problem(0, 7)
+    total, _ = linear_cross_entropy(hidden, weight, labels)
+    total.backward()
+    assert total.item() == 0
+    assert hidden.grad.shape == (0, 16)
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("max_logits", [10**6, 500])
+def test_chunks_under_autocast_are_as_near_as_the_whole(max_logits):
+    hidden, weight, labels = problem(64, 50, torch.float32)
+    exact = torch.autograd.grad(cross_entropy_sum(hidden @ weight.T, labels), (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        usual = torch.autograd.grad(cross_entropy_sum(hidden @ weight.T, labels), (hidden, weight))
+        total, _ = linear_cross_entropy(hidden, weight, labels, max_logits)
+    ours = torch.autograd.grad(total, (hidden, weight))
+    assert total.dtype == ours[0].dtype == ours[1].dtype == torch.float32
+    for name in (0, 1):
+        miss = (ours[name] - exact[name]).norm() / exact[name].norm()
+        assert 0 < miss < 2 * (usual[name] - exact[name]).norm() / exact[name].norm()
+
+
+def test_weights_kept_in_half_precision():
+    hidden, weight, labels = problem(64, 50, torch.bfloat16)
+    total, _ = linear_cross_entropy(hidden, weight, labels, 500)
+    total.backward()
+    assert total.dtype == torch.float32
+    assert weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
+
+
+def test_a_second_backward_is_refused_not_wrong():
+    hidden, weight, labels = problem(5, 7)
+    total, _ = linear_cross_entropy(hidden, weight, labels)
+    total.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        total.backward()

@@ -4,7 +4,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from recipes.data.tokenizer import load_tokenizer, train_wordpiece
+from recipes.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
 from recipes.errors import UsageError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the same words, twice over." * 9]
@@ -52,3 +52,36 @@ def test_loading(tmp_path):
         load_tokenizer(str(tmp_path / "saved"), 20, [], "BERT")
     with pytest.raises(UsageError, match="tokenizer nowhere cannot be loaded"):
         load_tokenizer("nowhere", 90, [], "BERT")
+    with pytest.raises(UsageError, match="has no eos_token: give one like GPT-2's"):
+        load_tokenizer(str(tmp_path / "saved"), 90, ["eos_token"], "GPT-2")
+
+
+ODD = "Tabs\tand\n\nlines, \u00e9\u00f1 \u4f60\u597d \U0001f600  two  spaces "
+
+
+@pytest.mark.parametrize("train", [train_byte_level_bpe, train_characters])
+def test_text_is_read_back_as_it_was_written(train, tmp_path, monkeypatch):
+    documents = Dataset.from_dict({"text": [*TEXTS, ODD]})
+    tokenizer = train(documents, 320)
+    for text in (*TEXTS, ODD):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert len(tokenizer) <= 320
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
+    assert train(documents, 320).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_bytes_can_write_what_was_never_seen():
+    tokenizer = train_byte_level_bpe(Dataset.from_dict({"text": TEXTS}), 300)
+    assert tokenizer.decode(tokenizer(ODD)["input_ids"]) == ODD
+    assert "<|endoftext|>" not in tokenizer.convert_ids_to_tokens(tokenizer(ODD)["input_ids"])
+    with pytest.raises(UsageError, match="vocab_size is 256, but byte_level_bpe has all 256 bytes"):
+        train_byte_level_bpe(Dataset.from_dict({"text": TEXTS}), 256)
+
+
+def test_characters_in_order_and_the_rare_ones_unknown():
+    documents = Dataset.from_dict({"text": ["bbaac"]})
+    tokenizer = train_characters(documents, 99)
+    assert tokenizer.get_vocab() == {"<|endoftext|>": 0, "<|unknown|>": 1, "a": 2, "b": 3, "c": 4}
+    assert tokenizer("abz")["input_ids"] == [2, 3, 1]
+    assert set(train_characters(documents, 4).get_vocab()) == {"<|endoftext|>", "<|unknown|>", "a", "b"}
