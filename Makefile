@@ -5,10 +5,10 @@ BIN := .venv/bin
 PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-fast check bench
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 venv: .venv/installed ## build .venv from requirements.txt
 
@@ -25,6 +25,11 @@ pretrain: venv ## pretrain a small BERT on Python's documentation: at most 5 min
 		scripts/pretrain_bert.py --recipe bert_small_cpu --per_device_train_batch_size 16 --eval_steps 240 \
 		--output_dir runs/bert_small_cpu --overwrite_output_dir
 
+pretrain-gpt2: venv ## pretrain a small GPT-2 on Python's documentation: at most 5 minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/pretrain_gpt2.py --recipe gpt2_small_cpu --eval_steps 250 --sample_prompt "The function returns" \
+		--output_dir runs/gpt2_small_cpu --overwrite_output_dir
+
 test: venv check ## all tests, offline: under 12 minutes on 2 cores
 	$(BIN)/python -m pytest
 
@@ -37,3 +42,6 @@ check: venv ## lint and formatting
 
 bench: venv ## time the loop against the barest one; writes benchmarks/results/
 	$(BIN)/python benchmarks/overhead.py
+
+bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a checkout TRAIN_FILE=its text
+	$(BIN)/python benchmarks/shakespeare.py --nanogpt $(NANOGPT) --train_file $(TRAIN_FILE)

@@ -11,8 +11,9 @@ whole step. A mean over each cell, averaged over cells, does not: cells differ i
 import torch
 import torch.nn.functional as F
 
+from recipes.memory import LOGITS_AT_ONCE
+
 IGNORED = -100  # label of a place where nothing is to be predicted
-MAX_LOGITS = 2**26  # logits that `linear_cross_entropy` holds at once: 256 MiB in float32
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = MAX_LOGITS
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = LOGITS_AT_ONCE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
 
@@ -88,6 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_weight.addmm_(error.T, rows)
                 else:
                     d_weight += error.T @ rows
+                del log_p, error  # before the next chunk's logits
         ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
         ctx.mark_non_differentiable(correct)
         return total, correct
