@@ -1,6 +1,7 @@
 """Parameters, FLOPs and planned memory against the real models: on the meta device, and by allocations on the CPU."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -280,3 +281,55 @@ def test_the_plan_of_a_forward_and_backward_meets_its_peak(
     measured = peak(lambda: forward(model, recipe, autocast).backward(), tmp_path)
     ratio = (planned.autocast_cache + planned.activations + planned.head) / measured
     assert ratio == pytest.approx(1, abs=0.05 if recomputed else 0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory of a step
+
+
+def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
+    """Whole runs of the program, two steps each, everything that torch allocates: weights, moments, data, activations.
+
+    With k = 1 the gradients of the step before are gone in the forward; with more they wait: 4 bytes per parameter.
+    """
+    peaks, shape = {}, "--n_embd 128 --n_layer 4 --vocab_size 1000 --lr_scaling_rule none --validation_fraction 0"
+    for k in (1, 4, 16):
+        flags = f"--global_batch_size {48 * k} --per_device_train_batch_size 48 --max_train_steps 2 {shape}"
+        peaks[k] = peak(partial(train, f"k{k}", flags, program="pretrain_gpt2"), tmp_path)
+    num_parameters = model_of(
+        load("gpt2_small_cpu", {"n_embd": 128, "vocab_size": 1000, "n_positions": 48, "block_size": 48})
+    )
+    num_parameters = num_parameters.num_parameters
+    print({k: f"{size / 1e6:.1f} MB" for k, size in peaks.items()}, num_parameters)
+    assert peaks[1] > 16 * num_parameters
+    assert 0 <= peaks[4] - peaks[1] <= 4.1 * num_parameters
+    for k in (4, 16):
+        assert peaks[k] == pytest.approx(peaks[1], rel=0.05)
+    assert peaks[16] == pytest.approx(peaks[4], rel=0.01)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
+    """GPT-2's vocabulary, 2,048 tokens: the peak falls by the logits that never exist, in all their copies."""
+    rows, vocab, width = 2048, 50257, 32
+    hidden, weight = torch.randn(rows, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    labels = torch.randint(vocab, (rows,))
+
+    def plain():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.cross_entropy_sum(torch.nn.functional.linear(hidden, weight), labels).backward()
+
+    def chunked():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.linear_cross_entropy(hidden, weight, labels, 2**25)[0].backward()
+
+    peaks = []
+    for step in (plain, chunked):
+        step()  # so that both gradients exist already
+        peaks.append(peak(step, tmp_path))
+    num_chunks = -(-rows * vocab // 2**25)
+    avoided = (rows - -(-rows // num_chunks)) * vocab * 4
+    saved = peaks[0] - peaks[1]
+    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in {num_chunks} chunks")
+    assert 2 * avoided < saved < 4 * avoided
+    assert peaks[1] < rows * vocab * 4, "below a single copy of the logits"
