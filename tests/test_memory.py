@@ -290,7 +290,8 @@ def test_the_plan_of_a_forward_and_backward_meets_its_peak(
 def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
     """Whole runs of the program, two steps each, everything that torch allocates: weights, moments, data, activations.
 
-    With k = 1 the gradients of the step before are gone in the forward; with more they wait: 4 bytes per parameter.
+    With k = 1 there are no gradients yet in the forward; with more they wait, 4 bytes per parameter, and a new gradient of
+    the vocabulary matrix exists beside the old one.
     """
     peaks, shape = {}, "--n_embd 128 --n_layer 4 --vocab_size 1000 --lr_scaling_rule none --validation_fraction 0"
     for k in (1, 4, 16):
@@ -302,7 +303,7 @@ def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
     num_parameters = num_parameters.num_parameters
     print({k: f"{size / 1e6:.1f} MB" for k, size in peaks.items()}, num_parameters)
     assert peaks[1] > 16 * num_parameters
-    assert 0 <= peaks[4] - peaks[1] <= 4.1 * num_parameters
+    assert 0 <= peaks[4] - peaks[1] <= 4 * num_parameters + 8 * 1000 * 128
     for k in (4, 16):
         assert peaks[k] == pytest.approx(peaks[1], rel=0.05)
     assert peaks[16] == pytest.approx(peaks[4], rel=0.01)
