@@ -1,11 +1,12 @@
 """Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, and resumes on any layout.
 
     model.safetensors   parameters and buffers
-    optimizer.pt        state of the optimizer and of the gradient scaler, if any (read with weights_only=True)
+    optimizer.pt        state of the optimizer, by parameter names, and of the gradient scaler, if any (read with weights_only)
     recipe.yaml         the recipe as resolved
     state.json          step, fingerprints, versions, size of each file above
 
-Nothing else decides what comes next: samples, masks and dropout noise are functions of the seed and the step.
+Nothing else decides what comes next: samples, masks and dropout noise are functions of the seed and the step. Sharded (FSDP2)
+weights and states are gathered on process 0, so that the files are the same whatever wrote them.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
@@ -22,9 +24,19 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
 
 from recipes.errors import UsageError
 from recipes.recipe import Recipe
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +62,38 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [path for match, path in sorted(((m, p) for m, p in found if m), key=lambda pair: int(pair[0][1]))]
 
 
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, sorted; files hold it under the first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def _whole_state(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, tied ones once, on the host of process 0; {} elsewhere. Called by all processes."""
+    tensors = get_model_state_dict(model, options=WHOLE)
+    for _, *others in _tied(accelerator.unwrap_model(model)):
+        for name in others:
+            tensors.pop(name, None)
+    return tensors
+
+
+def whole_model(accelerator: Accelerator, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model without its wrapping; of a sharded one a copy that `build` makes, on process 0 only.
+
+    Called by all processes.
+    """
+    if not isinstance(model, FSDPModule):
+        return accelerator.unwrap_model(model)
+    tensors = _whole_state(accelerator, model)
+    if not accelerator.is_main_process:
+        return None
+    whole = build()
+    whole.load_state_dict(tensors | {name: tensors[first] for first, *others in _tied(whole) for name in others})
+    return whole
+
+
 def save(
     accelerator: Accelerator,
     output_dir: Path,
@@ -61,20 +105,22 @@ def save(
 ) -> Path:
     """Write `checkpoint-STEP` into a hidden sibling, flush it to disk, rename it; only then remove old ones.
 
-    Called by all processes; process 0 writes, the others wait for it.
+    Called by all processes; process 0 gathers and writes, the others wait for it.
 
     Args:
         model, optimizer: as prepared by `accelerator`.
         total_limit: checkpoints to keep, the newest; None keeps all.
     """
     folder = output_dir / f"checkpoint-{state.step}"
+    tensors = _whole_state(accelerator, model)  # first: it shards again what an evaluation left gathered
+    moments = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     if accelerator.is_main_process:
         partial = output_dir / f".{folder.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        safetensors.torch.save_model(accelerator.unwrap_model(model), str(partial / "model.safetensors"))
+        safetensors.torch.save_file(tensors, str(partial / "model.safetensors"))
         scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
-        torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler}, partial / "optimizer.pt")
+        torch.save({"optimizer": moments, "scaler": scaler}, partial / "optimizer.pt")
         (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
         record = dataclasses.asdict(state) | {
             "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
@@ -160,8 +206,11 @@ def load(
                 f"checkpoint {folder} was trained on other data: fingerprint of the {name} {theirs} there, {ours} here. Give "
                 "the same documents, in the same order, and the same tokenizer"
             )
-    safetensors.torch.load_model(accelerator.unwrap_model(model), str(folder / "model.safetensors"))
+    tensors = safetensors.torch.load_file(str(folder / "model.safetensors"))
+    tied = _tied(accelerator.unwrap_model(model))
+    tensors |= {name: tensors[first] for first, *others in tied for name in others}
+    set_model_state_dict(model, tensors, options=WHOLE)
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(moments["optimizer"])
+    set_optimizer_state_dict(model, optimizer, moments["optimizer"], options=WHOLE)
     if accelerator.scaler is not None and moments["scaler"] is not None:
         accelerator.scaler.load_state_dict(moments["scaler"])

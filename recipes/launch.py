@@ -4,8 +4,16 @@ import os
 import warnings
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, get_int_from_env, parse_flag_from_env
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    get_int_from_env,
+    parse_flag_from_env,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from recipes.errors import UsageError
 
@@ -35,10 +43,13 @@ def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelera
     """
     if problems := _environment_problems():
         raise UsageError(problems)
+    plugin = _sharding()
     # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     accelerator = Accelerator(
-        gradient_accumulation_steps=1,
+        # Sharded gradients are reduced in every micro-step: kept until the last, they would be whole on every process.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
+        fsdp_plugin=plugin,
         mixed_precision=mixed_precision,
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
@@ -46,7 +57,39 @@ def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelera
     )
     if problems := _accelerator_problems(accelerator):
         raise UsageError(problems)
+    if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
+        # What AcceleratorState does for every kind of device but CPUs, where it would quietly take DDP instead.
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     return accelerator
+
+
+def _sharding() -> FullyShardedDataParallelPlugin | None:
+    """FSDP2 as the launch file asks for it; None: every process holds the whole model.
+
+    Parameters are gathered in their own type, and `prepare` lets autocast decide what is computed in bf16, as without
+    sharding; Accelerate's own policy would reduce gradients in bf16.
+    """
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return None
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
+    """`accelerator.prepare`, with autocast around a sharded model's forward, which Accelerate leaves out.
+
+    Args:
+        model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
+    """
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
+    return model, optimizer
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether processes hold parts of the model, so that each of their forwards needs all of them."""
+    return accelerator.distributed_type == DistributedType.FSDP
 
 
 def _gpus_are_hidden() -> bool:
@@ -61,6 +104,14 @@ def _environment_problems() -> list[str]:
         for name, why in UNSUPPORTED.items()
         if parse_flag_from_env(name)
     ]
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+            problems.append(f"fsdp_version is {version}, but only FSDP2 is supported: set it to 2 in the launch file")
+        if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            problems.append(
+                "fsdp_cpu_ram_efficient_loading is true, which parts tied weights (the head from the embedding): set it to "
+                "false in the launch file"
+            )
     if (value := os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) is not None:
         problems.append(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {value!r}, but k follows from the recipe and the hardware: "
@@ -91,6 +142,8 @@ def _accelerator_problems(accelerator: Accelerator) -> list[str]:
         )
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
+    if accelerator.mixed_precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        problems.append("mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no")
     emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if accelerator.mixed_precision == "bf16" and emulated:
         name = torch.cuda.get_device_name(device)

@@ -266,9 +266,9 @@ def planned_memory(
     """The memory that one process is planned to need for a recipe cut by a layout.
 
     States     4 N parameters + 4 N gradients + 8 N moments, in float32.
-    Sharded    (FSDP2) these divided by the processes; gathered are one layer and all outside the layers, in the type of
-               the mixed precision, so that there is no autocast cache. Gradients count as sharded, which they are only if
-               every micro-step reduces them; a layer gathered ahead of its use is not counted.
+    Sharded    (FSDP2) these divided by the processes, and gathered in float32 one layer and all outside the layers. Autocast's
+               copies are whole all the same. Not counted: a layer gathered ahead of its use, a layer's gradient that
+               waits for its reduction. Not measured.
 
     To them comes the largest of four moments, with a of `activations_per_layer`, m = b V num_predicted logits, and V h the
     vocabulary matrix, whose gradient waits from the head to the end of the backward for the embedding's. Where two numbers
@@ -322,8 +322,8 @@ def planned_memory(
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     tokens = num_samples * model.length
     share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
-    gathered = (2 if autocast else 4) * (model.parameters_per_layer + model.num_outside) if sharded else 0
-    cached = 2 if autocast and not sharded else 0  # bytes per parameter
+    gathered = 4 * (model.parameters_per_layer + model.num_outside) if sharded else 0
+    cached = 2 if autocast else 0  # bytes per parameter
 
     saved = tokens * model.num_layers * (4 * h if gradient_checkpointing else layer)
     recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0

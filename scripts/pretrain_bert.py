@@ -6,18 +6,18 @@ The recipe decides the optimizer's steps; the launch file and --per_device_train
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes import accumulate, checkpoint, losses, models, optim, plan, report, run
+from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, report, run
 from recipes.data import sentence_pairs
 from recipes.data.steps import Steps, to_device
 from recipes.errors import exit_code
 from recipes.evaluation import evaluate
-from recipes.launch import create_accelerator
 from recipes.order import Order
 from recipes.recipe import BertPretraining
 
@@ -26,6 +26,8 @@ from recipes.recipe import BertPretraining
 
 
 class PretrainingSums(nn.Module):
+    _no_split_modules = ("BertLayer",)  # where FSDP shards
+
     def __init__(self, bert: BertForPreTraining):
         super().__init__()
         self.bert = bert
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> None:
     recipe, settings = run.parse(argv, "bert_pretraining", __doc__)
     output_dir = Path(settings.output_dir)
     tracker = None if settings.report_to == "none" else settings.report_to
-    accelerator = create_accelerator(log_with=tracker, project_dir=output_dir)
+    accelerator = launch.create_accelerator(log_with=tracker, project_dir=output_dir)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
         global_batch_size=recipe.global_batch_size,
@@ -73,17 +75,23 @@ def main(argv: list[str]) -> None:
     num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
     schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
     steps = Steps(
-        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
+        train,
+        order,
+        layout,
+        process_index=accelerator.process_index,
+        max_tokens=settings.per_device_train_tokens,
+        same_num_cells=launch.is_sharded(accelerator),
     )
 
     torch.manual_seed(recipe.seed)
-    model = PretrainingSums(build_model(recipe)).to(getattr(torch, settings.dtype))
+    build = partial(build_model, recipe)
+    model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
     on_cpu = accelerator.device.type == "cpu"
     model.bert.set_attn_implementation(settings.attn_implementation or ("eager" if on_cpu else "sdpa"))
     if settings.gradient_checkpointing:
         model.bert.gradient_checkpointing_enable()
     optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
     weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
 
@@ -148,8 +156,9 @@ def main(argv: list[str]) -> None:
     if last_step > start.step:
         save_at(last_step)
     log.close()
+    trained = checkpoint.whole_model(accelerator, model, lambda: PretrainingSums(build()))
     if last_step == num_steps and accelerator.is_main_process:
-        accelerator.unwrap_model(model).bert.save_pretrained(output_dir)
+        trained.bert.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
         report.finish(log, "BertForPreTraining")
     # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.

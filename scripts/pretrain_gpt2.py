@@ -6,18 +6,18 @@ The recipe decides the optimizer's steps; the launch file and --per_device_train
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes import accumulate, checkpoint, losses, models, optim, plan, report, run
+from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, report, run
 from recipes.data import token_blocks
 from recipes.data.steps import Steps, to_device
 from recipes.errors import exit_code
 from recipes.evaluation import evaluate
-from recipes.launch import create_accelerator
 from recipes.order import Order
 from recipes.recipe import Gpt2Pretraining
 
@@ -26,6 +26,8 @@ from recipes.recipe import Gpt2Pretraining
 
 
 class PretrainingSums(nn.Module):
+    _no_split_modules = ("GPT2Block",)  # where FSDP shards
+
     def __init__(self, gpt2: GPT2LMHeadModel):
         super().__init__()
         self.gpt2 = gpt2
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> None:
     recipe, settings = run.parse(argv, "gpt2_pretraining", __doc__, run.CausalLmSettings)
     output_dir = Path(settings.output_dir)
     tracker = None if settings.report_to == "none" else settings.report_to
-    accelerator = create_accelerator(log_with=tracker, project_dir=output_dir)
+    accelerator = launch.create_accelerator(log_with=tracker, project_dir=output_dir)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
         global_batch_size=recipe.global_batch_size,
@@ -72,11 +74,17 @@ def main(argv: list[str]) -> None:
     num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
     schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
     steps = Steps(
-        train, order, layout, process_index=accelerator.process_index, max_tokens=settings.per_device_train_tokens
+        train,
+        order,
+        layout,
+        process_index=accelerator.process_index,
+        max_tokens=settings.per_device_train_tokens,
+        same_num_cells=launch.is_sharded(accelerator),
     )
 
     torch.manual_seed(recipe.seed)
-    model = PretrainingSums(build_model(recipe, train.end_of_text)).to(getattr(torch, settings.dtype))
+    build = partial(build_model, recipe, train.end_of_text)
+    model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
     model.gpt2.set_attn_implementation(settings.attn_implementation or "sdpa")
     if settings.gradient_checkpointing:
         model.gpt2.gradient_checkpointing_enable()
@@ -84,7 +92,7 @@ def main(argv: list[str]) -> None:
         for block in model.gpt2.transformer.h:
             block.compile()
     optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
     weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
 
@@ -149,8 +157,9 @@ def main(argv: list[str]) -> None:
     if last_step > start.step:
         save_at(last_step)
     log.close()
+    trained = checkpoint.whole_model(accelerator, model, lambda: PretrainingSums(build()))
     if last_step == num_steps and accelerator.is_main_process:
-        gpt2 = accelerator.unwrap_model(model).gpt2
+        gpt2 = trained.gpt2
         gpt2.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
         report.finish(log, "GPT2LMHeadModel")

@@ -21,6 +21,12 @@ TINY_GPT2 = (
 TINIES = {"pretrain_bert": TINY, "pretrain_gpt2": TINY_GPT2}
 
 
+def task_of(program: str) -> str:
+    """The task that a program trains: pretrain_bert -> bert_pretraining."""
+    verb, model = program.split("_")
+    return f"{model}_{verb}ing"
+
+
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
     argv = [*TINIES[program], "--train_file", str(corpus), "--output_dir", str(output_dir)]

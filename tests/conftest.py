@@ -66,18 +66,18 @@ def train_on(corpus, tmp_path):
     A name that begins with a program's ("pretrain_gpt2/...") is trained by that program.
     """
 
-    def run(num_processes: int, runs: dict[str, str], env: dict[str, str] | None = None) -> Path:
+    def run(num_processes: int, runs: dict[str, str], config: str = "2xcpu", precision: str = "no") -> Path:
         calls = []
         for name, flags in runs.items():
             program = name.split("/")[0] if "/" in name else "pretrain_bert"
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         launch = [
             *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", str(ROOT / "accelerate_configs" / "2xcpu.yaml")),
-            *("--num_processes", str(num_processes), "--main_process_port", "0"),
+            *("--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")),
+            *("--num_processes", str(num_processes), "--main_process_port", "0", "--mixed_precision", precision),
         ]
         command = [*launch, str(ROOT / "tests" / "run_layouts.py"), json.dumps(calls)]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | (env or {}))
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert finished.returncode == 0, finished.stderr[-4000:]
         return tmp_path
 

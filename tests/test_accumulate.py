@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from common import ROOT, fresh_accelerator, metrics
 
-from recipes import accumulate
+from recipes import accumulate, launch
 
 COUNT_REDUCTIONS = """
 import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from recipes import accumulate
+from recipes import accumulate, launch
 from recipes.launch import create_accelerator
 
 accelerator = create_accelerator()
@@ -101,9 +101,9 @@ def test_noise_is_a_function_of_seed_step_and_process():
     assert len(draws) == 4
 
 
-def test_steps_that_the_scaler_skips_are_counted_and_logged(script, train, monkeypatch):
+def test_steps_that_the_scaler_skips_are_counted_and_logged(train, monkeypatch):
     """fp16's scaler, on the CPU: a scale that overflows skips the first step, leaves the weights, and is reported."""
-    original = script.create_accelerator
+    original = launch.create_accelerator
 
     def with_scaler(**kwargs):
         accelerator = original(**kwargs)
@@ -112,7 +112,7 @@ def test_steps_that_the_scaler_skips_are_counted_and_logged(script, train, monke
         accelerator.autocast_handler = AutocastKwargs(enabled=False)  # fp32 on the CPU; only the scaler is under test
         return accelerator
 
-    monkeypatch.setattr(script, "create_accelerator", with_scaler)
+    monkeypatch.setattr(launch, "create_accelerator", with_scaler)
     flags = "--global_batch_size 8 --per_device_train_batch_size 3 --mlm_loss_weight 1000"
     output_dir = train("scaled", flags)
     lines = metrics(output_dir)

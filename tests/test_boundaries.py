@@ -70,4 +70,4 @@ def test_only_scripts_name_model_classes(module):
 
 @pytest.mark.parametrize("script", sorted((ROOT.parent / "scripts").glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_can_be_read_in_one_go(script):
-    assert len(script.read_text().splitlines()) <= 175
+    assert len(script.read_text().splitlines()) <= 180

@@ -1,8 +1,10 @@
 """Stop and go on: bit-identical on the same layout, the same steps on another, and never from a wrong checkpoint."""
 
 import shutil
+from functools import partial
 
 import pytest
+import torch
 from common import all_metrics, metrics, samples_of_steps
 from safetensors.torch import load_file
 from test_equivalence import check
@@ -86,6 +88,26 @@ def test_resumed_on_another_number_of_processes(train, train_on):
     train_on(2, {"parts_two": flags + DROPOUT + goes_on + "latest"})
     assert without_time(folder / "parts_two") == without_time(folder / "whole_two")
     assert same_weights(folder / "parts_two", folder / "whole_two")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_resumed_sharded_or_not(train, train_on):
+    """One process -> two with FSDP2, and back: the files are the same, whatever wrote them."""
+    flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7"
+    train = partial(train, program="pretrain_gpt2")
+    whole, stopped = train("whole", flags), train("pretrain_gpt2/stopped", flags + STOP)
+    resume = " --resume_from_checkpoint "
+    runs = {"pretrain_gpt2/sharded": flags + STOP, "pretrain_gpt2/stopped": flags + resume + "latest"}
+    folder = train_on(2, runs, "fsdp2_2xcpu") / "pretrain_gpt2"
+    check(folder / "stopped", whole, "float64")
+    check(train("pretrain_gpt2/sharded", flags + resume + "latest"), whole, "float64")
+    states = [
+        torch.load(path / "checkpoint-10" / "optimizer.pt", weights_only=True) for path in (folder / "stopped", whole)
+    ]
+    sizes = [{n: v["exp_avg"].shape for n, v in state["optimizer"]["state"].items()} for state in states]
+    assert sizes[0] == sizes[1]
+    assert stopped == folder / "stopped"
 
 
 def test_a_finished_run_can_be_resumed_without_harm(train):

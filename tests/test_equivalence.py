@@ -29,8 +29,8 @@ def flags(batch: int, cap: str, dtype: str) -> str:
     return f"--global_batch_size {batch} --per_device_train_batch_size {batch if cap == 'B' else cap} --dtype {dtype}"
 
 
-def parameters(output_dir) -> torch.Tensor:
-    tensors = load_file(output_dir / "checkpoint-10" / "model.safetensors")
+def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
+    tensors = load_file(output_dir / checkpoint / "model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
@@ -88,6 +88,46 @@ def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
             if not reference.exists():
                 train(reference.name, flags(batch, "B", dtype) + more, program=program)
             check(folder / program / f"{workload}-{batch}-{cap}-{dtype}", reference, dtype)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_sharded_weights_take_the_same_steps(train, train_on):
+    """FSDP2 on two processes; B = 9 in cells of 4 leaves one of them with an empty cell in every step."""
+    cases = [
+        ("packed", 9, "4", "float32", ""),
+        ("packed", 9, "4", "float64", " --gradient_checkpointing"),
+        ("documents", 10, "3", "float64", " --per_device_train_tokens 100"),
+        ("masked", 10, "3", "float64", ""),
+        ("bert", 9, "4", "float64", ""),
+    ]
+    runs = {
+        f"{WORKLOADS[workload][0]}/{workload}-{dtype}": flags(batch, cap, dtype) + WORKLOADS[workload][1] + more
+        for workload, batch, cap, dtype, more in cases
+    }
+    folder = train_on(2, runs, "fsdp2_2xcpu")
+    for workload, batch, _, dtype, _ in cases:
+        program, more = WORKLOADS[workload]
+        reference = train(f"{workload}-{dtype}", flags(batch, "B", dtype) + more, program=program)
+        check(folder / program / f"{workload}-{dtype}", reference, dtype)
+        assert relative(parameters(folder / program / f"{workload}-{dtype}", ""), parameters(reference, "")) < 1e-4
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_sharded_in_bf16_rounds_as_unsharded_does(train, train_on, monkeypatch):
+    """Gradients are reduced, weights and moments kept in fp32; autocast alone decides what is computed in bf16."""
+    run = flags(10, "3", "float32")
+    exact = metrics(train("exact", run, program="pretrain_gpt2"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    rounded = metrics(train("rounded", run, program="pretrain_gpt2"))
+    folder = train_on(2, {"pretrain_gpt2/sharded": run}, "fsdp2_2xcpu", precision="bf16") / "pretrain_gpt2" / "sharded"
+    for name in ("loss", "grad_norm"):
+        true, usual, ours = ([line[name] for line in lines] for lines in (exact, rounded, metrics(folder)))
+        usual_error, our_error = (max(abs(a / b - 1) for a, b in zip(x, true, strict=True)) for x in (usual, ours))
+        assert 0 < our_error < 3 * usual_error
+    tensors = load_file(folder / "checkpoint-10" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
 def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[list[float], torch.Tensor]:

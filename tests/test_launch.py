@@ -15,6 +15,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from common import task_of
 
 from recipes import launch
 from recipes.errors import UsageError
@@ -32,6 +33,13 @@ HARDWARE_KEYS = {
     "gpu_ids",
     "use_cpu",
     "mixed_precision",
+    "fsdp_config",
+}
+FSDP_KEYS = {  # Accelerate's loader lets unknown ones pass
+    "fsdp_version",
+    "fsdp_auto_wrap_policy",
+    "fsdp_reshard_after_forward",
+    "fsdp_cpu_ram_efficient_loading",
 }
 # file -> distributed_type, num_processes, mixed_precision, use_cpu
 EXPECTED = {
@@ -43,6 +51,8 @@ EXPECTED = {
     "3xa100": ("MULTI_GPU", 3, "bf16", False),
     "8xa100": ("MULTI_GPU", 8, "bf16", False),
     "1xh200": ("NO", 1, "bf16", False),
+    "fsdp2_8xa100": ("FSDP", 8, "bf16", False),
+    "fsdp2_2xcpu": ("FSDP", 2, "no", True),
 }
 OURS = re.compile(r"ACCELERATE_|OMPI_|PMI_|MV2_|MASTER_|CUDA_VISIBLE|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
@@ -55,12 +65,14 @@ if "FAKE_GPU" in os.environ:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
 from recipes.errors import exit_code
-from recipes.launch import create_accelerator
+from recipes.launch import create_accelerator, is_sharded
 
 def main():
     accelerator = create_accelerator()
     total = accelerator.reduce(torch.tensor([10.0 ** accelerator.process_index]), "sum")
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model._no_split_modules = ("Linear",)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     seen = {
         "num_processes": accelerator.num_processes,
         "process_index": accelerator.process_index,
@@ -68,6 +80,7 @@ def main():
         "backend": accelerator.state.backend,
         "threads": torch.get_num_threads(),
         "sum": total.item(),
+        "sharded": is_sharded(accelerator) and type(next(model.parameters())).__name__ == "DTensor",
         "ddp": [getattr(model, name, None) for name in ("gradient_as_bucket_view", "broadcast_buffers")],
     }
     Path(os.environ["SEEN"], f"{accelerator.process_index}.json").write_text(json.dumps(seen))
@@ -90,9 +103,10 @@ def launch_command(name: str) -> dict[str, str]:
     command = " ".join(line.strip().removesuffix("\\") for line in header(name) if line.startswith("  "))
     words = shlex.split(command)
     assert words[:3:2] == ["accelerate", "--config_file"]
-    assert words[4] == "scripts/pretrain_bert.py"
-    del words[4], words[:2]
-    return dict(zip(words[::2], words[1::2], strict=True))
+    script = words.pop(4)
+    assert (ROOT / script).exists()
+    del words[:2]
+    return {"script": script} | dict(zip(words[::2], words[1::2], strict=True))
 
 
 def run(config: Path, tmp_path: Path, **changes: str | None) -> tuple[subprocess.CompletedProcess, list[dict]]:
@@ -138,9 +152,11 @@ def test_file_loads_and_says_only_what_the_hardware_is(name):
     found = (config.distributed_type.value, config.num_processes, config.mixed_precision, config.use_cpu)
     assert found == EXPECTED[name]
     text = path.read_text(encoding="utf-8")
-    assert set(yaml.safe_load(text)) <= HARDWARE_KEYS
-    body = text.split("\n\n", 1)[1].splitlines()
-    assert all(re.fullmatch(r"\w+: \S+ # .+", line) for line in body), "every key has a value and a comment"
+    values = yaml.safe_load(text)
+    assert set(values) <= HARDWARE_KEYS
+    assert set(values.get("fsdp_config", FSDP_KEYS)) == FSDP_KEYS
+    body = text.split("\n\n", 1)[1].replace("fsdp_config:\n", "").splitlines()
+    assert all(re.fullmatch(r"( {2})?\w+: \S+ # .+", line) for line in body), "every key has a value and a comment"
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
@@ -151,7 +167,7 @@ def test_header_command_gives_the_layout_it_names(name):
     assert (ROOT / flags["--config_file"]).samefile(CONFIGS / f"{name}.yaml")
     layout = solve_layout(
         num_processes=EXPECTED[name][1],
-        global_batch_size=load(flags["--recipe"], task="bert_pretraining").global_batch_size,
+        global_batch_size=load(flags["--recipe"], task=task_of(Path(flags["script"]).stem)).global_batch_size,
         per_device_train_batch_size=int(flags["--per_device_train_batch_size"]),
     )
     n, b, k = layout.num_processes, layout.per_device_train_batch_size, layout.gradient_accumulation_steps
@@ -168,8 +184,18 @@ def test_2xcpu_is_two_processes_that_agree(tmp_path):
     done, seen = run(CONFIGS / "2xcpu.yaml", tmp_path)
     assert done.returncode == 0, done.stderr
     both = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [True, False]}
+    both |= {"sharded": False}
     assert seen == [both | {"process_index": 0}, both | {"process_index": 1}]
     assert "broadcast_buffers" not in done.stderr
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_fsdp2_2xcpu_is_two_processes_that_shard(tmp_path):
+    done, seen = run(CONFIGS / "fsdp2_2xcpu.yaml", tmp_path)
+    assert done.returncode == 0, done.stderr
+    both = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [None, None]}
+    assert seen == [both | {"process_index": 0, "sharded": True}, both | {"process_index": 1, "sharded": True}]
 
 
 def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
@@ -314,3 +340,25 @@ def test_emulated_bf16_is_refused(bare, major, precision, refused):
         assert problem.endswith("set it to fp16")
     else:
         assert launch.create_accelerator() is made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version is 1, but only FSDP2 is supported"),
+        (
+            {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "parts tied weights (the head from the embedding): set it to false",
+        ),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp16"},
+            "mixed_precision is fp16, whose loss scale is not supported with FSDP",
+        ),
+    ],
+)
+def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    env |= {"CUDA_VISIBLE_DEVICES": "-1"} | changes
+    for key, value in env.items():
+        bare.setenv(key, value)
+    assert message in " ".join(problems())

@@ -80,3 +80,22 @@ def test_a_token_cap_below_the_longest_sample():
     layout = solve_layout(num_processes=1, global_batch_size=7)
     with pytest.raises(UsageError, match="per_device_train_tokens is 19, but a sample can have 20 tokens"):
         Steps(Ragged(), Order(31, 7, seed=5), layout, process_index=0, max_tokens=19)
+
+
+def test_the_same_number_of_cells_on_every_process():
+    """For sharded models, whose every forward needs all processes: empty cells at the end, the same samples."""
+    layout = solve_layout(num_processes=3, global_batch_size=10, per_device_train_batch_size=2)
+    order = Order(31, 10, seed=5)
+
+    def parts(same: bool) -> list:
+        return [
+            Steps(Ragged(), order, layout, process_index=rank, max_tokens=25, same_num_cells=same)[0]
+            for rank in range(3)
+        ]
+
+    filled, plain = parts(True), parts(False)
+    assert len({len(part.cells) for part in plain}) > 1, "else nothing is tested"
+    assert {len(part.cells) for part in filled} == {max(len(part.cells) for part in plain)}
+    for ours, theirs in zip(filled, plain, strict=True):
+        assert [cell for cell in ours.samples if cell] == theirs.samples
+        assert ours.counts.tolist() == theirs.counts.tolist()

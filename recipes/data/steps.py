@@ -77,6 +77,8 @@ class Steps(Dataset):
         layout: how each step is cut.
         process_index: this process's place among the layout's.
         max_tokens: most tokens in a cell, padding included; None: no such cap.
+        same_num_cells: give every process as many cells as the one with most, empty ones if need be (sharded models, of
+            which every forward needs all processes).
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -90,6 +92,7 @@ class Steps(Dataset):
         *,
         process_index: int,
         max_tokens: int | None = None,
+        same_num_cells: bool = False,
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -97,14 +100,17 @@ class Steps(Dataset):
                 "or more"
             )
         self.source, self.order, self.layout = source, order, layout
-        self.process_index, self.max_tokens = process_index, max_tokens
+        self.process_index, self.max_tokens, self.same_num_cells = process_index, max_tokens, same_num_cells
 
     def __getitem__(self, step: int) -> StepData:
         epochs, ids = self.order.samples(step)
         samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
         lengths = np.array([sample.length for sample in samples])
         cap = self.layout.per_device_train_batch_size
-        places = partition(lengths, self.layout.num_processes, cap, self.max_tokens)[self.process_index]
+        parts = partition(lengths, self.layout.num_processes, cap, self.max_tokens)
+        places = parts[self.process_index]
+        if self.same_num_cells:
+            places = places + [places[0][:0]] * (max(map(len, parts)) - len(places))
         cells = [self.source.collate([samples[place] for place in cell]) for cell in places]
         return StepData(
             step=step,
