@@ -4,20 +4,25 @@
 
 NANOGPT is a checkout of github.com/karpathy/nanoGPT; TRAIN_FILE is input.txt of its data/shakespeare_char. Both programs are
 run as their users run them, in turns, in processes of their own, with the same threads and in float32 (nanoGPT has no other
-precision on a CPU); ours once more in bf16, which is a choice of the launch file.
+precision on a CPU); ours once more in bf16, which is a choice of the launch file. A program runs for two seconds, is stopped
+(SIGSTOP), and the next runs for two seconds, so that a machine whose speed changes is the same for all.
 
-- Seconds of training: the sum over the steps of both programs' own logs, evaluations left out.
+- Training: 2,000 times the median step of a program's own log (nanoGPT logs milliseconds per iteration).
+- Whole process: the seconds in which it ran, from start to exit, evaluations (nanoGPT 9 of 2 x 20 batches, ours 2 of the
+  whole validation part), imports and saving included.
 - Validation loss: of both models over the same 111,539 characters of the last tenth, each predicted once, in blocks of 64.
 - Cuts: the first 50 steps again with k = 4, and on two processes: largest relative difference of a step's loss.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pickle
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,43 +44,64 @@ NANOGPT_FLAGS = (
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 "
     "--always_save_checkpoint=True --out_dir=out"
 ).split()
-BLOCK, STEPS, CUT_STEPS = 64, 2000, 50
+BLOCK, STEPS, CUT_STEPS, TURN = 64, 2000, 50, 2.0
 
 
-def command(program: list[str], folder: Path, log: Path, threads: int) -> float:
-    """Run a program in `folder`; its wall-clock seconds."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    start = time.perf_counter()
-    with log.open("w") as file:
-        finished = subprocess.run(program, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=environment)
-    if finished.returncode:
-        sys.exit(f"{' '.join(program)} failed:\n{log.read_text()[-3000:]}")
-    return time.perf_counter() - start
+class Program:
+    """A program in a process group of its own, stopped until its turn.
+
+    Args:
+        words: its command.
+        folder: where it runs.
+        log: what it prints.
+        threads: OMP_NUM_THREADS.
+    """
+
+    def __init__(self, words: list[str], folder: Path, log: Path, threads: int):
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        self.words, self.log, self.seconds = words, log, 0.0
+        self.process = subprocess.Popen(
+            words, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def turn(self, seconds: float | None) -> None:
+        """Let it run for `seconds`, or to its end."""
+        start = time.perf_counter()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        if not self.done:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        self.seconds += time.perf_counter() - start
+        if self.process.returncode:
+            sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
+
+    @property
+    def done(self) -> bool:
+        return self.process.poll() is not None
 
 
-def run_nanogpt(checkout: Path, work: Path, train_file: Path, threads: int) -> dict:
-    """nanoGPT's data preparation (its own lines, without the download) and its train.py."""
+def prepare_nanogpt(checkout: Path, work: Path, train_file: Path) -> None:
+    """A copy, with the data made by its own prepare.py (without the download)."""
     folder = work / "nanogpt"
-    if not folder.exists():
-        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
-        data = folder / "data" / "shakespeare_char"
-        shutil.copy(train_file, data / "input.txt")
-        prepare = (data / "prepare.py").read_text().replace("import requests\n", "")
-        subprocess.run([sys.executable, "-c", prepare.replace("__file__", repr(str(data / "prepare.py")))], check=True)
-    log = work / "nanogpt.log"
-    wall = command([sys.executable, "train.py", *NANOGPT_FLAGS], folder, log, threads)
-    steps = [
-        (int(i), float(ms) / 1e3) for i, ms in re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", log.read_text())
-    ]
-    train = [seconds for number, seconds in steps if number % 250 and number < STEPS]  # others hold an evaluation
-    return {"train_seconds": statistics.mean(train) * STEPS, "wall_seconds": wall}
+    shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
+    data = folder / "data" / "shakespeare_char"
+    shutil.copy(train_file, data / "input.txt")
+    prepare = (data / "prepare.py").read_text().replace("import requests\n", "")
+    prepare = prepare.replace("__file__", repr(str(data / "prepare.py")))
+    subprocess.run([sys.executable, "-c", prepare], check=True, stdout=subprocess.DEVNULL)
 
 
-def run_ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", launch: str = "cpu.yaml") -> dict:
-    program = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    program += [str(ROOT / "accelerate_configs" / launch.split()[0]), *launch.split()[1:]]
-    program += [str(ROOT / "scripts" / "pretrain_gpt2.py"), "--recipe", "gpt2_shakespeare_char_cpu"]
-    program += [
+def nanogpt(work: Path, threads: int) -> Program:
+    return Program([sys.executable, "train.py", *NANOGPT_FLAGS], work / "nanogpt", work / "nanogpt.log", threads)
+
+
+def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", launch: str = "cpu.yaml") -> Program:
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    words += [str(ROOT / "accelerate_configs" / launch.split()[0]), *launch.split()[1:]]
+    words += [str(ROOT / "scripts" / "pretrain_gpt2.py"), "--recipe", "gpt2_shakespeare_char_cpu"]
+    words += [
         "--train_file",
         str(train_file),
         "--output_dir",
@@ -83,15 +109,20 @@ def run_ours(work: Path, name: str, train_file: Path, threads: int, flags: str =
         "--overwrite_output_dir",
         *flags.split(),
     ]
-    wall = command(program, work, work / f"{name}.log", threads)
+    return Program(words, work, work / f"{name}.log", threads)
+
+
+def steps_of(work: Path, name: str) -> list[dict]:
+    """The step lines of a run of ours."""
     lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    return {
-        "train_seconds": sum(line["seconds"] for line in steps),
-        "wall_seconds": wall,
-        "eval_loss": lines[-1].get("eval_loss"),
-        "losses": [line["loss"] for line in steps],
-    }
+    return [line for line in lines if "loss" in line]
+
+
+def step_seconds(work: Path, name: str) -> list[float]:
+    if name == "nanoGPT":
+        found = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
+        return [float(ms) / 1e3 for number, ms in found if int(number) % 250]  # the others hold an evaluation
+    return [line["seconds"] for line in steps_of(work, name)]
 
 
 @torch.no_grad()
@@ -142,38 +173,44 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        rounds: dict[str, list[dict]] = {"nanoGPT": [], "ours": [], "ours, bf16": []}
+        prepare_nanogpt(arguments.nanogpt.resolve(), work, train_file)
+        rounds: list[dict[str, tuple[float, float]]] = []
         for _ in range(arguments.rounds):
-            rounds["nanoGPT"].append(run_nanogpt(arguments.nanogpt.resolve(), work, train_file, threads))
-            rounds["ours"].append(run_ours(work, "ours", train_file, threads))
-            bf16 = run_ours(work, "bf16", train_file, threads, launch="cpu.yaml --mixed_precision bf16")
-            rounds["ours, bf16"].append(bf16)
-            print(
-                {name: [round(r["train_seconds"], 1) for r in runs] for name, runs in rounds.items()}, file=sys.stderr
+            programs = {
+                "nanoGPT": nanogpt(work, threads),
+                "ours": ours(work, "ours", train_file, threads),
+                "ours, bf16": ours(work, "ours, bf16", train_file, threads, launch="cpu.yaml --mixed_precision bf16"),
+            }
+            while not all(program.done for program in programs.values()):
+                for program in programs.values():
+                    if not program.done:
+                        program.turn(TURN)
+            rounds.append(
+                {n: (STEPS * statistics.median(step_seconds(work, n)), p.seconds) for n, p in programs.items()}
             )
-        true = rounds["ours"][-1]["losses"][:CUT_STEPS]
+            print(rounds[-1], file=sys.stderr)
+        true = [line["loss"] for line in steps_of(work, "ours")[:CUT_STEPS]]
         cuts = {}
         for name, flags, launch in (
             ("k = 4, b = 3", "--per_device_train_batch_size 3", "cpu.yaml"),
             ("2 processes, b = 6", "", "2xcpu.yaml"),
         ):
             stop = f"{flags} --stop_after_step {CUT_STEPS}"
-            losses = run_ours(work, "cut", train_file, threads if launch == "cpu.yaml" else 1, stop, launch)["losses"]
+            ours(work, "cut", train_file, threads if launch == "cpu.yaml" else 1, stop, launch).turn(None)
+            losses = [line["loss"] for line in steps_of(work, "cut")]
             cuts[name] = max(abs(a / b - 1) for a, b in zip(losses, true, strict=True))
         validation = {"nanoGPT": nanogpt_validation(work)}
-        validation |= {
-            name: our_validation(work, folder) for name, folder in (("ours", "ours"), ("ours, bf16", "bf16"))
-        }
+        validation |= {name: our_validation(work, name) for name in ("ours", "ours, bf16")}
 
     rows = []
-    for name, runs in rounds.items():
-        ratios = [
-            run["train_seconds"] / nano["train_seconds"] for run, nano in zip(runs, rounds["nanoGPT"], strict=True)
-        ]
-        rows.append({"program": name, "validation_loss": validation[name][0], "eval_loss": runs[-1].get("eval_loss")})
-        for key in ("train_seconds", "wall_seconds"):
-            rows[-1][key] = statistics.median(run[key] for run in runs)
-        rows[-1] |= {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+    for name in rounds[0]:
+        ratios = [[a / b for a, b in zip(times[name], times["nanoGPT"], strict=True)] for times in rounds]
+        row = {"program": name, "validation_loss": validation[name][0]}
+        for place, what in enumerate(("train", "process")):
+            values = [ratio[place] for ratio in ratios]
+            row[f"{what}_seconds"] = statistics.median(times[name][place] for times in rounds)
+            row |= {f"{what}_ratio": statistics.median(values), f"{what}_min": min(values), f"{what}_max": max(values)}
+        rows.append(row)
     about = {
         "command": "make bench-shakespeare",
         "rounds": arguments.rounds,
@@ -196,9 +233,12 @@ def _commit(checkout: Path) -> str | None:
 
 
 def _markdown(about: dict, rows: list[dict], cuts: dict[str, float]) -> str:
+    def cell(row: dict, what: str) -> str:
+        span = f"{row[f'{what}_min']:.3f} to {row[f'{what}_max']:.3f}"
+        return f"{row[f'{what}_seconds']:.1f} | {row[f'{what}_ratio']:.3f} ({span})"
+
     table = "".join(
-        f"| {row['program']} | {row['validation_loss']:.4f} | {row['train_seconds']:.1f} | {row['wall_seconds']:.1f} "
-        f"| {row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f}) |\n"
+        f"| {row['program']} | {row['validation_loss']:.4f} | {cell(row, 'train')} | {cell(row, 'process')} |\n"
         for row in rows
     )
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -206,10 +246,11 @@ def _markdown(about: dict, rows: list[dict], cuts: dict[str, float]) -> str:
     return (
         "# Tiny Shakespeare, character by character, beside nanoGPT\n\n"
         f"Generated by `{about['command']}` (benchmarks/shakespeare.py, which says what is compared); do not edit.\n\n"
-        "| program | validation loss | training, s | whole process, s | training time / nanoGPT's |\n|---|---|---|---|---|\n"
+        "| program | validation loss | training, s | / nanoGPT's | whole process, s | / nanoGPT's |\n"
+        "|---|---|---|---|---|---|\n"
         f"{table}\n"
         f"2,000 steps of 12 blocks of 64. Validation loss over {about['characters']:,} characters. Medians of "
-        f"{about['rounds']} rounds; a round's ratio is of runs next to each other (smallest to largest).\n\n"
+        f"{about['rounds']} rounds (smallest to largest).\n\n"
         f"The first {CUT_STEPS} steps of ours, cut in other ways; largest relative difference of a step's loss:\n\n"
         f"{differences}\n"
         f"{about['machine']}, Python {about['python']}, {versions}; nanoGPT {(about['nanogpt_commit'] or '?')[:10]}.\n"

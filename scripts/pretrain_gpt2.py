@@ -85,7 +85,8 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(recipe.seed)
     build = partial(build_model, recipe, train.end_of_text)
     model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
-    model.gpt2.set_attn_implementation(settings.attn_implementation or "sdpa")
+    kernel = models.causal_attention(accelerator.device, accelerator.mixed_precision, recipe.block_size)
+    model.gpt2.set_attn_implementation(settings.attn_implementation or kernel)
     if settings.gradient_checkpointing:
         model.gpt2.gradient_checkpointing_enable()
     if settings.torch_compile:
