@@ -5,23 +5,25 @@ from pathlib import Path
 
 import pytest
 import yaml
+from common import task_of
 
 from recipes import run
 from recipes.plan import solve_layout
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMAND = r"accelerate launch --config_file accelerate_configs/(\S+) scripts/pretrain_bert\.py \\\n  (.*)"
+COMMAND = r"accelerate launch --config_file accelerate_configs/(\S+) scripts/(\w+)\.py \\\n  (.*)"
 ROWS = re.findall(rf"^# .*: (\d+)(.*)\n{COMMAND}$", README, re.MULTILINE)
 
 
 def test_every_launch_file_has_its_command():
-    assert sorted(row[2] for row in ROWS) == sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+    assert {row[2] for row in ROWS} == {path.name for path in (ROOT / "accelerate_configs").glob("*.yaml")}
 
 
-@pytest.mark.parametrize(("batch", "cut", "config", "flags"), ROWS, ids=[row[2] for row in ROWS])
-def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, flags):
-    recipe, settings = run.parse(flags.split(), "bert_pretraining", "")
+@pytest.mark.parametrize(("batch", "cut", "config", "program", "flags"), ROWS, ids=[f"{row[2]}-{row[3]}" for row in ROWS])
+def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags):
+    assert (ROOT / "scripts" / f"{program}.py").exists()
+    recipe, settings = run.parse(flags.split(), task_of(program), "")
     assert recipe.global_batch_size == int(batch)
     layout = solve_layout(
         num_processes=yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())["num_processes"],
