@@ -6,6 +6,7 @@ step 0 and at step 10^7, and for 10^3 and 10^9 samples.
 
 import dataclasses
 import fractions
+import functools
 import math
 
 import numpy as np
@@ -15,6 +16,7 @@ from recipes.errors import UsageError
 # Rounds of the Feistel network. Four make a pseudo-random permutation when the round function is random (Luby and
 # Rackoff 1988, https://doi.org/10.1137/0217022); small domains want more.
 ROUNDS = 12
+GROUP = 2048  # samples whose order is computed at once
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -119,16 +121,34 @@ class Order:
         >>> [order.samples(step)[0].tolist() for step in range(3)]
         [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
         """
+        # A permutation costs about the same for one place and for a thousand: small steps are computed many at a time.
+        per_group = max(1, GROUP // self.global_batch_size)
+        epoch, ids, ends = _samples_of_group(self, step // per_group, per_group)
+        place = step % per_group
+        return epoch[ends[place] : ends[place + 1]], ids[ends[place] : ends[place + 1]]
+
+    def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and place in the epoch's order of each sample of a step, both int64 [S]."""
         n, size = self.num_samples, self.global_batch_size
         if self.epoch_end == "carry":
             first = step * size
-            epoch, index = np.divmod(np.arange(first, first + size, dtype=np.int64), n)
-        else:
-            number, step_of_epoch = divmod(step, int(self.steps_per_epoch))
-            first = step_of_epoch * size
-            index = np.arange(first, min(first + size, n), dtype=np.int64)
-            epoch = np.full(index.shape, number, np.int64)
-        return epoch, permute(index, n, self.seed, epoch)
+            return np.divmod(np.arange(first, first + size, dtype=np.int64), n)
+        number, step_of_epoch = divmod(step, int(self.steps_per_epoch))
+        first = step_of_epoch * size
+        index = np.arange(first, min(first + size, n), dtype=np.int64)
+        return np.full(index.shape, number, np.int64), index
+
+
+@functools.lru_cache(maxsize=4)
+def _samples_of_group(order: Order, group: int, per_group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Epoch and sample id of all samples of steps [group * per_group, (group + 1) * per_group), and where each step ends."""
+    places = [order._places(step) for step in range(group * per_group, (group + 1) * per_group)]
+    epoch, index = (np.concatenate(parts) for parts in zip(*places, strict=True))
+    ends = np.cumsum([0] + [len(index) for _, index in places])
+    ids = permute(index, order.num_samples, order.seed, epoch)
+    for array in (epoch, ids):
+        array.setflags(write=False)  # the cache's own
+    return epoch, ids, ends
 
 
 def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.Generator:
