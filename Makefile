@@ -8,7 +8,7 @@ PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo n
 .PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 venv: .venv/installed ## build .venv from requirements.txt
 
@@ -27,7 +27,7 @@ pretrain: venv ## pretrain a small BERT on Python's documentation: at most 5 min
 
 pretrain-gpt2: venv ## pretrain a small GPT-2 on Python's documentation: at most 5 minutes on 2 cores, no download
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/pretrain_gpt2.py --recipe gpt2_small_cpu --eval_steps 250 --sample_prompt "The function returns" \
+		scripts/pretrain_gpt2.py --recipe gpt2_small_cpu --eval_steps 200 --sample_prompt "The function returns" \
 		--output_dir runs/gpt2_small_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: under 12 minutes on 2 cores

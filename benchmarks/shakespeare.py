@@ -7,7 +7,8 @@ run as their users run them, in turns, in processes of their own, with the same 
 precision on a CPU); ours once more in bf16, which is a choice of the launch file. A program runs for two seconds, is stopped
 (SIGSTOP), and the next runs for two seconds, so that a machine whose speed changes is the same for all.
 
-- Training: 2,000 times the median step of a program's own log (nanoGPT logs milliseconds per iteration).
+- Training: 2,000 times the mean step of a program's own log (nanoGPT logs milliseconds per iteration), without the steps
+  that a stop or, in nanoGPT, an evaluation interrupted.
 - Whole process: the seconds in which it ran, from start to exit, evaluations (nanoGPT 9 of 2 x 20 batches, ours 2 of the
   whole validation part), imports and saving included.
 - Validation loss: of both models over the same 111,539 characters of the last tenth, each predicted once, in blocks of 64.
@@ -118,11 +119,14 @@ def steps_of(work: Path, name: str) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
-def step_seconds(work: Path, name: str) -> list[float]:
+def train_seconds(work: Path, name: str) -> float:
     if name == "nanoGPT":
         found = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
-        return [float(ms) / 1e3 for number, ms in found if int(number) % 250]  # the others hold an evaluation
-    return [line["seconds"] for line in steps_of(work, name)]
+        seconds = [float(ms) / 1e3 for number, ms in found if int(number) % 250]  # the others hold an evaluation
+    else:
+        seconds = [line["seconds"] for line in steps_of(work, name)]
+    longest = 10 * statistics.median(seconds)
+    return STEPS * statistics.mean(second for second in seconds if second < longest)
 
 
 @torch.no_grad()
@@ -185,9 +189,7 @@ def main() -> None:
                 for program in programs.values():
                     if not program.done:
                         program.turn(TURN)
-            rounds.append(
-                {n: (STEPS * statistics.median(step_seconds(work, n)), p.seconds) for n, p in programs.items()}
-            )
+            rounds.append({n: (train_seconds(work, n), p.seconds) for n, p in programs.items()})
             print(rounds[-1], file=sys.stderr)
         true = [line["loss"] for line in steps_of(work, "ours")[:CUT_STEPS]]
         cuts = {}

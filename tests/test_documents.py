@@ -457,3 +457,52 @@ def test_split_sentences_keeps_every_visible_character(text):
 def test_split_sentences_takes_linear_time(unit):
     text = "." + unit * 100_000
     assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a file as one document, the end of the text held out
+
+
+def test_a_file_as_one_document_is_kept_to_the_last_character(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo \n\n".encode())
+    (tmp_path / "b.txt").write_text("three")
+    assert load("a.txt", "b.txt", txt_documents="files")["text"][:] == ["one\n\ntwo \n\n", "three"]
+    assert load("a.txt", "b.txt")["text"][:] == ["one", "two ", "three"]
+    (tmp_path / "c.jsonl").write_text('{"text": "x\\n\\ny"}\n')
+    assert load("c.jsonl", txt_documents="files")["text"][:] == ["x\n\ny"], "other kinds have their own documents"
+
+
+def test_a_file_as_one_document_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_BLOCK", 1000)
+    (tmp_path / "data.txt").write_text("a line\n\n" * 1000)
+    with pytest.raises(
+        UsageError, match=r"no end in 1,000 characters, but with txt_documents files it is one document"
+    ):
+        load("data.txt", txt_documents="files")
+
+
+@given(st.lists(st.text("abü😀", min_size=1, max_size=9), min_size=1, max_size=6), st.floats(0.05, 0.95))
+def test_the_tail_is_cut_by_characters(texts, fraction):
+    whole = "".join(texts)
+    cut = int(len(whole) * (1 - fraction))
+    source = datasets.Dataset.from_dict({"text": texts})
+    if cut == 0:
+        with pytest.raises(UsageError, match="leaves no text to train on: lower it"):
+            split_documents(source, fraction, 0, "tail")
+        return
+    train, held_out = split_documents(source, fraction, 0, "tail")
+    assert "".join(train["text"]) == whole[:cut]
+    assert "".join(held_out["text"]) == whole[cut:]
+    assert len(train) + len(held_out) in (len(texts), len(texts) + 1)
+
+
+def test_a_blank_tail_holds_out_nothing():
+    source = datasets.Dataset.from_dict({"text": ["words" * 10 + "\n" * 50]})
+    with pytest.raises(UsageError, match="of 100 characters leaves no text to hold out: raise it, or set it to 0"):
+        split_documents(source, 0.3, 0, "tail")
+
+
+def test_the_tail_of_the_same_documents_is_cached_as_the_same():
+    source = datasets.Dataset.from_dict({"text": ["one two", "three four five"]})
+    prints = [[part._fingerprint for part in split_documents(source, 0.4, 0, "tail")] for _ in range(2)]
+    assert prints[0] == prints[1]

@@ -20,7 +20,9 @@ def test_every_launch_file_has_its_command():
     assert {row[2] for row in ROWS} == {path.name for path in (ROOT / "accelerate_configs").glob("*.yaml")}
 
 
-@pytest.mark.parametrize(("batch", "cut", "config", "program", "flags"), ROWS, ids=[f"{row[2]}-{row[3]}" for row in ROWS])
+@pytest.mark.parametrize(
+    ("batch", "cut", "config", "program", "flags"), ROWS, ids=[f"{row[2]}-{row[3]}" for row in ROWS]
+)
 def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags):
     assert (ROOT / "scripts" / f"{program}.py").exists()
     recipe, settings = run.parse(flags.split(), task_of(program), "")
@@ -35,8 +37,8 @@ def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags)
 
 
 def test_its_commands_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`?make ([a-z0-9-]+)", README)) <= targets
     for command in re.findall(r"scripts/pretrain_bert\.py --recipe bert_small_cpu \\\n  (.*)\n", README):
         run.parse(["--recipe", "bert_small_cpu", *command.replace("'", "").split()], "bert_pretraining", "")
     for link in re.findall(r"\]\(([^)h][^)]*)\)", README):

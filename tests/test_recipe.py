@@ -8,7 +8,8 @@ import yaml
 from recipes import recipe as recipes
 from recipes import run
 from recipes.errors import UsageError
-from recipes.recipe import BertPretraining, catalog_names, load
+from recipes.plan import solve_layout
+from recipes.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
 
 
 def parse(flags: str):
@@ -30,6 +31,9 @@ def test_every_catalog_recipe_loads_and_says_where_it_comes_from(name):
     assert "TODO" not in recipe.to_yaml()
     header = (recipes.CATALOG / f"{name}.yaml").read_text().split("task:")[0].split("extends:")[0]
     assert f"--recipe {name}" in header
+    if recipe.task == "gpt2_pretraining":
+        tokens = recipe.global_batch_size * recipe.block_size
+        assert f"{tokens:,} tokens per step" in " ".join(header.replace("#", " ").split())
 
 
 def test_the_resolved_yaml_is_the_same_recipe(tmp_path):
@@ -58,6 +62,28 @@ def test_published_bert_numbers():
     assert load("bert_large_3090").scaled().adam_beta1 == pytest.approx(1 - 0.1 / 8)
 
 
+def test_published_gpt2_numbers():
+    small, xl = load("gpt2_124m"), load("gpt2_xl_8xa100")
+    assert (small.global_batch_size * small.block_size, small.learning_rate, small.num_warmup_steps) == (
+        491_520,
+        6e-4,
+        2000,
+    )
+    assert (small.adam_beta1, small.adam_beta2, small.weight_decay, small.min_lr_ratio) == (0.9, 0.95, 0.1, 0.1)
+    schedule = small.schedule(small.max_train_steps, 1e4)
+    assert (schedule(1999), schedule(599_999)) == (6e-4, pytest.approx(6e-5, rel=1e-4))
+    layout = solve_layout(num_processes=8, global_batch_size=xl.global_batch_size, per_device_train_batch_size=4)
+    assert (xl.block_size, layout.gradient_accumulation_steps) == (1024, 16)
+    assert xl.scaled().learning_rate == pytest.approx(6e-4 / 2**0.5)
+    assert xl.scaled().adam_beta1 == pytest.approx(1 - 0.1 / 2)
+    char = load("gpt2_shakespeare_char_cpu")
+    assert (char.global_batch_size, char.block_size, char.max_train_steps, char.num_warmup_steps) == (12, 64, 2000, 100)
+    assert (char.learning_rate, char.adam_beta2, char.n_layer, char.n_head, char.n_embd) == (1e-3, 0.99, 4, 4, 128)
+    assert (char.validation_split, char.validation_fraction, char.resid_pdrop) == ("tail", 0.1, 0)
+    gpu = load("gpt2_shakespeare_char")
+    assert (gpu.global_batch_size, gpu.block_size, gpu.max_train_steps, gpu.resid_pdrop) == (64, 256, 5000, 0.2)
+
+
 def test_bert_large_has_the_published_size():
     """336,226,108 parameters, without allocating them."""
     import torch
@@ -69,7 +95,7 @@ def test_bert_large_has_the_published_size():
 
 
 def test_every_field_is_documented_and_has_a_flag():
-    for field in dataclasses.fields(BertPretraining):
+    for field in {*dataclasses.fields(BertPretraining), *dataclasses.fields(Gpt2Pretraining)}:
         assert len(field.metadata["help"]) > 4
         assert field.default is dataclasses.MISSING, "a recipe writes everything out"
     recipe, settings = parse(

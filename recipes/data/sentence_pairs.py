@@ -11,6 +11,7 @@ right for 0.62 of the training pairs and 0.66 of the held-out ones. Read next-se
 """
 
 import dataclasses
+import functools
 import hashlib
 
 import numpy as np
@@ -128,7 +129,7 @@ class SentencePairs:
     def num_tokens(self) -> int:
         return int(self.tokens.lengths().sum())
 
-    @property
+    @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Of what the samples are made: the tokenizer, the documents' tokens, and their chunks."""
         documents = _hash(self.tokens.digest(), self.first_sample.tobytes())

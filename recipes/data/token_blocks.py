@@ -87,7 +87,7 @@ class TokenBlocks:
         """With one <|endoftext|> per document."""
         return self.tokens.num_values
 
-    @property
+    @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Of what the samples are made: the tokenizer and the documents' tokens."""
         return {"tokenizer": fingerprint(self.tokenizer), "documents": self.tokens.digest()}
@@ -140,13 +140,13 @@ class PackedBlocks(TokenBlocks):
                 f"block_size is {self.max_length}, but {self.what} have {self.num_tokens} tokens in all: lower --block_size to "
                 "that or less, or give more text"
             )
-        self.first_token = functools.lru_cache(maxsize=4)(self._first_token)
 
     def __len__(self) -> int:
         return -(-self.num_tokens // self.max_length)
 
-    def _first_token(self, epoch: int) -> int:
-        return 0 if self.seed is None else int(sample_rng(self.seed, RING, epoch, 0).integers(self.num_tokens))
+    def first_token(self, epoch: int) -> int:
+        """Where the ring is cut open in `epoch`."""
+        return 0 if self.seed is None else _cut(self.seed, self.num_tokens, epoch)
 
     def draw(self, epoch: int, sample_id: int) -> Run:
         """Block `sample_id` of the ring as it is cut in `epoch`."""
@@ -170,6 +170,11 @@ class SeparateDocuments(TokenBlocks):
         if len(tokens) > self.max_length:
             return Run(tokens[: self.max_length + 1])
         return Run(np.append(tokens, tokens.dtype.type(self.end_of_text)))
+
+
+@functools.lru_cache(maxsize=4)
+def _cut(seed: int, num_tokens: int, epoch: int) -> int:
+    return int(sample_rng(seed, RING, epoch, 0).integers(num_tokens))
 
 
 def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
