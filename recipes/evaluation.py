@@ -3,7 +3,6 @@
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from recipes.data.steps import Steps, to_device
 from recipes.order import Order
@@ -36,6 +35,4 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
         sums, correct = model(**to_device(cell, accelerator.device))
         totals = totals + torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
     model.train(was_training)
-    if isinstance(model, FSDPModule):
-        model.reshard()  # which a backward would have done
     return accelerator.reduce(totals, reduction="sum").cpu()
