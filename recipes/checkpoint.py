@@ -54,6 +54,7 @@ class State:
     recipe_fingerprint: str = ""
     data_fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     num_skipped: int = 0
+    run_id: str = ""
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -214,3 +215,19 @@ def load(
     set_optimizer_state_dict(model, optimizer, moments["optimizer"], options=WHOLE)
     if accelerator.scaler is not None and moments["scaler"] is not None:
         accelerator.scaler.load_state_dict(moments["scaler"])
+
+
+class Saver:
+    def __init__(
+        self, accelerator, output_dir, recipe, model, optimizer, resumed_from=0, total_limit=None, asynchronous=False
+    ):
+        self.a = (accelerator, output_dir), (recipe, model, optimizer, total_limit)
+        self.last = resumed_from
+
+    def save(self, state):
+        if state.step != self.last:
+            save(*self.a[0], state, *self.a[1])
+        self.last = state.step
+
+    def close(self):
+        pass

@@ -1,4 +1,4 @@
-"""The one error for people: a clear message, exit code 2, no traceback."""
+"""Errors for people: a clear message, an exit code, no traceback."""
 
 import os
 import sys
@@ -20,6 +20,10 @@ class UsageError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, through no mistake in its settings: what happened, and what to do, in one line."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint with the valid names nearest to `name`, or with all of them when none is near.
 
@@ -33,21 +37,21 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"valid names: {', '.join(valid)}"
 
 
-def exit_code(main: Callable[[], None]) -> int:
-    """Run a program: 0 when it returns, 2 after a `UsageError`, whose problems go to stderr, one line each.
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run a program: what it returns (None: 0); 2 after a `UsageError`, 1 after a `RunError`, which go to stderr line by line.
 
     Process 0 speaks for all. The others wait for the launcher to end them, and speak only if it does not, because the
     mistake is theirs alone (a file that one machine lacks).
     """
     try:
-        main()
-    except UsageError as error:
+        return main() or 0
+    except (UsageError, RunError) as error:
+        problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(SECONDS_FOR_PROCESS_0)
-        for problem in error.problems:
+        for problem in problems:
             print(f"ERROR: {f'process {rank}: ' if rank else ''}{problem}", file=sys.stderr, flush=True)
         if "RANK" in os.environ:
-            os._exit(2)  # without the destructors of a process group that others still use, which can wait for ever
-        return 2
-    return 0
+            os._exit(code)  # without the destructors of a process group that others still use, which can wait for ever
+        return code

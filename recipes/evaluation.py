@@ -30,7 +30,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
     steps = Steps(source, order, layout, process_index=accelerator.process_index)
     was_training, totals = model.training, 0
     model.eval()
-    for data in steps.loader(range(int(order.steps_per_epoch)), 0, accelerator.device):
+    for data in steps.stream(0, int(order.steps_per_epoch), 0, accelerator.device):
         (cell,) = data.cells
         sums, correct = model(**to_device(cell, accelerator.device))
         totals = totals + torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
@@ -9,6 +10,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     get_int_from_env,
     parse_flag_from_env,
 )
@@ -27,7 +29,7 @@ UNSUPPORTED = {
 }
 
 
-def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelerator:
+def create_accelerator(mixed_precision: str | None = None, ddp_timeout: float = 1800, **kwargs) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
 
     One process takes the GPU if there is one. The launch asks for the CPU by ACCELERATE_USE_CPU or by hiding the GPUs
@@ -36,6 +38,7 @@ def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelera
 
     Args:
         mixed_precision: no, fp16 or bf16; None: what the launch says.
+        ddp_timeout: seconds that a process waits for another in a collective.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -52,7 +55,10 @@ def create_accelerator(mixed_precision: str | None = None, **kwargs) -> Accelera
         fsdp_plugin=plugin,
         mixed_precision=mixed_precision,
         cpu=_gpus_are_hidden(),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+        ],
         **kwargs,
     )
     if problems := _accelerator_problems(accelerator):

@@ -1,35 +1,40 @@
 """What a run leaves behind: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
 
 import contextlib
+import fcntl
 import json
 import math
+import os
 import shutil
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
 from recipes import checkpoint
 from recipes.data.steps import StepData
-from recipes.errors import UsageError
+from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
 from recipes.run import RunSettings
 
 
 def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
-    """Make the output folder. An earlier run in it is resumed or overwritten, when asked for, never mixed with a new one.
+    """Make the output folder and lock it. An earlier run in it is resumed or overwritten, when asked for, never mixed with
+    a new one.
 
     Called by all processes, before anything costly. Nothing is deleted before `RunLog` starts the new run.
 
     Raises:
-        UsageError: the folder holds a run, or cannot be made.
+        UsageError: the folder holds a run, another process is running one in it, or it cannot be made.
     """
     output_dir = Path(run.output_dir)
     if accelerator.is_main_process:
@@ -40,11 +45,32 @@ def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
             )
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
+            _lock(output_dir)
         except OSError as error:
             raise UsageError(
                 f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder"
             ) from None
     accelerator.wait_for_everyone()
+
+
+_locks: dict[Path, TextIO] = {}  # kept open: the system unlocks them when this process ends, however it ends
+
+
+def _lock(output_dir: Path) -> None:
+    file = (output_dir / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise UsageError(
+            f"output_dir {output_dir} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another "
+            "folder"
+        ) from None
+    except OSError as error:
+        print(f"WARNING: {output_dir} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    _locks[output_dir.resolve()] = file
 
 
 def _earlier_run(output_dir: Path) -> list[Path]:
@@ -59,9 +85,8 @@ class RunLog:
 
     Args:
         accelerator, recipe, run: of this run.
-        first_step: steps already taken; lines of later steps, left by an earlier session, are removed.
+        start: where an earlier session was; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
-        num_skipped: steps that the fp16 scaler skipped in earlier sessions.
     """
 
     def __init__(
@@ -69,16 +94,17 @@ class RunLog:
         accelerator: Accelerator,
         recipe: Recipe,
         run: RunSettings,
-        first_step: int,
+        start: checkpoint.State,
         num_steps: int,
-        num_skipped: int,
     ):
         self.accelerator, self.recipe, self.run = accelerator, recipe, run
         self.output_dir = Path(run.output_dir)
-        self.num_steps, self.num_skipped = num_steps, num_skipped
+        self.num_steps, self.num_skipped = num_steps, start.num_skipped
+        self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
         self.num_tokens, self.seconds = 0, 0.0
-        self.pending: list[tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.ledger: list[dict[str, Any]] = []
+        self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
+        self.save_at: Callable[[int], None] = lambda step: None  # called before the run is stopped, if it can be saved
         if accelerator.is_main_process:
             if run.overwrite_output_dir:
                 for path in _earlier_run(self.output_dir):
@@ -86,9 +112,16 @@ class RunLog:
             _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
             _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        done = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
+        # Steps after which the model was evaluated, now or in an earlier session.
+        self.evaluated: set[int] = broadcast_object_list([{line["step"] for line in done}])[0]
         if run.report_to != "none":
             config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
-            accelerator.init_trackers(recipe.name, config=config)
+            goes_on = {
+                "wandb": {"id": self.run_id, "resume": "allow"},
+                "tensorboard": {"purge_step": first_step + 1},
+            }
+            accelerator.init_trackers(recipe.name, config=config, init_kwargs=goes_on)
         self._say_what_is_not_exact()
         self.bar = tqdm(
             total=num_steps,
@@ -114,12 +147,12 @@ class RunLog:
     def step(
         self,
         data: StepData,
-        sums: torch.Tensor,
+        sums: Sequence[torch.Tensor],
         counts: torch.Tensor,
         grad_norm: torch.Tensor,
         learning_rate: float,
     ) -> None:
-        """Note a step; `sums` [terms] are this process's, `counts` [terms] the whole step's."""
+        """Note a step; `sums`, [terms] each, are those of this process's cells, `counts` [terms] the whole step's."""
         now = time.perf_counter()
         line = {
             "step": data.step + 1,
@@ -130,41 +163,80 @@ class RunLog:
             "seconds": now - self.clock,
         }
         self.clock = now
-        self.pending.append((line, sums, counts, grad_norm))
-        if self.run.record_samples:
-            for micro_step, samples in enumerate(data.samples):
-                where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
-                self.ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
+        self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
         self.bar.update()
         if line["step"] % self.run.logging_steps == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Read the noted steps' sums from the device, add them up over the processes, write their lines."""
-        if self.pending:
-            sums = self.accelerator.reduce(torch.stack([sums for _, sums, _, _ in self.pending]), reduction="sum")
-            rows = zip(
-                (line for line, *_ in self.pending),
-                sums.double().cpu(),
-                torch.stack([counts for _, _, counts, _ in self.pending]).cpu(),
-                torch.stack([norm for *_, norm in self.pending]).double().cpu(),
-                strict=True,
-            )
-            for line, total, counts, norm in rows:
-                line |= self.losses(total, counts) | {"grad_norm": norm.item()}
-                # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
-                if self.accelerator.scaler is not None and not norm.isfinite():
-                    self.num_skipped += 1
-                    line["skipped"] = True
-                self._write(_order(line))
-                self.num_tokens += line["tokens"]
-                self.seconds += line["seconds"]
-            self.pending.clear()
+        """Read the noted steps' sums from the device, add them up over the processes, write their lines.
+
+        Raises:
+            RunError: a loss or gradient is not finite, and on_nonfinite is stop.
+        """
+        if not self.pending:
+            return
+        pending, self.pending = self.pending, []
+        sums = self.accelerator.reduce(torch.stack([sums.sum(0) for _, _, sums, _, _ in pending]), reduction="sum")
+        rows = zip(
+            pending,
+            sums.cpu(),
+            torch.stack([counts for *_, counts, _ in pending]).cpu(),
+            torch.stack([norm for *_, norm in pending]).double().cpu(),
+            strict=True,
+        )
+        ledger, broken = [], None
+        for (line, cells, cell_sums, *_), total, counts, norm in rows:
+            line |= self.losses(total, counts) | {"grad_norm": norm.item()}
+            # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
+            is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
+            is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
+            if is_broken and self.run.on_nonfinite == "stop":
+                broken = self._not_finite(line, cells, cell_sums), has_skipped and not is_scaled
+                break
+            if has_skipped:
+                self.num_skipped += 1
+                line["skipped"] = True
+            self._write(_order(line))
+            self.num_tokens += line["tokens"]
+            self.seconds += line["seconds"]
+            for micro_step, samples in enumerate(cells):
+                where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
+                ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         if self.run.record_samples:
-            ledger = gather_object(self.ledger)
+            ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
             self._append("samples.jsonl", ledger)
-            self.ledger.clear()
+        if broken is not None:
+            message, is_held_back = broken
+            if not is_held_back:
+                raise RunError(f"{message}. Resume from a checkpoint before it")
+            self.save_at(line["step"] - 1)
+            raise RunError(
+                f"{message}. Parameters and optimizer are those after step {line['step'] - 1}, and saved: resume with "
+                "--on_nonfinite skip to leave such steps out"
+            )
+
+    def _not_finite(self, line: dict[str, Any], cells: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
+        """What is not finite in a step, and where: called by all processes, `sums` [cells, terms] are each one's own."""
+        rank = self.accelerator.process_index
+        mine = [
+            f"process {rank}, micro-step {cell}, samples "
+            + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
+            for cell, (is_finite, samples) in enumerate(zip(sums.isfinite().all(1).tolist(), cells, strict=True))
+            if not is_finite
+        ]
+        places = gather_object(mine)
+        what = "the loss is" if places else "the losses are finite, but their gradient is"
+        return f"step {line['step']}: {what} not finite" + (f" ({'; '.join(places)})" if places else "")
+
+    def event(self, step: int, what: str, **values: Any) -> None:
+        """Write and say something that happened in `step`."""
+        self.flush()
+        self._append("metrics.jsonl", [{"step": step, "event": what} | values])
+        if self.accelerator.is_main_process:
+            details = ", ".join(f"{name} {value}" for name, value in values.items())
+            tqdm.write(f"step {step}: {what} ({details})", file=sys.stderr)
 
     def losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
         """The loss and, of several, each of its terms, from whole sums and counts, both [terms] on the host."""
@@ -176,6 +248,7 @@ class RunLog:
     def evaluation(self, step: int, totals: torch.Tensor) -> None:
         """Write the losses, accuracies and, of a language model, the perplexity of `totals` (see `evaluate`) at `step`."""
         self.flush()
+        self.evaluated.add(step)
         sums, correct, counts = totals
         accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
         metrics = self.losses(sums, counts, prefix="eval_")
@@ -204,9 +277,20 @@ class RunLog:
             self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        if self.accelerator.is_main_process:
-            with (self.output_dir / name).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+        """Append lines to a file of process 0; what cannot be written, because the disk is full, is tried again next time."""
+        if not self.accelerator.is_main_process:
+            return
+        self.unwritten[name] += "".join(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+        path = self.output_dir / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(self.unwritten[name])
+            self.unwritten[name] = ""
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            tqdm.write(f"WARNING: {path} cannot be written ({error.strerror}); trying again later", file=sys.stderr)
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,13 +318,14 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 def _is_before(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
     # The evaluation at the very end is made again when a finished run is resumed.
-    return line["step"] <= first_step and ("loss" in line or line["step"] < num_steps)
+    return line["step"] <= first_step and ("eval_loss" not in line or line["step"] < num_steps)
 
 
 def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The step lines and the evaluation lines of metrics.jsonl."""
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
+    path = output_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
 
 
 def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:

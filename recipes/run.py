@@ -51,9 +51,20 @@ class RunSettings:
     record_samples: bool = setting("write every sample's step, process and micro-step to samples.jsonl", default=False)
     report_to: str = setting("tracker", one_of("none", "tensorboard", "wandb", "trackio"), default="none")
     checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
+    async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
     checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
-    resume_from_checkpoint: str | None = setting("latest, or a checkpoint folder", default=None)
+    resume_from_checkpoint: str | None = setting(
+        "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
+        default=None,
+    )
     stop_after_step: int | None = setting("end this session early; the schedule stays", POSITIVE, default=None)
+    max_train_minutes: float | None = setting("end this session early, with a checkpoint", POSITIVE, default=None)
+    on_nonfinite: str = setting(
+        "when a gradient is not finite: end the run as it was before the step, or leave the step out and count it",
+        one_of("stop", "skip"),
+        default="stop",
+    )
+    ddp_timeout: float = setting("seconds to wait for another process before the run ends", POSITIVE, default=1800.0)
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
@@ -61,6 +72,11 @@ class RunSettings:
         problems = []
         if self.overwrite_output_dir and self.resume_from_checkpoint:
             problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
+        if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            problems.append(
+                f"max_train_minutes is {self.max_train_minutes}, but the launcher's --max_restarts would start the run again: "
+                "leave one out"
+            )
         if self.report_to != "none" and find_spec(self.report_to) is None:
             problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
         return problems

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, report, run
+from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, rehearsal, report, run
 from recipes.data import sentence_pairs
-from recipes.data.steps import Steps, to_device
+from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
 from recipes.evaluation import evaluate
 from recipes.order import Order
 from recipes.recipe import BertPretraining
+from recipes.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: BertForPreTraining that returns sums over a cell, and scores the vocabulary at masked places only
@@ -49,14 +50,14 @@ def build_model(recipe: BertPretraining) -> BertForPreTraining:
     return models.initial_model(BertForPreTraining, BertConfig(**recipe.architecture), recipe.model_name_or_path)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     # -----------------------------------------------------------------------------------------------------------------
     # What: the recipe. How here: the layout
 
     recipe, settings = run.parse(argv, "bert_pretraining", __doc__)
     output_dir = Path(settings.output_dir)
     tracker = None if settings.report_to == "none" else settings.report_to
-    accelerator = launch.create_accelerator(log_with=tracker, project_dir=output_dir)
+    accelerator = launch.create_accelerator(log_with=tracker, project_dir=output_dir, ddp_timeout=settings.ddp_timeout)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
         global_batch_size=recipe.global_batch_size,
@@ -101,69 +102,87 @@ def main(argv: list[str]) -> None:
     if found is not None:
         checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
     last_step = min(num_steps, settings.stop_after_step or num_steps)
-    log = report.RunLog(accelerator, recipe, settings, start.step, num_steps, start.num_skipped)
-    accelerator.print(
-        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {layout}; on "
-        f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {start.step} to {last_step} of {num_steps}"
+    log = report.RunLog(accelerator, recipe, settings, start, num_steps)
+    recovery = Recovery(accelerator, steps, model, optimizer, log)
+    saver = checkpoint.Saver(
+        *(accelerator, output_dir, recipe, model, optimizer),
+        resumed_from=start.step,
+        total_limit=settings.checkpoints_total_limit,
+        asynchronous=settings.async_checkpointing,
     )
 
+    def forward_backward(cell: Cell, counts: torch.Tensor) -> torch.Tensor:
+        """A micro-step: adds its part of the step's gradient, and returns its summed losses [terms]."""
+        sums, _ = model(**to_device(cell, accelerator.device))
+        loss = losses.weighted_loss(sums, counts, weights)
+        accelerator.backward(loss * accumulate.loss_scale(accelerator))
+        return sums.detach()
+
     def evaluate_at(step: int) -> None:
-        if held_out is not None:
+        if held_out is not None and step not in log.evaluated:
             batch_size = settings.per_device_eval_batch_size
             log.evaluation(step, evaluate(accelerator, model, held_out, recipe.seed, batch_size))
 
     def save_at(step: int) -> None:
         log.flush()
-        state = checkpoint.State(step, recipe.fingerprint, train.fingerprints, log.num_skipped)
-        checkpoint.save(accelerator, output_dir, state, recipe, model, optimizer, settings.checkpoints_total_limit)
+        saver.save(checkpoint.State(step, recipe.fingerprint, train.fingerprints, log.num_skipped, log.run_id))
         log.restart_clock()
+
+    log.save_at = save_at
+    rehearsal.fit(recovery, forward_backward)
+    accelerator.print(
+        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {steps.layout}; on "
+        f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {start.step} to {last_step} of {num_steps}"
+    )
 
     # -----------------------------------------------------------------------------------------------------------------
     # Go
 
-    if start.step == 0:
-        evaluate_at(0)
     model.train()
-    for data in steps.loader(range(start.step, last_step), settings.dataloader_num_workers, accelerator.device):
-        step = data.step + 1
-        learning_rate = schedule(data.step)
+    step = start.step
+    for data in steps.stream(step, last_step, settings.dataloader_num_workers, accelerator.device):
+        if step == 0 or (settings.eval_steps and step % settings.eval_steps == 0):
+            evaluate_at(step)
+        learning_rate = schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        accumulate.seed_noise(accelerator, recipe.seed, data.step)
-        counts = accumulate.total_counts(accelerator, data.counts)
-        step_sums = torch.zeros_like(weights, dtype=torch.float64)
-        for cell in accumulate.micro_steps(accelerator, data.cells):
-            with accelerator.accumulate(model):
-                sums, _ = model(**to_device(cell, accelerator.device))
-                loss = losses.weighted_loss(sums, counts, weights)
-                accelerator.backward(loss * accumulate.loss_scale(accelerator))
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
-                optimizer.step()
-                optimizer.zero_grad()
-            step_sums += sums.detach()
-        log.step(data, step_sums, counts, grad_norm, learning_rate)
-        if settings.eval_steps and step % settings.eval_steps == 0 and step < num_steps:
-            evaluate_at(step)
+        for attempt in recovery.attempts(data):  # a second one, in smaller cells, if memory runs out
+            with attempt:
+                accumulate.seed_noise(accelerator, recipe.seed, step)
+                for cell in accumulate.micro_steps(accelerator, attempt.data.cells):
+                    with accelerator.accumulate(model):
+                        attempt.sums.append(forward_backward(cell, attempt.counts))
+                        if accelerator.sync_gradients:
+                            attempt.gradient_is_complete()
+                            grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
+                            recovery.hold_back(grad_norm)
+                        optimizer.step()
+                        optimizer.zero_grad()
+        log.step(attempt.data, attempt.sums, attempt.counts, grad_norm, learning_rate)
+        step += 1
+        if recovery.stopping:
+            break
         if settings.checkpointing_steps and step % settings.checkpointing_steps == 0 and step < last_step:
             save_at(step)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Done
 
-    if last_step == num_steps:
+    if step > start.step:
+        save_at(step)
+    if step == num_steps:
         evaluate_at(num_steps)
-    if last_step > start.step:
-        save_at(last_step)
+    saver.close()
     log.close()
     trained = checkpoint.whole_model(accelerator, model, lambda: PretrainingSums(build()))
-    if last_step == num_steps and accelerator.is_main_process:
+    if step == num_steps and accelerator.is_main_process:
         trained.bert.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
         report.finish(log, "BertForPreTraining")
     # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
     model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()
+    return recovery.exit_code(step == num_steps)
 
 
 if __name__ == "__main__":

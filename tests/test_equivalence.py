@@ -150,7 +150,7 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
     order = Order(len(source), recipe.global_batch_size, recipe.seed)
     schedule = recipe.schedule(10, float(order.steps_per_epoch))
     logged = []
-    for data in Steps(source, order, layout, process_index=0).loader(range(10), 0, torch.device("cpu")):
+    for data in Steps(source, order, layout, process_index=0).stream(0, 10, 0, torch.device("cpu")):
         for group in optimizer.param_groups:
             group["lr"] = schedule(data.step)
         total = 0.0

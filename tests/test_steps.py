@@ -58,7 +58,7 @@ def test_the_loader_prepares_the_same_steps_in_workers():
     order = Order(31, 7, seed=5)
     steps = Steps(Ragged(), order, solve_layout(num_processes=1, global_batch_size=7), process_index=0)
     cpu = torch.device("cpu")
-    alone, helped = (list(steps.loader(range(3, 9), workers, cpu)) for workers in (0, 2))
+    alone, helped = (list(steps.stream(3, 9, workers, cpu)) for workers in (0, 2))
     assert [data.step for data in alone] == [data.step for data in helped] == list(range(3, 9))
     assert [data.samples for data in alone] == [data.samples for data in helped]
 

@@ -158,6 +158,11 @@ class SentencePairs:
         a, b = self._truncate(a, b, rng)
         return Pair(int(epoch), int(sample_id), a, b, int(is_random))
 
+    def longest(self) -> Pair:
+        """A pair of max_seq_length tokens."""
+        tokens = np.full(self.max_tokens, self.tokenizer.unk_token_id, np.int32)
+        return Pair(0, 0, tokens[:1], tokens[1:], 0)
+
     def _truncate(self, a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Cut the longer segment, at its front or back at random, token by token, until the pair fits."""
         if len(a) + len(b) <= self.max_tokens:

@@ -1,7 +1,7 @@
 """The dataset of optimizer steps: item t is everything that this process computes in step t."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.errors import UsageError
 from recipes.order import Order
 from recipes.partition import partition
-from recipes.plan import Layout
+from recipes.plan import Layout, solve_layout
 
 Cell = dict[str, torch.Tensor | None]
 
@@ -34,6 +34,9 @@ class SampleSource(Protocol):
 
     def collate(self, samples: list[Any]) -> Cell:
         """A cell's tensors, with `counts` int64 [terms]; works for no samples (a cell without targets)."""
+
+    def longest(self) -> Any:
+        """A `Sample` of max_length tokens: what costs the most memory. Its content means nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +106,8 @@ class Steps(Dataset):
         self.process_index, self.max_tokens, self.same_num_cells = process_index, max_tokens, same_num_cells
 
     def __getitem__(self, step: int) -> StepData:
-        epochs, ids = self.order.samples(step)
-        samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
-        lengths = np.array([sample.length for sample in samples])
-        cap = self.layout.per_device_train_batch_size
-        parts = partition(lengths, self.layout.num_processes, cap, self.max_tokens)
+        epochs, ids, samples, lengths = self._draw(step)
+        parts = self._partition(lengths)
         places = parts[self.process_index]
         if self.same_num_cells:
             places = places + [places[0][:0]] * (max(map(len, parts)) - len(places))
@@ -122,11 +122,58 @@ class Steps(Dataset):
             num_tokens=int(lengths.sum()),
         )
 
-    def loader(self, steps: Sequence[int], num_workers: int, device: torch.device) -> DataLoader:
-        """Iterate over `steps`, prepared ahead of time by `num_workers` processes (0: none), pinned for a CUDA `device`."""
-        return DataLoader(
-            self, batch_size=None, sampler=steps, num_workers=num_workers, pin_memory=device.type == "cuda"
+    def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:
+        epochs, ids = self.order.samples(step)
+        samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
+        return epochs, ids, samples, np.array([sample.length for sample in samples])
+
+    def _partition(self, lengths: np.ndarray) -> list[list[np.ndarray]]:
+        cap = self.layout.per_device_train_batch_size
+        return partition(lengths, self.layout.num_processes, cap, self.max_tokens)
+
+    def stream(self, first: int, last: int, num_workers: int, device: torch.device) -> Iterator[StepData]:
+        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: none), pinned for a CUDA `device`.
+
+        What was prepared before `set_caps` is cut anew.
+        """
+        while first < last:
+            caps = self.layout, self.max_tokens
+            pinned = device.type == "cuda"
+            for data in DataLoader(
+                self, batch_size=None, sampler=range(first, last), num_workers=num_workers, pin_memory=pinned
+            ):
+                yield data
+                first += 1
+                if (self.layout, self.max_tokens) != caps:
+                    break
+
+    def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
+        """Cut from now on by other caps."""
+        layout = self.layout
+        self.max_tokens = max_tokens
+        self.layout = solve_layout(
+            num_processes=layout.num_processes,
+            global_batch_size=layout.global_batch_size,
+            per_device_train_batch_size=per_device_train_batch_size,
         )
+
+    def halve(self, step: int) -> bool:
+        """Halve the caps so that the largest cells of `step`, on whichever process, become smaller.
+
+        Returns:
+            False when no cell has more than one sample: nothing is smaller than that.
+        """
+        _, _, _, lengths = self._draw(step)
+        cells = [cell for cells in self._partition(lengths) for cell in cells if len(cell)]
+        rows = max(map(len, cells))
+        if rows == 1:
+            return False
+        max_tokens = self.max_tokens
+        if max_tokens is not None:
+            used = max(len(cell) * int(lengths[cell].max()) for cell in cells)
+            max_tokens = max(self.source.max_length, -(-used // 2))
+        self.set_caps(-(-rows // 2), max_tokens)
+        return True
 
 
 def to_device(cell: Mapping[str, torch.Tensor | None], device: torch.device) -> Cell:

@@ -92,6 +92,10 @@ class TokenBlocks:
         """Of what the samples are made: the tokenizer and the documents' tokens."""
         return {"tokenizer": fingerprint(self.tokenizer), "documents": self.tokens.digest()}
 
+    def longest(self) -> Run:
+        """block_size tokens."""
+        return Run(np.full(self.max_length + 1, self.end_of_text))
+
     def collate(self, runs: list[Run]) -> dict[str, torch.Tensor | None]:
         """A cell of S samples, padded on the right to their longest T; no samples make one row without targets.
 

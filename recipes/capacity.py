@@ -1,0 +1,80 @@
+"""What is known about memory: how many samples of a recipe fit into a device at once. Remembered from run to run."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from accelerate.utils.memory import should_reduce_batch_size
+from huggingface_hub.constants import HF_HOME
+
+from recipes.recipe import Recipe
+from recipes.run import RunSettings
+
+FILE = Path(HF_HOME) / "accelerate-recipes" / "capacity.json"
+
+
+@dataclasses.dataclass
+class Capacity:
+    """What is known of one recipe on one device.
+
+    Attributes:
+        key: names the two, and what else memory depends on.
+        fits: samples of the greatest length that were seen to fit at once; 0: unknown.
+        fails: fewest that were seen not to fit; None: unknown.
+    """
+
+    key: str
+    fits: int = 0
+    fails: int | None = None
+
+    def note(self, num_samples: int, has_fit: bool) -> None:
+        """Learn from a try. What memory held once it may not hold later: the last word counts."""
+        if has_fit:
+            self.fits = max(self.fits, num_samples)
+        else:
+            self.fails = num_samples if self.fails is None else min(self.fails, num_samples)
+            self.fits = 0 if self.fits >= self.fails else self.fits
+
+    def write(self) -> None:
+        """Remember it. A cache that cannot be written is done without."""
+        try:
+            FILE.parent.mkdir(parents=True, exist_ok=True)
+            temporary = FILE.with_suffix(f".{self.key}")
+            temporary.write_text(json.dumps(_read_all() | {self.key: [self.fits, self.fails]}), encoding="utf-8")
+            temporary.replace(FILE)
+        except OSError:
+            pass
+
+
+def _read_all() -> dict[str, list]:
+    try:
+        known = json.loads(FILE.read_text(encoding="utf-8"))
+        return {str(key): [int(fits), None if fails is None else int(fails)] for key, (fits, fails) in known.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> Capacity:
+    """What process 0's machine remembers of this recipe on this device. Called by all processes."""
+    device = accelerator.device
+    hardware = torch.cuda.get_device_properties(device) if device.type == "cuda" else device.type
+    names = ("per_device_train_tokens", "attn_implementation", "gradient_checkpointing", "dtype", "torch_compile")
+    parts = [
+        recipe.fingerprint,
+        accelerator.mixed_precision,
+        accelerator.num_processes > 1,
+        str(hardware),
+        torch.__version__,
+    ]
+    parts += [getattr(settings, name, None) for name in names]
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Capacity(key, *broadcast_object_list([_read_all().get(key, [0, None])])[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: the device's or, where the allocator says so, the host's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)

@@ -1,0 +1,98 @@
+"""The rehearsal before the first step: how large a cell fits into memory.
+
+Tried with the worst cell there can be, samples of the greatest length. It is a matter of the hardware only: whatever is found,
+the step is the same.
+"""
+
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from recipes.capacity import is_out_of_memory
+from recipes.data.steps import Cell
+from recipes.errors import RunError
+from recipes.launch import is_sharded
+from recipes.recovery import Recovery
+
+ForwardBackward = Callable[[Cell, torch.Tensor], torch.Tensor]
+
+
+def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
+    """Lower the caps of `recovery.steps` to the largest that fit, the same on every process. Called by all.
+
+    First the caps as they are (without --per_device_train_batch_size all of a process's share), then halves of them, then
+    what lies between: the fewest micro-steps that fit. What is remembered is not tried again. With sharded weights nothing is
+    tried: a process that fails alone would leave the others waiting.
+
+    Args:
+        recovery: of this run; its `capacity` learns.
+        forward_backward: computes a micro-step, given a cell and the step's counts.
+
+    Raises:
+        RunError: not even one sample fits.
+    """
+    steps, accelerator, capacity = recovery.steps, recovery.accelerator, recovery.capacity
+    if is_sharded(accelerator):
+        return
+    wanted = min(
+        steps.layout.per_device_train_batch_size, -(-steps.layout.global_batch_size // accelerator.num_processes)
+    )
+    if steps.max_tokens is not None:
+        wanted = min(wanted, steps.max_tokens // steps.source.max_length)
+    before = capacity.fits, capacity.fails
+
+    def fits(num_samples: int) -> bool:
+        if num_samples > capacity.fits and (capacity.fails is None or num_samples < capacity.fails):
+            capacity.note(num_samples, _try(recovery, forward_backward, num_samples))
+        return num_samples <= capacity.fits
+
+    num_samples = wanted
+    while not fits(num_samples):
+        if num_samples == 1:
+            raise RunError(
+                f"not one sample of {steps.source.max_length} tokens fits into the memory of {accelerator.device}: try "
+                "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
+            )
+        num_samples = -(-num_samples // 2)
+    enough, too_few = -(-wanted // num_samples), 0 if num_samples == wanted else -(-wanted // capacity.fails)
+    while enough - too_few > 1:  # micro-steps into which the wanted samples are cut
+        middle = (enough + too_few) // 2
+        enough, too_few = (middle, too_few) if fits(-(-wanted // middle)) else (enough, middle)
+    if before != (capacity.fits, capacity.fails):
+        recovery.remember()
+    if enough > 1:
+        num_samples = -(-wanted // enough)
+        max_tokens = steps.max_tokens and num_samples * steps.source.max_length
+        steps.set_caps(num_samples, max_tokens)
+        accelerator.print(
+            f"{num_samples} samples of {steps.source.max_length} tokens fit into memory at once: {steps.layout}"
+        )
+
+
+def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int) -> bool:
+    """Whether all processes can compute a cell of that many samples of the greatest length, once more with the gradients of
+    the first alive, and with the memory taken that AdamW's moments will need. Leaves no trace in the model."""
+    accelerator, model, source = recovery.accelerator, recovery.model, recovery.steps.source
+    cell = source.collate([source.longest()] * num_samples)
+    counts = cell.pop("counts").clamp(min=1).to(accelerator.device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    has_failed, moments = False, []
+    try:
+        if not recovery.optimizer.state:
+            moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        for _ in range(2):
+            with accelerator.no_sync(model):
+                forward_backward(cell, counts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        has_failed = True
+    del moments
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return not recovery.agree(has_failed)
