@@ -1,21 +1,28 @@
-"""Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, and resumes on any layout.
+"""Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, is verified before use, and resumes on any layout.
 
-    model.safetensors   parameters and buffers
-    optimizer.pt        state of the optimizer, by parameter names, and of the gradient scaler, if any (read with weights_only)
-    recipe.yaml         the recipe as resolved
-    state.json          step, fingerprints, versions, size of each file above
+    model.safetensors      parameters and buffers
+    optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
+    recipe.yaml            the recipe as resolved
+    state.json             step, fingerprints, state of the gradient scaler, versions
+    manifest.json          size and SHA-256 of each file above, and its own checksum
 
-Nothing else decides what comes next: samples, masks and dropout noise are functions of the seed and the step. Sharded (FSDP2)
-weights and states are gathered on process 0, so that the files are the same whatever wrote them.
+Nothing in them can execute code. Nothing else decides what comes next: samples, masks and dropout noise are functions of the
+seed, the step and the process, so there is no state of random number generators. Process 0 writes, from weights and states that
+it gathers when they are sharded (FSDP2), so that the files are the same whatever wrote them. All processes must see the same
+output folder.
 """
 
+import concurrent.futures
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import safetensors.torch
@@ -23,6 +30,8 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,10 +42,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from recipes.errors import UsageError
+from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
+from recipes.run import RunSettings
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +58,9 @@ class State:
         step: optimizer steps taken.
         recipe_fingerprint: what decided the steps (see `Recipe.fingerprint`).
         data_fingerprints: what the samples were made of, tokenizer first (see `SentencePairs.fingerprints`).
-        num_skipped: steps that the fp16 scaler skipped so far.
+        num_skipped: steps that were left out so far, by the fp16 scaler or because a gradient was not finite.
+        run_id: of the run, for trackers.
+        scaler: state of the gradient scaler, plain numbers; None: there is none.
     """
 
     step: int = 0
@@ -55,12 +68,22 @@ class State:
     data_fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     num_skipped: int = 0
     run_id: str = ""
+    scaler: dict[str, Any] | None = None
+
+
+class Damaged(Exception):
+    """A checkpoint that must not be used; says why."""
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders in `output_dir`, oldest first."""
-    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in output_dir.glob("checkpoint-*")]
-    return [path for match, path in sorted(((m, p) for m, p in found if m), key=lambda pair: int(pair[0][1]))]
+    return sorted((path for path in output_dir.glob("checkpoint-*") if _step_of(path) is not None), key=_step_of)
+
+
+def _step_of(folder: Path) -> int | None:
+    """checkpoint-STEP -> STEP."""
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else None
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -95,93 +118,242 @@ def whole_model(accelerator: Accelerator, model: nn.Module, build: Callable[[], 
     return whole
 
 
-def save(
-    accelerator: Accelerator,
-    output_dir: Path,
-    state: State,
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    total_limit: int | None = None,
-) -> Path:
-    """Write `checkpoint-STEP` into a hidden sibling, flush it to disk, rename it; only then remove old ones.
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
 
-    Called by all processes; process 0 gathers and writes, the others wait for it.
+
+class Saver:
+    """Writes a run's checkpoints. Called by all processes.
+
+    A failure to write (disk full, folder gone) does not end the run: it is said at once, the earlier checkpoints stay, and
+    `close` raises if the last one is missing.
 
     Args:
+        accelerator: of this run.
+        output_dir: where the folders go.
+        recipe: of this run.
         model, optimizer: as prepared by `accelerator`.
-        total_limit: checkpoints to keep, the newest; None keeps all.
+        data_fingerprints: see `State`.
+        run: `checkpoints_total_limit`: folders to keep, the newest; None keeps all. `async_checkpointing`: copy the state to
+            the host and write it in a thread while training goes on; the next save waits for it.
+        start: what was resumed. Later steps' checkpoints in the folder are removed after the first new one.
     """
-    folder = output_dir / f"checkpoint-{state.step}"
-    tensors = _whole_state(accelerator, model)  # first: it shards again what an evaluation left gathered
-    moments = get_optimizer_state_dict(model, optimizer, options=WHOLE)
-    if accelerator.is_main_process:
-        partial = output_dir / f".{folder.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        safetensors.torch.save_file(tensors, str(partial / "model.safetensors"))
-        scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
-        torch.save({"optimizer": moments, "scaler": scaler}, partial / "optimizer.pt")
-        (partial / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-        record = dataclasses.asdict(state) | {
-            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
-            "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
-        }
-        (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        _flush(output_dir)
-        if total_limit is not None:
-            for old in checkpoints(output_dir)[:-total_limit]:
-                shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return folder
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        recipe: Recipe,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_fingerprints: dict[str, str],
+        run: RunSettings,
+        start: State,
+    ):
+        self.accelerator, self.output_dir, self.recipe = accelerator, output_dir, recipe
+        self.model, self.optimizer, self.data_fingerprints, self.run = model, optimizer, data_fingerprints, run
+        self.step = start.step
+        self.abandoned = [path for path in checkpoints(output_dir) if _step_of(path) > start.step]
+        self.failure: str | None = None
+        self.thread = concurrent.futures.ThreadPoolExecutor(1) if run.async_checkpointing else None
+        self.writing: concurrent.futures.Future | None = None
+
+    def save(self, step: int, num_skipped: int, run_id: str) -> None:
+        """Write `checkpoint-STEP`, unless it is where the run was resumed or what was saved last."""
+        if step == self.step:
+            return
+        self.step = step
+        tensors = _whole_state(self.accelerator, self.model)  # first: it shards again what an evaluation left gathered
+        moments = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
+        state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler)
+        self._wait()
+        if self.accelerator.is_main_process:
+            moments = {f"{name}/{key}": value for name, of in moments["state"].items() for key, value in of.items()}
+            if self.thread is None:
+                self._write(state, tensors, moments)
+            else:
+                if self.accelerator.device.type == "cpu":  # where they are the parameters themselves, not copies
+                    tensors, moments = ({k: v.clone() for k, v in of.items()} for of in (tensors, moments))
+                self.writing = self.thread.submit(self._write, state, tensors, moments)
+        if self.thread is None:
+            self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            RunError: the last checkpoint could not be written.
+        """
+        self._wait()
+        (failure,) = broadcast_object_list([self.failure])
+        if failure is not None:
+            raise RunError(failure)
+
+    def _wait(self) -> None:
+        if self.writing is not None:
+            self.writing.result()
+            self.writing = None
+
+    def _write(self, state: State, tensors: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
+        folder = self.output_dir / f"checkpoint-{state.step}"
+        partial = self.output_dir / f".{folder.name}.partial"
+        try:
+            for left in self.output_dir.glob(".checkpoint-*.partial"):  # by a run that was killed
+                shutil.rmtree(left)
+            partial.mkdir(parents=True)
+            safetensors.torch.save_file(tensors, str(partial / "model.safetensors"))
+            safetensors.torch.save_file(moments, str(partial / "optimizer.safetensors"))
+            (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+            versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
+            record = dataclasses.asdict(state) | {"versions": versions}
+            (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            for path in partial.iterdir():
+                _flush(path)
+            files = {path.name: _size_and_hash(path) for path in sorted(partial.iterdir())}
+            manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})
+            (partial / "manifest.json").write_text(manifest, encoding="utf-8")
+            _flush(partial / "manifest.json")
+            _flush(partial)
+            if folder.exists():  # of an abandoned future of this run
+                folder.rename(self.output_dir / f".{folder.name}.old.partial")
+            partial.rename(folder)
+            _flush(self.output_dir)
+        except (OSError, SafetensorError, MemoryError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            whole = [path.name for path in checkpoints(self.output_dir)]
+            self.failure = (
+                f"checkpoint-{state.step} could not be written to {self.output_dir} ({str(error).strip() or repr(error)}); "
+                + (f"the newest is {whole[-1]}" if whole else "there is none")
+            )
+            print(f"\nWARNING: {self.failure}. Training goes on", file=sys.stderr, flush=True)
+            return
+        self.failure = None
+        others = [path for path in checkpoints(self.output_dir) if path != folder]
+        past = [path for path in others if path not in self.abandoned]
+        kept = len(past) if self.run.checkpoints_total_limit is None else self.run.checkpoints_total_limit - 1
+        for old in [*self.abandoned, *past[: len(past) - kept], *self.output_dir.glob(".checkpoint-*.old.partial")]:
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+        self.abandoned = []
 
 
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def find(resume_from_checkpoint: str | None, output_dir: Path, recipe: Recipe) -> tuple[Path | None, State]:
-    """The checkpoint that `latest` or a path names, after checking that it is whole and belongs to `recipe`.
+def _size_and_hash(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-    None names none: (None, the state before the first step).
+
+def _manifest(content: dict[str, Any]) -> str:
+    """The one text that a manifest of this content can be: any other is damaged."""
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content | {"checksum": checksum}, indent=2, sort_keys=True) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def verify(folder: Path) -> State:
+    """The state in a checkpoint of which every byte is as it was written.
 
     Raises:
-        UsageError: there is none, it is damaged, or of another recipe (names the fields that differ).
+        Damaged: it is not.
+    """
+    if not (folder / "manifest.json").exists():
+        is_old = (folder / "state.json").exists()
+        raise Damaged("manifest.json is missing" + (": damaged, or written by an earlier version" if is_old else ""))
+    try:
+        text = (folder / "manifest.json").read_bytes().decode()
+        content = {key: value for key, value in json.loads(text).items() if key != "checksum"}
+        is_whole = text == _manifest(content)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise Damaged("manifest.json is damaged")
+    if content["format"] != FORMAT:
+        raise Damaged(f"it has format {content['format']}, this version reads {FORMAT}")
+    for name, as_written in content["files"].items():
+        try:
+            found = _size_and_hash(folder / name)
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror})") from None
+        if found["size"] != as_written["size"]:
+            raise Damaged(f"{name} has {found['size']} bytes, not {as_written['size']}")
+        if found != as_written:
+            raise Damaged(f"{name} is not as it was written (SHA-256)")
+    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    named = _step_of(folder)
+    if not record["step"] == content["step"] == (content["step"] if named is None else named):
+        raise Damaged(f"it is of step {record['step']}")
+    return State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
+
+
+def find(
+    accelerator: Accelerator, resume_from_checkpoint: str | None, output_dir: Path, recipe: Recipe
+) -> tuple[Path | None, State]:
+    """The checkpoint that a path or `latest` names, verified, and of `recipe`. Called by all processes; process 0 looks.
+
+    `latest` is the newest that is whole; it says which ones it passed over, and why. Where there is no checkpoint at all, or
+    None is given: (None, the state before the first step).
+
+    Raises:
+        UsageError: it is damaged (of `latest`: all are), or of another recipe (names the fields that differ).
     """
     if resume_from_checkpoint is None:
         return None, State()
-    if resume_from_checkpoint == "latest":
-        if not checkpoints(output_dir):
-            raise UsageError(
-                f"resume_from_checkpoint is latest, but {output_dir} holds no checkpoint: check --output_dir, or leave "
-                "--resume_from_checkpoint out to start anew"
-            )
-        folder = checkpoints(output_dir)[-1]
-    else:
+    answer: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            answer = [_find(resume_from_checkpoint, output_dir, recipe)]
+        except UsageError as error:
+            answer = [error.problems]
+    (found,) = broadcast_object_list(answer)
+    if isinstance(found, list):
+        raise UsageError(found)
+    return found
+
+
+def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tuple[Path | None, State]:
+    if resume_from_checkpoint != "latest":
         folder = Path(resume_from_checkpoint)
-    if not (folder / "state.json").is_file():
-        inside = ", ".join(path.name for path in checkpoints(folder)) if folder.is_dir() else ""
-        hint = f"it holds {inside}: name one of them" if inside else "give latest, or a folder checkpoint-STEP"
-        raise UsageError(f"resume_from_checkpoint is {folder}, which is not a checkpoint: {hint}")
-    try:
-        record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        sizes = record["files"]
-        state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
-        wrong = [name for name in sizes if not (path := folder / name).is_file() or path.stat().st_size != sizes[name]]
-        theirs = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UsageError(f"checkpoint {folder} is damaged ({error!r}): resume from an older one") from None
-    if wrong:
+        if _step_of(folder) is None and not (folder / "manifest.json").exists():
+            inside = ", ".join(path.name for path in checkpoints(folder)) if folder.is_dir() else ""
+            hint = f"it holds {inside}: name one of them" if inside else "give latest, or a folder checkpoint-STEP"
+            raise UsageError(f"resume_from_checkpoint is {folder}, which is not a checkpoint: {hint}")
+        try:
+            return _of_recipe(folder, verify(folder), recipe)
+        except Damaged as reason:
+            raise UsageError(f"checkpoint {folder} is damaged: {reason}. Resume from an older one") from None
+    passed_over = []
+    for folder in reversed(checkpoints(output_dir)):
+        try:
+            state = verify(folder)
+        except Damaged as reason:
+            passed_over.append(f"{folder.name} is damaged: {reason}")
+            continue
+        for line in passed_over:
+            print(f"WARNING: {line}; passed over", file=sys.stderr, flush=True)
+        return _of_recipe(folder, state, recipe)
+    if passed_over:
         raise UsageError(
-            f"checkpoint {folder} is damaged (missing or of another size: {', '.join(wrong)}): resume from an older one"
+            f"resume_from_checkpoint is latest, but no checkpoint in {output_dir} is whole ({'; '.join(passed_over)}): start "
+            "anew with --overwrite_output_dir instead"
         )
+    print(f"No checkpoint in {output_dir} yet: from the start", flush=True)
+    return None, State()
+
+
+def _of_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, State]:
     if state.recipe_fingerprint != recipe.fingerprint:
+        theirs = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
         pairs = [(name, theirs.get(name), value) for name, value in recipe.decisive().items()]
         differ = "; ".join(f"{name} {old} there, {new} here" for name, old, new in pairs if old != new)
         raise UsageError(f"checkpoint {folder} is of another recipe: {differ}. Its recipe is {folder / 'recipe.yaml'}")
@@ -207,27 +379,16 @@ def load(
                 f"checkpoint {folder} was trained on other data: fingerprint of the {name} {theirs} there, {ours} here. Give "
                 "the same documents, in the same order, and the same tokenizer"
             )
+    whole = accelerator.unwrap_model(model)
     tensors = safetensors.torch.load_file(str(folder / "model.safetensors"))
-    tied = _tied(accelerator.unwrap_model(model))
-    tensors |= {name: tensors[first] for first, *others in tied for name in others}
+    tensors |= {name: tensors[first] for first, *others in _tied(whole) for name in others}
     set_model_state_dict(model, tensors, options=WHOLE)
-    moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    set_optimizer_state_dict(model, optimizer, moments["optimizer"], options=WHOLE)
-    if accelerator.scaler is not None and moments["scaler"] is not None:
-        accelerator.scaler.load_state_dict(moments["scaler"])
-
-
-class Saver:
-    def __init__(
-        self, accelerator, output_dir, recipe, model, optimizer, resumed_from=0, total_limit=None, asynchronous=False
-    ):
-        self.a = (accelerator, output_dir), (recipe, model, optimizer, total_limit)
-        self.last = resumed_from
-
-    def save(self, state):
-        if state.step != self.last:
-            save(*self.a[0], state, *self.a[1])
-        self.last = state.step
-
-    def close(self):
-        pass
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in safetensors.torch.load_file(str(folder / "optimizer.safetensors")).items():
+        parameter, _, key = name.rpartition("/")
+        moments.setdefault(parameter, {})[key] = tensor
+    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=WHOLE)
+    if accelerator.scaler is not None and state.scaler is not None:
+        accelerator.scaler.load_state_dict(state.scaler)

@@ -50,6 +50,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(SECONDS_FOR_PROCESS_0)
+        if isinstance(error, RunError):
+            print(file=sys.stderr)  # a progress bar may stand there
         for problem in problems:
             print(f"ERROR: {f'process {rank}: ' if rank else ''}{problem}", file=sys.stderr, flush=True)
         if "RANK" in os.environ:

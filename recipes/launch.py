@@ -1,10 +1,12 @@
 """The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
 
+import contextlib
 import os
 import warnings
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -57,7 +59,7 @@ def create_accelerator(mixed_precision: str | None = None, ddp_timeout: float = 
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=ddp_timeout)),
+            InitProcessGroupKwargs(init_method=_init_method(), timeout=timedelta(seconds=ddp_timeout)),
         ],
         **kwargs,
     )
@@ -68,6 +70,22 @@ def create_accelerator(mixed_precision: str | None = None, ddp_timeout: float = 
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     return accelerator
+
+
+def _init_method() -> str | None:
+    """Where restarted workers meet. torch 2.13 lets them (`--max_restarts`) find the addresses of the dead ones in the store
+    that their agent keeps, and they fail to connect; here each generation of workers has keys of its own."""
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if generation == "0":
+        return None
+
+    def meet(url: str, timeout: timedelta, **kwargs):
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        yield dist.PrefixStore(f"generation-{generation}", store), rank, size
+
+    with contextlib.suppress(RuntimeError):  # it is registered already
+        dist.register_rendezvous_handler("restarted", meet)
+    return "restarted://"
 
 
 def _sharding() -> FullyShardedDataParallelPlugin | None:

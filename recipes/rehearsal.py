@@ -35,6 +35,8 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     steps, accelerator, capacity = recovery.steps, recovery.accelerator, recovery.capacity
     if is_sharded(accelerator):
         return
+    if recovery.settings.per_device_train_batch_size is not None:
+        capacity.fails = None  # what was asked for is tried, whatever failed before
     wanted = min(
         steps.layout.per_device_train_batch_size, -(-steps.layout.global_batch_size // accelerator.num_processes)
     )

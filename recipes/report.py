@@ -87,6 +87,7 @@ class RunLog:
         accelerator, recipe, run: of this run.
         start: where an earlier session was; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
+        saver: writes checkpoints.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RunLog:
         run: RunSettings,
         start: checkpoint.State,
         num_steps: int,
+        saver: checkpoint.Saver,
     ):
         self.accelerator, self.recipe, self.run = accelerator, recipe, run
         self.output_dir = Path(run.output_dir)
@@ -104,7 +106,7 @@ class RunLog:
         self.num_tokens, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
-        self.save_at: Callable[[int], None] = lambda step: None  # called before the run is stopped, if it can be saved
+        self.saver = saver
         if accelerator.is_main_process:
             if run.overwrite_output_dir:
                 for path in _earlier_run(self.output_dir):
@@ -211,7 +213,8 @@ class RunLog:
             message, is_held_back = broken
             if not is_held_back:
                 raise RunError(f"{message}. Resume from a checkpoint before it")
-            self.save_at(line["step"] - 1)
+            self.saver.save(line["step"] - 1, self.num_skipped, self.run_id)
+            self.saver.close()
             raise RunError(
                 f"{message}. Parameters and optimizer are those after step {line['step'] - 1}, and saved: resume with "
                 "--on_nonfinite skip to leave such steps out"
@@ -265,9 +268,25 @@ class RunLog:
         """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's."""
         self.clock = time.perf_counter()
 
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the run as it is after `step`."""
+        self.flush()
+        self.saver.save(step, self.num_skipped, self.run_id)
+        self.restart_clock()
+
     def close(self) -> None:
+        """Write what is left.
+
+        Raises:
+            RunError: the last checkpoint could not be written.
+        """
         self.flush()
         self.bar.close()
+        try:
+            self.saver.close()
+        finally:
+            if lock := _locks.pop(self.output_dir.resolve(), None):
+                lock.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])

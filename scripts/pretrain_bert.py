@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
     )
     report.open_output_dir(accelerator, settings)
-    found, start = checkpoint.find(settings.resume_from_checkpoint, output_dir, recipe)
+    found, start = checkpoint.find(accelerator, settings.resume_from_checkpoint, output_dir, recipe)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Things: data, model, optimizer, learning rate
@@ -102,14 +102,9 @@ def main(argv: list[str]) -> int:
     if found is not None:
         checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
     last_step = min(num_steps, settings.stop_after_step or num_steps)
-    log = report.RunLog(accelerator, recipe, settings, start, num_steps)
+    saver = checkpoint.Saver(accelerator, output_dir, recipe, model, optimizer, train.fingerprints, settings, start)
+    log = report.RunLog(accelerator, recipe, settings, start, num_steps, saver)
     recovery = Recovery(accelerator, steps, model, optimizer, log)
-    saver = checkpoint.Saver(
-        *(accelerator, output_dir, recipe, model, optimizer),
-        resumed_from=start.step,
-        total_limit=settings.checkpoints_total_limit,
-        asynchronous=settings.async_checkpointing,
-    )
 
     def forward_backward(cell: Cell, counts: torch.Tensor) -> torch.Tensor:
         """A micro-step: adds its part of the step's gradient, and returns its summed losses [terms]."""
@@ -123,12 +118,6 @@ def main(argv: list[str]) -> int:
             batch_size = settings.per_device_eval_batch_size
             log.evaluation(step, evaluate(accelerator, model, held_out, recipe.seed, batch_size))
 
-    def save_at(step: int) -> None:
-        log.flush()
-        saver.save(checkpoint.State(step, recipe.fingerprint, train.fingerprints, log.num_skipped, log.run_id))
-        log.restart_clock()
-
-    log.save_at = save_at
     rehearsal.fit(recovery, forward_backward)
     accelerator.print(
         f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {steps.layout}; on "
@@ -163,16 +152,15 @@ def main(argv: list[str]) -> int:
         if recovery.stopping:
             break
         if settings.checkpointing_steps and step % settings.checkpointing_steps == 0 and step < last_step:
-            save_at(step)
+            log.save(step)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Done
 
     if step > start.step:
-        save_at(step)
+        log.save(step)
     if step == num_steps:
         evaluate_at(num_steps)
-    saver.close()
     log.close()
     trained = checkpoint.whole_model(accelerator, model, lambda: PretrainingSums(build()))
     if step == num_steps and accelerator.is_main_process:

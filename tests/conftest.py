@@ -21,7 +21,14 @@ os.environ.update(
 import pytest
 from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv
 
+from recipes import capacity
 from recipes.data.documents import load_documents
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch, tmp_path):
+    """What a test learns about memory is not remembered in the next one."""
+    monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
 
 
 @pytest.fixture(scope="session")

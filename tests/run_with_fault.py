@@ -1,4 +1,4 @@
-"""Train as run_layouts.py does, but memory runs out: python run_with_fault.py PROGRAM KIND PROCESS ARGV (a JSON list).
+"""Run by `accelerate launch`: trainings in which memory runs out. run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
 
 From the fifth step on the PROCESS cannot compute cells of more than 2 samples: it fails in the `forward`, in the `backward` of
 a micro-step that is not the last, or in the last one's, the `synchronising` one, after DDP has begun to reduce.
@@ -9,19 +9,18 @@ import json
 import sys
 
 import torch
-from accelerate.state import GradientState, PartialState
-from common import load_script
+from accelerate import PartialState
+from accelerate.state import GradientState
+from common import fresh_accelerator, load_script
 
-from recipes import accumulate, launch
+from recipes import accumulate, capacity, launch, recovery
 
 MAX_SAMPLES = 2
 
 
-def main(program: str, kind: str, process: int, argv: list[str]) -> None:
+def train(program: str, process: int, kind: str, argv: list[str]) -> None:
     script = load_script(program)
-    steps, seed_noise, forward = [], accumulate.seed_noise, script.PretrainingSums.forward
-    # Many small buckets, so that some are being reduced when the backward fails.
-    launch.DistributedDataParallelKwargs = functools.partial(launch.DistributedDataParallelKwargs, bucket_cap_mb=0.01)
+    steps, forward = [], script.PretrainingSums.forward
 
     def note_step(accelerator, seed, step):
         steps.append(step)
@@ -35,20 +34,33 @@ def main(program: str, kind: str, process: int, argv: list[str]) -> None:
         too_big = is_late and PartialState().process_index == process and len(input_ids) > MAX_SAMPLES
         if too_big and kind == "forward":
             fail()
-        is_last = GradientState().sync_gradients
-        layers = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)]
         hook = None
-        if too_big and kind == ("synchronising" if is_last else "backward"):
+        if too_big and kind == ("synchronising" if GradientState().sync_gradients else "backward"):
             # The first layers are the last in the backward.
-            hook = layers[1].register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+            first = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
+            hook = first.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
         result = forward(self, input_ids, *arguments, **named)
         if hook is not None:
             hook.remove()
         return result
 
     accumulate.seed_noise, script.PretrainingSums.forward = note_step, limited
-    sys.exit(script.main(argv))
+    script.main(argv)
+
+
+def say_how_many_reductions_had_begun(self, error):
+    print(f"\nreductions begun: {self.recovery._collectives() - self.first_collective}", file=sys.stderr, flush=True)
+    leave(self, error)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
+    seed_noise, leave = accumulate.seed_noise, recovery.Attempt._leave_in_good_order
+    recovery.Attempt._leave_in_good_order = say_how_many_reductions_had_begun
+    # Many small buckets, so that some are being reduced when the backward fails.
+    launch.DistributedDataParallelKwargs = functools.partial(launch.DistributedDataParallelKwargs, bucket_cap_mb=0.01)
+    # `end_training` would end the process group, which the next training needs.
+    PartialState.destroy_process_group = lambda self, group=None: None
+    for number, (kind, argv) in enumerate(json.loads(sys.argv[3])):
+        fresh_accelerator()
+        capacity.FILE = capacity.FILE.with_name(f"{number}.json")  # what one run learns must not help the next
+        train(sys.argv[1], int(sys.argv[2]), kind, argv)

@@ -1,16 +1,23 @@
 """Stop and go on: bit-identical on the same layout, the same steps on another, and never from a wrong checkpoint."""
 
+import contextlib
+import json
+import random
+import re
 import shutil
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
-import torch
-from common import all_metrics, metrics, samples_of_steps
+from common import ROOT, all_metrics, fresh_accelerator, metrics, samples_of_steps, tiny_argv
 from safetensors.torch import load_file
 from test_equivalence import check
 
-from recipes import checkpoint
-from recipes.errors import UsageError
+from recipes import checkpoint, launch, report, run
+from recipes.errors import RunError, UsageError
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
@@ -102,10 +109,8 @@ def test_resumed_sharded_or_not(train, train_on):
     folder = train_on(2, runs, "fsdp2_2xcpu") / "pretrain_gpt2"
     check(folder / "stopped", whole, "float64")
     check(train("pretrain_gpt2/sharded", flags + resume + "latest"), whole, "float64")
-    states = [
-        torch.load(path / "checkpoint-10" / "optimizer.pt", weights_only=True) for path in (folder / "stopped", whole)
-    ]
-    sizes = [{n: v["exp_avg"].shape for n, v in state["optimizer"]["state"].items()} for state in states]
+    states = [load_file(path / "checkpoint-10" / "optimizer.safetensors") for path in (folder / "stopped", whole)]
+    sizes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
     assert sizes[0] == sizes[1]
     assert stopped == folder / "stopped"
 
@@ -126,12 +131,23 @@ def test_only_the_newest_checkpoints_are_kept(train):
     assert not list(output_dir.glob(".checkpoint*"))
 
 
-def test_a_failed_save_leaves_the_earlier_checkpoint(train, monkeypatch):
+@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+def test_a_failed_save_leaves_the_earlier_checkpoint(train, monkeypatch, more):
     output_dir = train("failing", "--global_batch_size 8 --stop_after_step 3")
     before = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()}
-    monkeypatch.setattr(checkpoint.torch, "save", lambda *arguments: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        train("failing", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 5")
+    original = checkpoint.safetensors.torch.save_file
+
+    def fail(tensors, path):
+        original(tensors, path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", fail)
+    with pytest.raises(
+        RunError, match=r"checkpoint-5 could not be written to .* \(.*No space left.*\); the newest is checkpoint-3"
+    ):
+        train("failing", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 5" + more)
+    monkeypatch.undo()
+    assert not list(output_dir.glob(".checkpoint*"))
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-3"]
     assert {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()} == before
 
@@ -149,7 +165,6 @@ def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
         assert "\n" not in str(error.value)
 
     refuse("holds an earlier run: continue it with --resume_from_checkpoint latest", "")
-    refuse("holds no checkpoint", "--resume_from_checkpoint latest", tmp_path / "new")
     refuse("is not a checkpoint: give latest", f"--resume_from_checkpoint {tmp_path / 'nowhere'}")
     refuse("it holds checkpoint-2: name one of them", f"--resume_from_checkpoint {stopped}")
     refuse(
@@ -157,17 +172,277 @@ def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
     )
     refuse("another recipe: max_train_steps 10 there, 20 here", "--resume_from_checkpoint latest --max_train_steps 20")
     refuse("trained on other data", f"--resume_from_checkpoint latest --train_file {other}")
-    state = stopped / "checkpoint-2" / "state.json"
-    text = state.read_text()
-    for damage in ("", "{}", "[]", text[:-20], text.replace('"files": {', '"files": 3, "x": {')):
-        state.write_text(damage)
-        refuse("is damaged", "--resume_from_checkpoint latest")
-    state.write_text(text)
     weights = stopped / "checkpoint-2" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    refuse(r"is damaged \(missing or of another size: model.safetensors\)", "--resume_from_checkpoint latest")
+    size = weights.stat().st_size
+    refuse(
+        rf"no checkpoint in {stopped} is whole \(checkpoint-2 is damaged: model.safetensors has {size} bytes, not {size + 1}\)",
+        "--resume_from_checkpoint latest",
+    )
+    refuse("is damaged: model.safetensors has", f"--resume_from_checkpoint {stopped / 'checkpoint-2'}")
     train("stopped", flags + " --overwrite_output_dir")
     assert [line["step"] for line in metrics(stopped)] == [1, 2]
+
+
+def test_latest_of_nothing_is_a_start(train, capsys):
+    """What a scheduler starts again and again has one command line."""
+    output_dir = train("new", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 2")
+    assert f"No checkpoint in {output_dir} yet: from the start" in capsys.readouterr().out
+    with (output_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3}')
+    shutil.rmtree(output_dir / "checkpoint-2")  # killed before its first checkpoint
+    train("new", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 4")
+    assert [line["step"] for line in metrics(output_dir)] == [1, 2, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------------- damages
+
+
+@pytest.fixture(scope="module")
+def stopped(scripts, corpus, tmp_path_factory):
+    """A run's folder with checkpoints 2, 4 and 6, and its recipe."""
+    fresh_accelerator()
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    flags = "--global_batch_size 8 --stop_after_step 6 --checkpointing_steps 2"
+    argv = tiny_argv("pretrain_bert", corpus, folder, flags)
+    scripts["pretrain_bert"].main(argv)
+    return folder, run.parse(argv, "bert_pretraining", "")[0]
+
+
+def flip(data: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "a bit flipped": lambda path, rng: path.write_bytes(flip(path.read_bytes(), rng)),
+    "cut short": lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)]),
+    "empty": lambda path, rng: path.write_bytes(b""),
+    "missing": lambda path, rng: path.unlink(),
+    "longer": lambda path, rng: path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 99))),
+    "random": lambda path, rng: path.write_bytes(rng.randbytes(path.stat().st_size)),
+    "of the step before": lambda path, rng: shutil.copy(path.parent.with_name("checkpoint-4") / path.name, path),
+    "another file": lambda path, rng: shutil.copy(rng.choice([p for p in path.parent.iterdir() if p != path]), path),
+    "a folder": lambda path, rng: (path.unlink(), path.mkdir()),
+}
+
+
+def test_every_one_of_300_damages_is_noticed(stopped, tmp_path, capsys):
+    """`latest` takes the checkpoint before and says why; by its path the damaged one is refused in one line."""
+    output_dir, recipe = stopped
+    accelerator, rng, reasons = launch.create_accelerator(), random.Random(0), set()
+    names = sorted(path.name for path in (output_dir / "checkpoint-6").iterdir())
+    assert names == ["manifest.json", "model.safetensors", "optimizer.safetensors", "recipe.yaml", "state.json"]
+    shutil.copytree(output_dir, tmp_path / "run")
+    victim = tmp_path / "run" / "checkpoint-6"
+    for number in range(300):
+        shutil.rmtree(victim)
+        shutil.copytree(output_dir / "checkpoint-6", victim)
+        kind, name = list(DAMAGES)[number % len(DAMAGES)], rng.choice(names)
+        before = (victim / name).read_bytes()
+        DAMAGES[kind](victim / name, rng)
+        if (victim / name).is_file() and (victim / name).read_bytes() == before:
+            continue  # recipe.yaml is the same in every step
+        found, state = checkpoint.find(accelerator, "latest", tmp_path / "run", recipe)
+        assert (found.name, state.step) == ("checkpoint-4", 4), (kind, name)
+        said = capsys.readouterr().err
+        assert said.startswith("WARNING: checkpoint-6 is damaged: ")
+        assert said.count("\n") == 1
+        reasons.add(said.split(": ")[2].split(" ")[0])
+        with pytest.raises(UsageError, match="is damaged") as error:
+            checkpoint.find(accelerator, str(victim), tmp_path / "run", recipe)
+        assert "\n" not in str(error.value)
+    assert reasons == set(names)
+
+
+def test_other_damages(stopped, tmp_path, capsys):
+    """Folders renamed, swapped or of an earlier version; several at once; all."""
+    output_dir, recipe = stopped
+    accelerator, copy = launch.create_accelerator(), tmp_path / "run"
+
+    def found() -> str:
+        return checkpoint.find(accelerator, "latest", copy, recipe)[0].name
+
+    shutil.copytree(output_dir, copy)
+    (copy / "checkpoint-4").rename(copy / "checkpoint-8")
+    assert found() == "checkpoint-6"
+    assert "checkpoint-8 is damaged: it is of step 4; passed over" in capsys.readouterr().err
+    (copy / "checkpoint-8" / "manifest.json").unlink()
+    assert found() == "checkpoint-6"
+    assert "manifest.json is missing: damaged, or written by an earlier version" in capsys.readouterr().err
+    (copy / "checkpoint-6").rename(copy / "other")
+    (copy / "checkpoint-2").rename(copy / "checkpoint-6")
+    (copy / "other").rename(copy / "checkpoint-2")
+    with pytest.raises(
+        UsageError, match=r"no checkpoint in .* is whole \(checkpoint-8 .*; checkpoint-6 .*; checkpoint-2 .*\)"
+    ):
+        found()
+    manifest = json.loads((output_dir / "checkpoint-6" / "manifest.json").read_text())
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    shutil.copytree(output_dir / "checkpoint-6", copy / "checkpoint-6", dirs_exist_ok=True)
+    assert found() == "checkpoint-6"
+    (copy / "checkpoint-6" / "manifest.json").write_text(checkpoint._manifest(content | {"format": 1}))
+    with pytest.raises(UsageError, match="it has format 1, this version reads 2"):
+        found()
+
+
+def test_nothing_in_a_checkpoint_can_execute_code(stopped):
+    output_dir, _ = stopped
+    source = Path(checkpoint.__file__).read_text()
+    assert not re.search(r"pickle|torch\.(load|save)\(|yaml\.(unsafe_|full_)?load\(", source)
+    suffixes = {path.suffix for path in output_dir.glob("checkpoint-*/*")}
+    assert suffixes == {".safetensors", ".yaml", ".json"}
+
+
+# -------------------------------------------------------------------------------------------------- how they are written
+
+
+def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
+    """A writer slower than the steps: what it writes is the state of its step, though training has gone on."""
+    flags = "--global_batch_size 8 --checkpointing_steps 3" + DROPOUT
+    plain = train("plain", flags)
+    original, log_step, steps, advanced = checkpoint.safetensors.torch.save_file, report.RunLog.step, [], []
+
+    def slow(tensors, path):
+        before = len(steps)
+        time.sleep(0.4)
+        advanced.append(len(steps) - before)
+        original(tensors, path)
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
+    monkeypatch.setattr(report.RunLog, "step", lambda self, *a: (steps.append(1), time.sleep(0.1), log_step(self, *a)))
+    background = train("background", flags + " --async_checkpointing")
+    assert advanced[0] > 0, "training went on while checkpoint-3 was written"
+    for folder in checkpoint.checkpoints(plain):
+        for name in ("model.safetensors", "optimizer.safetensors", "recipe.yaml"):
+            assert (folder / name).read_bytes() == (background / folder.name / name).read_bytes()
+        checkpoint.verify(background / folder.name)
+    shutil.rmtree(background / "checkpoint-10")
+    train("background", flags + " --async_checkpointing --resume_from_checkpoint latest")
+    assert without_time(background) == without_time(plain)
+
+
+def test_old_ones_go_only_after_the_new_one_is_there(train, monkeypatch):
+    """Killed in any moment of writing, something whole is left."""
+    folder = train("run", "--global_batch_size 8 --stop_after_step 2")
+    seen, rename, rmtree = [], Path.rename, shutil.rmtree
+
+    def note(what):
+        whole = []
+        for path in checkpoint.checkpoints(folder):
+            with contextlib.suppress(checkpoint.Damaged):
+                checkpoint.verify(path)
+                whole.append(path.name)
+        seen.append((what, whole))
+
+    monkeypatch.setattr(Path, "rename", lambda self, to: (note("rename"), rename(self, to), note("renamed")) and to)
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (note("remove"), rmtree(*a, **k), note("removed")))
+    train(
+        "run",
+        "--global_batch_size 8 --resume_from_checkpoint latest --checkpointing_steps 2 --checkpoints_total_limit 1",
+    )
+    assert len(seen) >= 12
+    assert all(whole for _, whole in seen)
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["checkpoint-10"]
+
+
+def test_an_abandoned_future_is_removed_after_the_first_new_checkpoint(train):
+    """Resumed from 2 though there are 4 and 6: `latest` must not go back to those once there is a new one."""
+    flags = "--global_batch_size 8 --checkpointing_steps 2"
+    output_dir = train("run", flags + " --stop_after_step 6")
+    resume = f" --resume_from_checkpoint {output_dir / 'checkpoint-2'}"
+    train("run", flags + resume + " --stop_after_step 3")
+    assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-3"]
+    train("run", flags + " --resume_from_checkpoint latest")
+    assert without_time(output_dir) == without_time(train("whole", flags))
+
+
+def test_what_a_killed_run_left_half_written_is_removed(train):
+    output_dir = train("run", "--global_batch_size 8 --stop_after_step 2")
+    (output_dir / ".checkpoint-9.partial").mkdir()
+    (output_dir / ".checkpoint-9.partial" / "model.safetensors").write_bytes(b"x")
+    train("run", "--global_batch_size 8 --resume_from_checkpoint latest --stop_after_step 3")
+    assert not list(output_dir.glob(".checkpoint*"))
+
+
+DISK_FULL = """
+import json, resource, sys
+sys.path.insert(0, {tests!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes that a file can have
+from common import load_script
+from recipes.errors import exit_code
+sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+def test_a_full_disk_does_not_end_training(train, corpus, tmp_path, more):
+    """Files cannot grow: training goes to its end, the earlier checkpoint stays, and the exit code says it."""
+    flags = "--global_batch_size 8 --checkpointing_steps 2"
+    output_dir = train("run", flags + " --stop_after_step 2")
+    argv = tiny_argv("pretrain_bert", corpus, output_dir, flags + " --resume_from_checkpoint latest" + more)
+    program = tmp_path / "program.py"
+    program.write_text(DISK_FULL.format(tests=str(ROOT / "tests")))
+    done = subprocess.run([sys.executable, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert [int(step) for step in re.findall(r"WARNING: checkpoint-(\d+) could not be written", done.stderr)] == [
+        4,
+        6,
+        8,
+        10,
+    ]
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    assert re.match(
+        r"ERROR: checkpoint-10 could not be written to .* \(.*File too large.*\); the newest is checkpoint-2", error
+    )
+    assert "Traceback" not in done.stderr
+    assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
+    assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2"]
+    checkpoint.verify(output_dir / "checkpoint-2")
+    train("run", flags + " --resume_from_checkpoint latest")
+    assert without_time(output_dir) == without_time(train("whole", flags))
+
+
+def test_metrics_that_cannot_be_written_are_written_later(train, monkeypatch, tmp_path, capsys):
+    """A disk that is full for a while loses no line."""
+    original, calls = Path.open, []
+
+    def full(self, mode="r", *arguments, **named):
+        if self.name == "metrics.jsonl" and mode == "a":
+            calls.append(1)
+            if 3 <= len(calls) <= 6:
+                file = original(self, mode, *arguments, **named)
+                file.write('{"half')
+                file.close()
+                raise OSError(28, "No space left on device")
+        return original(self, mode, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    ours = train("run", "--global_batch_size 8 --logging_steps 2")
+    assert "metrics.jsonl cannot be written (No space left on device); trying again later" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert without_time(ours) == without_time(train("plain", "--global_batch_size 8"))
+
+
+# -------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_a_second_run_in_the_folder_is_refused(train, corpus, tmp_path):
+    """While a process holds it; not after that process is gone, however it went."""
+    output_dir = train("run", "--global_batch_size 8 --stop_after_step 2")
+    code = "import sys, time; from pathlib import Path; from recipes import report; report._lock(Path(sys.argv[1])); "
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code + "print('held', flush=True); time.sleep(60)", str(output_dir)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UsageError, match=rf"is in use by another run \(process {holder.pid} on .*\): wait for it"):
+            train("run", "--global_batch_size 8 --resume_from_checkpoint latest")
+    finally:
+        holder.kill()
+        holder.wait()
+    train("run", "--global_batch_size 8 --resume_from_checkpoint latest")
 
 
 @pytest.mark.parametrize("policy", ["carry", "keep", "drop"])

@@ -25,7 +25,15 @@ def test_what_a_run_leaves_behind(train, capsys):
     output_dir = train("run", SMALL + " --eval_steps 5 --sample_prompt The --sample_length 90")
     printed = capsys.readouterr().out
     assert {path.name for path in output_dir.iterdir()} == {
-        *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "generation_config.json", "loss.png"),
+        *(
+            ".lock",
+            "README.md",
+            "all_results.json",
+            "checkpoint-10",
+            "config.json",
+            "generation_config.json",
+            "loss.png",
+        ),
         *("metrics.jsonl", "model.safetensors", "recipe.yaml", "sample.txt", "tokenizer.json", "tokenizer_config.json"),
     }
     first = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens", "seconds"]

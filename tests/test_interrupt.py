@@ -1,0 +1,122 @@
+"""Asked to stop: the step is finished and saved, and what goes on from there is bit-identical."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from common import all_metrics, metrics, tiny_argv
+from test_checkpoint import DROPOUT, same_weights, without_time
+from test_recovery import launch_with
+
+from recipes import accumulate, checkpoint, interrupt, run
+from recipes.errors import UsageError
+
+
+@pytest.fixture
+def during_step(monkeypatch):
+    """Do something in the middle of a step, between two micro-steps."""
+
+    def install(step: int, action) -> None:
+        seed_noise, scale, steps = accumulate.seed_noise, accumulate.loss_scale, []
+
+        def note(accelerator, seed, number):
+            steps.append(number + 1)
+            seed_noise(accelerator, seed, number)
+
+        def act(accelerator):
+            if steps and steps[-1] == step and not accelerator.sync_gradients:
+                steps.append(0)
+                action()
+            return scale(accelerator)
+
+        monkeypatch.setattr(accumulate, "seed_noise", note)
+        monkeypatch.setattr(accumulate, "loss_scale", act)
+
+    return install
+
+
+@pytest.mark.parametrize("number", interrupt.SIGNALS)
+def test_a_signal_stops_the_run_at_the_step_border(train, scripts, corpus, tmp_path, during_step, number, capfd):
+    flags = "--global_batch_size 8 --per_device_train_batch_size 3 --eval_steps 2 --record_samples" + DROPOUT
+    whole = train("whole", flags)
+    before = signal.getsignal(number)
+    during_step(4, lambda: os.kill(os.getpid(), number))
+    code = scripts["pretrain_bert"].main(tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags))
+    assert code == interrupt.RESTART == 75
+    assert signal.getsignal(number) == before
+    assert f"{number.name}: this step is finished and saved" in capfd.readouterr().err
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert [line["step"] for line in all_metrics(tmp_path / "run")] == [0, 1, 2, 2, 3, 4], "no time for an evaluation"
+    assert not (tmp_path / "run" / "all_results.json").exists()
+    train("run", flags + " --resume_from_checkpoint latest")
+    assert without_time(tmp_path / "run") == without_time(whole), "it is made up for"
+    assert same_weights(tmp_path / "run", whole)
+
+
+def test_in_the_last_step_there_is_nothing_left_to_stop(train, scripts, corpus, tmp_path, during_step):
+    during_step(10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    flags = "--global_batch_size 8 --per_device_train_batch_size 3"
+    assert scripts["pretrain_bert"].main(tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)) == 0
+    assert (tmp_path / "run" / "all_results.json").exists()
+
+
+def test_a_limit_on_time(train, scripts, corpus, tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: 10.0 * next(clock))  # 10 s from question to question
+    flags = "--global_batch_size 8 --max_train_minutes 1"
+    assert scripts["pretrain_bert"].main(tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)) == 75
+    steps = metrics(tmp_path / "run")[-1]["step"]
+    assert 3 <= steps <= 6
+    assert (tmp_path / "run" / f"checkpoint-{steps}").exists()
+
+
+def test_a_limit_on_time_is_refused_where_the_launcher_would_start_the_run_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UsageError, match=r"max_train_minutes is 5\.0, but the launcher's --max_restarts would start"):
+        run.parse(["--recipe", "bert_small_cpu", "--max_train_minutes", "5"], "bert_pretraining", "")
+
+
+TWICE = """
+import sys, time
+from recipes import interrupt
+interrupt.StopRequest()
+print("ready", flush=True)
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    time.sleep(0.05)
+"""
+
+
+def test_the_same_request_may_come_twice_and_the_second_ends_the_process():
+    """Launchers pass on what the terminal sent to all processes; a second request, a second later, is meant."""
+    process = subprocess.Popen([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(interrupt.ONE_REQUEST)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=5) == 128 + signal.SIGINT
+    lines = process.stderr.read().splitlines()
+    assert lines == [
+        "SIGINT: this step is finished and saved, then the run stops; once more to stop at once",
+        "stopping at once",
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_signal_to_one_process_stops_all_at_the_same_step(train, train_on, corpus, tmp_path):
+    flags = "--global_batch_size 8 --dtype float64"
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
+    finished = launch_with("os.kill(os.getpid(), signal.SIGTERM)", argv, tmp_path)
+    assert finished.returncode == 1, "the launcher's word for any exit code but 0"
+    assert "exitcode  : 75" in finished.stderr
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    train_on(2, {"run": flags + " --resume_from_checkpoint latest", "whole": flags})
+    assert without_time(tmp_path / "run") == without_time(tmp_path / "whole")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")

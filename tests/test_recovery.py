@@ -1,0 +1,240 @@
+"""A run goes on: smaller cells when memory runs out, steps left out when numbers break; who is missing is named."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import ROOT, all_metrics, metrics, samples_of_steps, tiny_argv
+from safetensors.torch import load_file
+from test_checkpoint import same_weights
+from test_equivalence import parameters, relative
+
+from recipes import recovery
+from recipes.errors import RunError
+
+LAUNCH = [
+    *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
+    *(str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"),
+]
+
+
+def events(output_dir) -> list[dict]:
+    return [line for line in all_metrics(output_dir) if "event" in line]
+
+
+@contextlib.contextmanager
+def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
+    """Let cells of more than `num_samples()` samples run out of memory."""
+    forward = scripts[program].PretrainingSums.forward
+
+    def limited(self, input_ids, *arguments, **named):
+        if torch.is_grad_enabled() and len(input_ids) > num_samples():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, input_ids, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scripts[program].PretrainingSums, "forward", limited)
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
+def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
+    """In a forward, a backward and the synchronising backward of process 1: the same steps, and nobody waits for ever."""
+    flags = "--global_batch_size 22 --per_device_train_batch_size 4 --record_samples --dtype float64"
+    kinds = ("forward", "backward", "synchronising")
+    runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in kinds]
+    command = [*LAUNCH, str(ROOT / "tests" / "run_with_fault.py"), program, "1", json.dumps(runs)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", finished.stderr)]
+    assert begun[:2] == [0, 0]
+    assert begun[2] > 2, "DDP was in the middle of it"
+    undisturbed = train("undisturbed", flags, program=program)
+    for kind in kinds:
+        event = {"step": 5, "event": "memory ran out: the step is done again in smaller cells"}
+        assert events(tmp_path / kind) == [event | {"per_device_train_batch_size": 2}]
+        assert samples_of_steps(tmp_path / kind) == samples_of_steps(undisturbed)
+        assert relative(parameters(tmp_path / kind, ""), parameters(undisturbed, "")) < 1e-12
+        cells = [len(json.loads(line)["samples"]) for line in (tmp_path / kind / "samples.jsonl").open()]
+        assert max(cells[:24]) == 4
+        assert max(cells[24:]) == 2, "smaller from the fifth step on"
+
+
+def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
+    """10 samples at once, then 3, then 1: each time the step is done again, with prepared steps cut anew."""
+    flags = "--global_batch_size 10 --dtype float64 --record_samples --dataloader_num_workers 1"
+    fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the rehearsal first
+    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
+        shrinking = train("shrinking", flags)
+    plain = train("plain", flags + " --learning_rate 5e-3")
+    assert [event["per_device_train_batch_size"] for event in events(shrinking)] == [5, 3, 2, 1]
+    assert samples_of_steps(shrinking) == samples_of_steps(plain)
+    assert relative(parameters(shrinking, ""), parameters(plain, "")) < 1e-12
+
+
+def test_not_even_one_sample(train, scripts, monkeypatch):
+    fits = iter([10] * 4 + [0] * 1000)
+    flags = "--global_batch_size 10 --checkpointing_steps 1"
+    with (
+        memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)),
+        pytest.raises(RunError, match=r"memory ran out in step 3 with one sample in a cell.*--gradient_checkpointing"),
+    ):
+        train("run", flags)
+
+
+def test_errors_that_are_not_memory_are_not_swallowed(train, scripts, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        train("run", "--global_batch_size 10 --validation_fraction 0")
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_said(train, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+    with pytest.raises(RunError, match="memory ran out in the optimizer's step 1, which cannot be cut"):
+        train("run", "--global_batch_size 10")
+
+
+# ------------------------------------------------------------------------------------------------ numbers that break
+
+
+@pytest.fixture
+def broken_gradient(monkeypatch, scripts):
+    """Let the loss of the cell with sample `sample` be `value` in training step 4."""
+
+    def install(program: str, value: float, in_loss: bool = True):
+        forward, steps = scripts[program].PretrainingSums.forward, []
+        seed_noise = recovery.accumulate.seed_noise
+
+        def note(accelerator, seed, step):
+            steps.append(step)
+            seed_noise(accelerator, seed, step)
+
+        def breaking(self, *arguments, **named):
+            sums, correct = forward(self, *arguments, **named)
+            if torch.is_grad_enabled() and steps and steps[-1] == 3 and steps.count(3) == 1:
+                steps.append(3)  # in the first micro-step only
+                if in_loss:
+                    sums = sums * value
+                else:
+                    sums.register_hook(lambda gradient: gradient * value)
+            return sums, correct
+
+        monkeypatch.setattr(recovery.accumulate, "seed_noise", note)
+        monkeypatch.setattr(scripts[program].PretrainingSums, "forward", breaking)
+
+    return install
+
+
+@pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gradient, program, in_loss, tmp_path):
+    """Noticed six steps later, when the log is read: by then nothing has changed, and the state before it is saved."""
+    flags = "--global_batch_size 9 --per_device_train_batch_size 4 --record_samples"
+    whole = train("whole", flags, program=program)
+    broken_gradient(program, float("nan"), in_loss)
+    where = (
+        r"loss is not finite \(process 0, micro-step 0, samples \d+ \(epoch 0\), "
+        if in_loss
+        else "their gradient is not finite"
+    )
+    with pytest.raises(RunError, match=rf"step 4: .*{where}.*those after step 3, and saved"):
+        train("run", flags, program=program)
+    run = tmp_path / "run"
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+    assert max(samples_of_steps(run)) == 3
+    before = train("before", flags + " --stop_after_step 3", program=program)
+    assert same_weights(run / "checkpoint-3", before / "checkpoint-3")
+    assert (run / "checkpoint-3" / "optimizer.safetensors").read_bytes() == (
+        before / "checkpoint-3" / "optimizer.safetensors"
+    ).read_bytes()
+    assert whole != run
+
+
+def test_such_steps_are_left_out_and_counted(train, broken_gradient):
+    flags = "--global_batch_size 9 --per_device_train_batch_size 4 --on_nonfinite skip --checkpointing_steps 3"
+    before = train("before", flags + " --stop_after_step 3")
+    broken_gradient("pretrain_bert", float("inf"))
+    run = train("run", flags + " --stop_after_step 4")
+    states = [folder / name for folder, name in ((run, "checkpoint-4"), (before, "checkpoint-3"))]
+    assert same_weights(*states)
+    ours, theirs = (load_file(state / "optimizer.safetensors") for state in states)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    train("run", flags + " --resume_from_checkpoint latest")
+    assert [line.get("skipped") for line in metrics(run)] == [None] * 3 + [True] + [None] * 6
+    assert metrics(run)[3]["loss"] is None
+    assert json.loads((run / "all_results.json").read_text())["skipped_steps"] == 1
+    assert all(line["loss"] is not None for line in metrics(run)[4:])
+
+
+# --------------------------------------------------------------------------------------------- processes, signals
+
+HANG = """
+import json, os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from common import load_script
+from recipes import accumulate
+seed_noise = accumulate.seed_noise
+def note(accelerator, seed, step):
+    if step == 3 and accelerator.process_index == 1:
+        {what}
+    seed_noise(accelerator, seed, step)
+accumulate.seed_noise = note
+from recipes.errors import exit_code
+sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
+"""
+
+
+def launch_with(what: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:
+    program = folder / "program.py"
+    program.write_text(HANG.format(tests=str(ROOT / "tests"), what=what))
+    return subprocess.run(
+        [*LAUNCH, *more, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_a_process_that_hangs_is_named(corpus, tmp_path):
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --ddp_timeout 5")
+    finished = launch_with("signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)", argv, tmp_path)
+    assert finished.returncode == 1
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1
+    assert errors[0].startswith("ERROR: step 4: no answer from process 1 of 2: it hangs (longer than --ddp_timeout)")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tmp_path):
+    """The README's command: a worker kills itself in two different steps; the curve is that of an undisturbed run."""
+    flags = "--global_batch_size 8 --checkpointing_steps 2 --resume_from_checkpoint latest --dtype float64"
+    marks = [(3, tmp_path / "once"), (6, tmp_path / "twice")]
+    what = "pass\n" + "".join(
+        f"    if step == {step} and accelerator.process_index == {step % 2} and not os.path.exists({str(mark)!r}):\n"
+        f"        open({str(mark)!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        for step, mark in marks
+    )
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
+    finished = launch_with(what, argv, tmp_path, "--max_restarts", "3", "--monitor_interval", "0.5", timeout=170)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert all(mark.exists() for _, mark in marks)
+    whole = train("whole", flags)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 11))
+    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(whole), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+    assert relative(parameters(tmp_path / "run", ""), parameters(whole, "")) < 1e-12

@@ -1,0 +1,143 @@
+"""What fits into memory is found before the first step, the same on every process, and remembered."""
+
+import json
+
+import pytest
+import torch
+from common import all_metrics, samples_of_steps
+from test_checkpoint import same_weights, without_time
+from test_equivalence import check
+from test_recovery import memory_for
+
+from recipes import capacity, rehearsal
+from recipes.errors import RunError
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    """The numbers of samples that were tried."""
+    tried, original = [], rehearsal._try
+
+    def noting(recovery, forward_backward, num_samples):
+        tried.append(num_samples)
+        return original(recovery, forward_backward, num_samples)
+
+    monkeypatch.setattr(rehearsal, "_try", noting)
+    return tried
+
+
+def largest_cell(output_dir) -> int:
+    return max(len(json.loads(line)["samples"]) for line in (output_dir / "samples.jsonl").open())
+
+
+@pytest.mark.parametrize(
+    ("holds", "tried", "cap"),
+    [
+        (99, [20], 20),
+        (10, [20, 10], 10),
+        (9, [20, 10, 5, 7], 7),  # 3 micro-steps: 2 do not fit
+        (6, [20, 10, 5, 7], 5),
+        (3, [20, 10, 5, 3, 4], 3),  # 20 in 7 micro-steps; 5 (4 samples) and 6 (4 samples) do not fit
+        (1, [20, 10, 5, 3, 2, 1], 1),
+    ],
+)
+@pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
+def test_the_fewest_micro_steps_that_fit(train, scripts, monkeypatch, tries, program, holds, tried, cap):
+    """Nothing of the result depends on it, and the second start tries nothing."""
+    flags = "--global_batch_size 20 --record_samples --dtype float64"
+    with memory_for(monkeypatch, scripts, program, lambda: holds):
+        found = train("found", flags, program=program)
+        assert tries == tried
+        assert largest_cell(found) == cap
+        again = train("again", flags, program=program)
+    assert tries == tried
+    assert without_time(again) == without_time(found)
+    assert not [line for line in all_metrics(found) if "event" in line], "memory never ran out in a step"
+    check(found, train("given", flags + f" --per_device_train_batch_size {cap}", program=program), "float64")
+    assert same_weights(
+        found, tries and train("given_too", flags + f" --per_device_train_batch_size {cap}", program=program)
+    )
+
+
+def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tries, capsys):
+    flags = "--global_batch_size 20 --record_samples --per_device_train_batch_size "
+    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 5):
+        assert largest_cell(train("eight", flags + "8")) == 4
+        assert tries == [8, 4]
+        assert "4 samples of 48 tokens fit into memory at once: global batch 20 = " in capsys.readouterr().out
+        assert largest_cell(train("four", flags + "4")) == 4
+        assert tries == [8, 4], "4 are known to fit"
+    assert largest_cell(train("again", flags + "8")) == 8
+    assert tries == [8, 4, 8], "what was asked for is tried again: memory may be free now"
+
+
+def test_with_a_cap_on_tokens(train, scripts, monkeypatch, tries):
+    """At most 240 tokens are 5 of the longest samples, and many more short ones."""
+    flags = "--global_batch_size 20 --record_samples --per_device_train_tokens 240"
+    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 8):
+        assert largest_cell(train("run", flags)) <= 8
+    assert tries == [5]
+
+
+def test_not_even_one_sample_fits(train, scripts, monkeypatch):
+    with (
+        memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 0),
+        pytest.raises(RunError, match="not one sample of 48 tokens fits into the memory of cpu: try --gradient_ch"),
+    ):
+        train("run", "--global_batch_size 4")
+    train("run", "--global_batch_size 4 --overwrite_output_dir")
+
+
+def test_the_rehearsal_leaves_no_trace(train, monkeypatch):
+    """With and without it, the same bits, dropout on."""
+    flags = "--global_batch_size 8 --per_device_train_batch_size 3 --hidden_dropout_prob 0.1"
+    rehearsed = train("rehearsed", flags)
+    monkeypatch.setattr(rehearsal, "_try", lambda *_: True)
+    not_rehearsed = train("not_rehearsed", flags + " --logging_steps 10")
+    capacity.FILE.unlink()
+    bare = train("bare", flags)
+    assert without_time(rehearsed) == without_time(not_rehearsed) == without_time(bare)
+    assert same_weights(rehearsed, bare)
+
+
+def test_the_worst_cell_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
+    """Two micro-steps of samples of the greatest length, while AdamW's moments are taken."""
+    seen, forward, empty = [], scripts["pretrain_gpt2"].PretrainingSums.forward, torch.empty_like
+    moments = []
+    monkeypatch.setattr(rehearsal.torch, "empty_like", lambda p: moments.append(p) or empty(p))
+
+    def noting(self, input_ids, *arguments, **named):
+        if torch.is_grad_enabled() and len(seen) < 2:
+            seen.append((tuple(input_ids.shape), len(moments), next(self.parameters()).grad is not None))
+        return forward(self, input_ids, *arguments, **named)
+
+    monkeypatch.setattr(scripts["pretrain_gpt2"].PretrainingSums, "forward", noting)
+    train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
+    num_parameters = len(set(map(id, moments)))
+    assert seen == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', "\x00"])
+def test_a_cache_that_cannot_be_read_is_done_without(train, tries, text):
+    capacity.FILE.write_text(text)
+    train("run", "--global_batch_size 4 --stop_after_step 1")
+    assert tries == [4]
+    (known,) = json.loads(capacity.FILE.read_text()).values()
+    assert known == [4, None]
+
+
+def test_another_recipe_precision_or_kernel_is_another_question(train, tries):
+    for flags in ("", " --learning_rate 1e-3", " --dtype float64", " --gradient_checkpointing", ""):
+        train("run", f"--global_batch_size 4 --stop_after_step 1 --overwrite_output_dir{flags}")
+    assert tries == [4] * 4
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_processes_agree(train, train_on):
+    """Every process rehearses its own share, and two processes give what one gives."""
+    flags = "--global_batch_size 10 --dtype float64 --record_samples"
+    two = train_on(2, {"two": flags}) / "two"
+    assert largest_cell(two) == 5
+    check(two, train("one", flags), "float64")
+    assert samples_of_steps(two) == samples_of_steps(two.parent / "one")
