@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from common import ROOT, all_metrics, fresh_accelerator, metrics, samples_of_steps, tiny_argv
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing import event_accumulator
 from test_equivalence import check
 
 from recipes import checkpoint, launch, report, run
@@ -95,6 +97,30 @@ def test_resumed_on_another_number_of_processes(train, train_on):
     train_on(2, {"parts_two": flags + DROPOUT + goes_on + "latest"})
     assert without_time(folder / "parts_two") == without_time(folder / "whole_two")
     assert same_weights(folder / "parts_two", folder / "whole_two")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on, dtype, tmp_path):
+    """Both programs; the first resumes are inside one epoch, the last in a later one."""
+    flags = f"--global_batch_size 72 --dtype {dtype} --record_samples --per_device_train_batch_size "
+    programs, goes_on = ("pretrain_bert", "pretrain_gpt2"), " --resume_from_checkpoint latest --stop_after_step "
+    names = {program: f"{program}/chain" for program in programs}
+    for program in programs:
+        train(names[program], flags + "72 --stop_after_step 2", program=program)
+    train_on(3, {names[program]: flags + "9" + goes_on + "4" for program in programs})
+    train_on(2, {names[program]: flags + "13" + goes_on + "8" for program in programs})
+    for program in programs:
+        chain = train(names[program], flags + "7" + goes_on + "10", program=program)
+        whole = train(f"{program}/whole", flags + "72", program=program)
+        assert [int(line["epoch"]) for line in metrics(chain)][:4] == [0, 0, 0, 0]
+        assert metrics(chain)[-1]["epoch"] > 1
+        check(chain, whole, dtype)
+        assert samples_of_steps(chain) == samples_of_steps(whole)
+        processes = [json.loads(line) for line in (chain / "samples.jsonl").open()]
+        used = {step: 1 + max(line["process"] for line in processes if line["step"] == step) for step in (1, 3, 5, 9)}
+        assert used == {1: 1, 3: 3, 5: 2, 9: 1}
 
 
 @pytest.mark.distributed
@@ -422,6 +448,29 @@ def test_metrics_that_cannot_be_written_are_written_later(train, monkeypatch, tm
     assert "metrics.jsonl cannot be written (No space left on device); trying again later" in capsys.readouterr().err
     monkeypatch.undo()
     assert without_time(ours) == without_time(train("plain", "--global_batch_size 8"))
+
+
+def test_trackers_go_on_with_their_run(train, monkeypatch):
+    """The same run id in every session, and no steps twice."""
+    given, original = [], Accelerator.init_trackers
+
+    def note(self, name, config=None, init_kwargs=None):
+        given.append(init_kwargs)
+        original(self, name, config=config, init_kwargs=init_kwargs)
+
+    monkeypatch.setattr(Accelerator, "init_trackers", note)
+    flags = "--global_batch_size 8 --report_to tensorboard --checkpointing_steps 3"
+    folder = train("run", flags + " --stop_after_step 5")
+    shutil.rmtree(folder / "checkpoint-5")
+    train("run", flags + " --resume_from_checkpoint latest")
+    assert [kwargs["tensorboard"] for kwargs in given] == [{"purge_step": 1}, {"purge_step": 4}]
+    assert (
+        given[0]["wandb"]
+        == given[1]["wandb"]
+        == {"id": checkpoint.verify(folder / "checkpoint-3").run_id, "resume": "allow"}
+    )
+    events = event_accumulator.EventAccumulator(str(folder / "bert_small_cpu")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
 
 
 # -------------------------------------------------------------------------------------------------------- the folder

@@ -41,6 +41,8 @@ def test_its_commands_exist():
     assert set(re.findall(r"`?make ([a-z0-9-]+)", README)) <= targets
     for command in re.findall(r"scripts/pretrain_bert\.py --recipe bert_small_cpu \\\n  (.*)\n", README):
         run.parse(["--recipe", "bert_small_cpu", *command.replace("'", "").split()], "bert_pretraining", "")
+    (restarts,) = re.findall(r"--max_restarts 3 --monitor_interval 1 scripts/pretrain_bert\.py \\\n  (.*)\n", README)
+    run.parse(restarts.split(), "bert_pretraining", "")
     for link in re.findall(r"\]\(([^)h][^)]*)\)", README):
         assert (ROOT / link).exists(), link
 
