@@ -129,12 +129,10 @@ class Saver:
     `close` raises if the last one is missing.
 
     Args:
-        accelerator: of this run.
-        output_dir: where the folders go.
-        recipe: of this run.
+        accelerator, recipe: of this run.
         model, optimizer: as prepared by `accelerator`.
         data_fingerprints: see `State`.
-        run: `checkpoints_total_limit`: folders to keep, the newest; None keeps all. `async_checkpointing`: copy the state to
+        run: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all. `async_checkpointing`: copy the state to
             the host and write it in a thread while training goes on; the next save waits for it.
         start: what was resumed. Later steps' checkpoints in the folder are removed after the first new one.
     """
@@ -142,7 +140,6 @@ class Saver:
     def __init__(
         self,
         accelerator: Accelerator,
-        output_dir: Path,
         recipe: Recipe,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -150,10 +147,10 @@ class Saver:
         run: RunSettings,
         start: State,
     ):
-        self.accelerator, self.output_dir, self.recipe = accelerator, output_dir, recipe
+        self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(run.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.run = model, optimizer, data_fingerprints, run
         self.step = start.step
-        self.abandoned = [path for path in checkpoints(output_dir) if _step_of(path) > start.step]
+        self.abandoned = [path for path in checkpoints(self.output_dir) if _step_of(path) > start.step]
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if run.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None

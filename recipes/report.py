@@ -278,15 +278,20 @@ class RunLog:
         """Write what is left.
 
         Raises:
-            RunError: the last checkpoint could not be written.
+            RunError: the last checkpoint, or lines, could not be written.
         """
         self.flush()
+        for name, lines in self.unwritten.items():
+            if lines:
+                self._append(name, [])
         self.bar.close()
         try:
             self.saver.close()
         finally:
             if lock := _locks.pop(self.output_dir.resolve(), None):
                 lock.close()
+        if lost := [name for name, lines in self.unwritten.items() if lines]:
+            raise RunError(f"{', '.join(lost)} in {self.output_dir} could not be written to the end")
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError
@@ -67,6 +67,12 @@ class RunSettings:
     ddp_timeout: float = setting("seconds to wait for another process before the run ends", POSITIVE, default=1800.0)
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
+
+    @property
+    def for_accelerator(self) -> dict[str, Any]:
+        """What `launch.create_accelerator` wants to know."""
+        tracker = None if self.report_to == "none" else self.report_to
+        return {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
 
     def problems(self) -> list[str]:
         problems = []

@@ -56,8 +56,7 @@ def main(argv: list[str]) -> int:
 
     recipe, settings = run.parse(argv, "bert_pretraining", __doc__)
     output_dir = Path(settings.output_dir)
-    tracker = None if settings.report_to == "none" else settings.report_to
-    accelerator = launch.create_accelerator(log_with=tracker, project_dir=output_dir, ddp_timeout=settings.ddp_timeout)
+    accelerator = launch.create_accelerator(**settings.for_accelerator)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
         global_batch_size=recipe.global_batch_size,

@@ -131,10 +131,10 @@ def test_another_tokenizer_is_refused_when_resuming(train, tmp_path):
     stopped = train("stopped", SMALL + " --stop_after_step 2")
     other = train("other", SMALL + " --max_train_steps 1 --vocab_size 399")
     flags = f"{SMALL} --resume_from_checkpoint latest --tokenizer_name {other}"
-    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")}
     with pytest.raises(UsageError, match=r"fingerprint of the tokenizer .* the same tokenizer"):
         train("stopped", flags)
-    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")} == before
 
 
 def bad(tmp_path):
