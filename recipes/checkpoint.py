@@ -132,8 +132,9 @@ class Saver:
         accelerator, recipe: of this run.
         model, optimizer: as prepared by `accelerator`.
         data_fingerprints: see `State`.
-        run: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all. `async_checkpointing`: copy the state to
-            the host and write it in a thread while training goes on; the next save waits for it.
+        run: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all.
+            `async_checkpointing`: copy the state to the host and write it in a thread while training goes on; the next save
+            waits for it.
         start: what was resumed. Later steps' checkpoints in the folder are removed after the first new one.
     """
 

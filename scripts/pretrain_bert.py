@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     if found is not None:
         checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
     last_step = min(num_steps, settings.stop_after_step or num_steps)
-    saver = checkpoint.Saver(accelerator, output_dir, recipe, model, optimizer, train.fingerprints, settings, start)
+    saver = checkpoint.Saver(accelerator, recipe, model, optimizer, train.fingerprints, settings, start)
     log = report.RunLog(accelerator, recipe, settings, start, num_steps, saver)
     recovery = Recovery(accelerator, steps, model, optimizer, log)
 
