@@ -37,11 +37,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         return
     if recovery.settings.per_device_train_batch_size is not None:
         capacity.fails = None  # what was asked for is tried, whatever failed before
-    wanted = min(
-        steps.layout.per_device_train_batch_size, -(-steps.layout.global_batch_size // accelerator.num_processes)
-    )
-    if steps.max_tokens is not None:
-        wanted = min(wanted, steps.max_tokens // steps.source.max_length)
+    wanted = steps.longest_at_once
     before = capacity.fits, capacity.fails
 
     def fits(num_samples: int) -> bool:

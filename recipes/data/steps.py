@@ -147,6 +147,13 @@ class Steps(Dataset):
                 if (self.layout, self.max_tokens) != caps:
                     break
 
+    @property
+    def longest_at_once(self) -> int:
+        """Most samples of the greatest length in one cell."""
+        share = -(-self.layout.global_batch_size // self.layout.num_processes)
+        most = min(share, self.layout.per_device_train_batch_size)
+        return most if self.max_tokens is None else min(most, self.max_tokens // self.source.max_length)
+
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
         """Cut from now on by other caps."""
         layout = self.layout
