@@ -7,12 +7,13 @@
     manifest.json          size and SHA-256 of each file above, and its own checksum
 
 Nothing in them can execute code. Nothing else decides what comes next: samples, masks and dropout noise are functions of the
-seed, the step and the process, so there is no state of random number generators. Process 0 writes, from weights and states that
-it gathers when they are sharded (FSDP2), so that the files are the same whatever wrote them. All processes must see the same
-output folder.
+seed, the step and the process, so there is no state of random number generators. Process 0 writes them; sharded (FSDP2) weights
+and states are written by their owners, as model-00001-of-00008.safetensors and so on, each with its rows of every tensor, and
+can be read by any number of processes. All must see the same output folder.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import accelerate
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from accelerate import Accelerator
@@ -41,12 +44,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
 from recipes.run import RunSettings
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+ON_HOST = StateDictOptions(cpu_offload=True)
 FORMAT = 2
 
 
@@ -161,19 +166,30 @@ class Saver:
         if step == self.step:
             return
         self.step = step
-        tensors = _whole_state(self.accelerator, self.model)  # first: it shards again what an evaluation left gathered
-        moments = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        tensors = _own_rows(self.accelerator, get_model_state_dict(self.model, options=ON_HOST))
+        for _, *others in _tied(self.accelerator.unwrap_model(self.model)):
+            for name in others:
+                tensors.pop(name, None)
+        moments = get_optimizer_state_dict(self.model, self.optimizer, options=ON_HOST)["state"]
+        moments = {f"{name}/{key}": value for name, of in moments.items() for key, value in of.items()}
+        parts = {"model": tensors, "optimizer": _own_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler)
         self._wait()
+        writes = isinstance(self.model, FSDPModule) or self.accelerator.is_main_process
         if self.accelerator.is_main_process:
-            moments = {f"{name}/{key}": value for name, of in moments["state"].items() for key, value in of.items()}
-            if self.thread is None:
-                self._write(state, tensors, moments)
-            else:
-                if self.accelerator.device.type == "cpu":  # where they are the parameters themselves, not copies
-                    tensors, moments = ({k: v.clone() for k, v in of.items()} for of in (tensors, moments))
-                self.writing = self.thread.submit(self._write, state, tensors, moments)
+            with contextlib.suppress(OSError):  # what is wrong is said when the files are written
+                for left in self.output_dir.glob(".checkpoint-*.partial"):  # by a run that was killed
+                    shutil.rmtree(left)
+                self._partial(step).mkdir(parents=True)
+        if isinstance(self.model, FSDPModule):
+            self.accelerator.wait_for_everyone()
+        if writes and self.thread is None:
+            self._write(state, parts)
+        elif writes:
+            if self.accelerator.device.type == "cpu":  # where they are the parameters themselves, not copies
+                parts = {part: {name: t.clone() for name, t in of.items()} for part, of in parts.items()}
+            self.writing = self.thread.submit(self._write, state, parts)
         if self.thread is None:
             self.accelerator.wait_for_everyone()
 
@@ -193,37 +209,40 @@ class Saver:
             self.writing.result()
             self.writing = None
 
-    def _write(self, state: State, tensors: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]) -> None:
-        folder = self.output_dir / f"checkpoint-{state.step}"
-        partial = self.output_dir / f".{folder.name}.partial"
+    def _partial(self, step: int) -> Path:
+        return self.output_dir / f".checkpoint-{step}.partial"
+
+    def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Write this process's parts; process 0 waits for the others', and makes a checkpoint of them."""
+        folder, partial = self.output_dir / f"checkpoint-{state.step}", self._partial(state.step)
         try:
-            for left in self.output_dir.glob(".checkpoint-*.partial"):  # by a run that was killed
-                shutil.rmtree(left)
-            partial.mkdir(parents=True)
-            safetensors.torch.save_file(tensors, str(partial / "model.safetensors"))
-            safetensors.torch.save_file(moments, str(partial / "optimizer.safetensors"))
+            files = self._write_parts(partial, parts)
+            if not self.accelerator.is_main_process:
+                self._tell(state.step, files)
+                return
+            files |= self._others(state.step)
             (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
             versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
             record = dataclasses.asdict(state) | {"versions": versions}
             (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            for path in partial.iterdir():
-                _flush(path)
-            files = {path.name: _size_and_hash(path) for path in sorted(partial.iterdir())}
+            files |= {name: _flushed(partial / name) for name in ("recipe.yaml", "state.json")}
             manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})
             (partial / "manifest.json").write_text(manifest, encoding="utf-8")
-            _flush(partial / "manifest.json")
+            _flushed(partial / "manifest.json")
             _flush(partial)
             if folder.exists():  # of an abandoned future of this run
                 folder.rename(self.output_dir / f".{folder.name}.old.partial")
             partial.rename(folder)
             _flush(self.output_dir)
         except (OSError, SafetensorError, MemoryError) as error:
+            reason = str(error).strip() or repr(error)
+            if not self.accelerator.is_main_process:
+                self._tell(state.step, f"process {self.accelerator.process_index}: {reason}")
+                return
             shutil.rmtree(partial, ignore_errors=True)
             whole = [path.name for path in checkpoints(self.output_dir)]
-            self.failure = (
-                f"checkpoint-{state.step} could not be written to {self.output_dir} ({str(error).strip() or repr(error)}); "
-                + (f"the newest is {whole[-1]}" if whole else "there is none")
-            )
+            self.failure = f"checkpoint-{state.step} could not be written to {self.output_dir} ({reason}); "
+            self.failure += f"the newest is {whole[-1]}" if whole else "there is none"
             print(f"\nWARNING: {self.failure}. Training goes on", file=sys.stderr, flush=True)
             return
         self.failure = None
@@ -234,6 +253,65 @@ class Saver:
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
         self.abandoned = []
+
+    def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
+        which = ""
+        if isinstance(self.model, FSDPModule):
+            which = f"-{self.accelerator.process_index + 1:05}-of-{self.accelerator.num_processes:05}"
+        for part, tensors in parts.items():
+            safetensors.torch.save_file(tensors, str(partial / f"{part}{which}.safetensors"))
+        names = [f"{part}{which}.safetensors" for part in parts]
+        return {name: _flushed(partial / name) for name in names}
+
+    # What the writers say goes through the store that connects the processes: collectives are training's.
+
+    def _tell(self, step: int, files: dict[str, dict] | str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"recipes/saved/{step}/{self.accelerator.process_index}", json.dumps(files))
+
+    def _others(self, step: int) -> dict[str, dict]:
+        """Sizes and hashes of what the other processes wrote."""
+        files: dict[str, dict] = {}
+        if not isinstance(self.model, FSDPModule):
+            return files
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + self.run.ddp_timeout
+        for rank in range(1, self.accelerator.num_processes):
+            key = f"recipes/saved/{step}/{rank}"
+            while not store.check([key]):
+                if time.monotonic() > deadline:
+                    raise OSError(f"process {rank} has not written its part for {self.run.ddp_timeout:.0f} s")
+                time.sleep(0.01)
+            theirs = json.loads(store.get(key))
+            store.delete_key(key)
+            if isinstance(theirs, str):
+                raise OSError(theirs)
+            files |= theirs
+        return files
+
+
+def _own_rows(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this process writes of `tensors`: its rows of the sharded ones, and on process 0 those that all have."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    assert all(tensor.placements == (Shard(0),) for tensor in sharded.values()), "FSDP2 shards rows"
+    rows = {name: tensor.to_local().contiguous() for name, tensor in sharded.items()}
+    if accelerator.is_main_process:
+        rows |= {name: tensor for name, tensor in tensors.items() if name not in sharded}
+    return rows
+
+
+def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
+    """Whole tensors: rows of all files, in the order of the processes that wrote them."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    for path in sorted(folder.glob(f"{part}*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(str(path)).items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
+
+
+def _flushed(path: Path) -> dict[str, int | str]:
+    """Size and hash of a file that is on the disk now."""
+    _flush(path)
+    return _size_and_hash(path)
 
 
 def _flush(path: Path) -> None:
@@ -378,13 +456,13 @@ def load(
                 "the same documents, in the same order, and the same tokenizer"
             )
     whole = accelerator.unwrap_model(model)
-    tensors = safetensors.torch.load_file(str(folder / "model.safetensors"))
+    tensors = read(folder, "model")
     tensors |= {name: tensors[first] for first, *others in _tied(whole) for name in others}
     set_model_state_dict(model, tensors, options=WHOLE)
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in safetensors.torch.load_file(str(folder / "optimizer.safetensors")).items():
+    for name, tensor in read(folder, "optimizer").items():
         parameter, _, key = name.rpartition("/")
         moments.setdefault(parameter, {})[key] = tensor
     set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=WHOLE)

@@ -1,7 +1,8 @@
 """Run by `accelerate launch`: trainings in which memory runs out. run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
 
-From the fifth step on the PROCESS cannot compute cells of more than 2 samples: it fails in the `forward`, in the `backward` of
-a micro-step that is not the last, or in the last one's, the `synchronising` one, after DDP has begun to reduce.
+From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute cells of more
+than 2 samples: it fails in the `forward`, in the `backward` of a micro-step that is not the last, or in the last one's, the
+`synchronising` one, after DDP has begun to reduce.
 """
 
 import functools
@@ -20,6 +21,7 @@ MAX_SAMPLES = 2
 
 def train(program: str, process: int, kind: str, argv: list[str]) -> None:
     script = load_script(program)
+    first = 1 if kind == "second" else 4
     steps, forward = [], script.PretrainingSums.forward
 
     def note_step(accelerator, seed, step):
@@ -30,15 +32,15 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def limited(self, input_ids, *arguments, **named):
-        is_late = torch.is_grad_enabled() and steps and steps[-1] >= 4
+        is_late = torch.is_grad_enabled() and steps and steps[-1] >= first
         too_big = is_late and PartialState().process_index == process and len(input_ids) > MAX_SAMPLES
-        if too_big and kind == "forward":
+        if too_big and kind in ("forward", "second"):
             fail()
         hook = None
         if too_big and kind == ("synchronising" if GradientState().sync_gradients else "backward"):
             # The first layers are the last in the backward.
-            first = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
-            hook = first.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+            layer = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
+            hook = layer.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
         result = forward(self, input_ids, *arguments, **named)
         if hook is not None:
             hook.remove()

@@ -125,9 +125,10 @@ def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on, dtyp
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_resumed_sharded_or_not(train, train_on):
-    """One process -> two with FSDP2, and back: the files are the same, whatever wrote them."""
-    flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7"
+@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+def test_resumed_sharded_or_not(train, train_on, more):
+    """One process -> two with FSDP2, and back; each of the two writes its own rows."""
+    flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7" + more
     train = partial(train, program="pretrain_gpt2")
     whole, stopped = train("whole", flags), train("pretrain_gpt2/stopped", flags + STOP)
     resume = " --resume_from_checkpoint "
@@ -135,9 +136,14 @@ def test_resumed_sharded_or_not(train, train_on):
     folder = train_on(2, runs, "fsdp2_2xcpu") / "pretrain_gpt2"
     check(folder / "stopped", whole, "float64")
     check(train("pretrain_gpt2/sharded", flags + resume + "latest"), whole, "float64")
-    states = [load_file(path / "checkpoint-10" / "optimizer.safetensors") for path in (folder / "stopped", whole)]
-    sizes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
-    assert sizes[0] == sizes[1]
+    of_two = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
+    saved = folder / "stopped" / "checkpoint-10"
+    assert {path.name for path in saved.iterdir()} == of_two | {"manifest.json", "recipe.yaml", "state.json"}
+    for part in ("model", "optimizer"):
+        ours, theirs = checkpoint.read(saved, part), load_file(whole / "checkpoint-10" / f"{part}.safetensors")
+        assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    sizes = [(saved / f"model-0000{rank}-of-00002.safetensors").stat().st_size for rank in (1, 2)]
+    assert max(sizes) < 1.1 * min(sizes), "each owner wrote its half"
     assert stopped == folder / "stopped"
 
 
@@ -275,6 +281,8 @@ def test_every_one_of_300_damages_is_noticed(stopped, tmp_path, capsys):
         assert said.startswith("WARNING: checkpoint-6 is damaged: ")
         assert said.count("\n") == 1
         reasons.add(said.split(": ")[2].split(" ")[0])
+        if kind != "of the step before":  # of whose manifest the other files are not
+            assert said.startswith(f"WARNING: checkpoint-6 is damaged: {name} "), "the damaged file is named"
         with pytest.raises(UsageError, match="is damaged") as error:
             checkpoint.find(accelerator, str(victim), tmp_path / "run", recipe)
         assert "\n" not in str(error.value)

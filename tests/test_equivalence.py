@@ -3,9 +3,9 @@
 import pytest
 import torch
 from common import evaluations, metrics, tiny_argv
-from safetensors.torch import load_file
 
 from recipes import losses, optim, run
+from recipes.checkpoint import read
 from recipes.data import sentence_pairs, token_blocks
 from recipes.data.steps import Steps
 from recipes.order import Order
@@ -30,7 +30,7 @@ def flags(batch: int, cap: str, dtype: str) -> str:
 
 
 def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
-    tensors = load_file(output_dir / checkpoint / "model.safetensors")
+    tensors = read(output_dir / checkpoint, "model")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
@@ -126,7 +126,7 @@ def test_sharded_in_bf16_rounds_as_unsharded_does(train, train_on, monkeypatch):
         true, usual, ours = ([line[name] for line in lines] for lines in (exact, rounded, metrics(folder)))
         usual_error, our_error = (max(abs(a / b - 1) for a, b in zip(x, true, strict=True)) for x in (usual, ours))
         assert usual_error / 3 < our_error < 3 * usual_error
-    tensors = load_file(folder / "checkpoint-10" / "model.safetensors")
+    tensors = read(folder / "checkpoint-10", "model")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 

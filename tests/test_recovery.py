@@ -50,23 +50,24 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
     """In a forward, a backward and the synchronising backward of process 1: the same steps, and nobody waits for ever."""
     flags = "--global_batch_size 22 --per_device_train_batch_size 4 --record_samples --dtype float64"
-    kinds = ("forward", "backward", "synchronising")
+    kinds = ("forward", "backward", "second", "synchronising")
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in kinds]
     command = [*LAUNCH, str(ROOT / "tests" / "run_with_fault.py"), program, "1", json.dumps(runs)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr[-4000:]
     begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", finished.stderr)]
-    assert begun[:2] == [0, 0]
-    assert begun[2] > 2, "DDP was in the middle of it"
+    assert begun[:3] == [0, 0, 0]
+    assert begun[3] > 2, "DDP was in the middle of it"
     undisturbed = train("undisturbed", flags, program=program)
     for kind in kinds:
-        event = {"step": 5, "event": "memory ran out: the step is done again in smaller cells"}
+        first = 2 if kind == "second" else 5
+        event = {"step": first, "event": "memory ran out: the step is done again in smaller cells"}
         assert events(tmp_path / kind) == [event | {"per_device_train_batch_size": 2}]
         assert samples_of_steps(tmp_path / kind) == samples_of_steps(undisturbed)
         assert relative(parameters(tmp_path / kind, ""), parameters(undisturbed, "")) < 1e-12
         cells = [len(json.loads(line)["samples"]) for line in (tmp_path / kind / "samples.jsonl").open()]
-        assert max(cells[:24]) == 4
-        assert max(cells[24:]) == 2, "smaller from the fifth step on"
+        assert max(cells[: 6 * (first - 1)]) == 4
+        assert max(cells[6 * (first - 1) :]) == 2, "smaller from then on"
 
 
 def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
