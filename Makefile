@@ -5,7 +5,7 @@ BIN := .venv/bin
 PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -45,3 +45,6 @@ bench: venv ## time the loop against the barest one; writes benchmarks/results/
 
 bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a checkout TRAIN_FILE=its text
 	$(BIN)/python benchmarks/shakespeare.py --nanogpt $(NANOGPT) --train_file $(TRAIN_FILE)
+
+chaos: venv ## kill runs at random moments, damage checkpoints, time saves; writes benchmarks/results/reliability.*
+	$(BIN)/python benchmarks/reliability.py

@@ -33,6 +33,17 @@ def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) ->
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 
+def write_corpus(folder: Path) -> Path:
+    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings."""
+    from recipes.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
+
+    documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
+    for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
+        lines = [json.dumps({"text": documents[8 * row]["text"][: first + more * row]}) + "\n" for row in range(61)]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder / "corpus.jsonl"
+
+
 def load_script(name: str):
     """A script as a module, so that tests call its own `main`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")

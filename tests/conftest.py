@@ -19,10 +19,9 @@ os.environ.update(
 )
 
 import pytest
-from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv
+from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
 
 from recipes import capacity
-from recipes.data.documents import load_documents
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +37,8 @@ def script(scripts):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings."""
-    documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
-    folder = tmp_path_factory.mktemp("corpus")
-    for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
-        lines = [json.dumps({"text": documents[8 * row]["text"][: first + more * row]}) + "\n" for row in range(61)]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder / "corpus.jsonl"
+    """See `write_corpus`."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,259 @@
+"""Training processes without the wait for imports: forked from a process that has imported everything and computed nothing.
+
+They are processes like those of `accelerate launch` with accelerate_configs/2xcpu.yaml, one of them or several, each with its
+own log, and can be killed at a chosen moment. `Server` is the benchmark's end; run as a program, this file is the other one.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 120  # seconds after which a session hangs
+ALONE = 15  # seconds that processes get to end after one of them has failed
+SLOW = 0.02  # seconds that a slow disk takes at most
+TICK = 2e-4  # seconds between two looks at a session
+
+
+class Server:
+    """Starts sessions, one at a time.
+
+    Args:
+        home: of the datasets' cache.
+        threads: of each process.
+    """
+
+    def __init__(self, home: Path, threads: int = 1):
+        environment = os.environ | {
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(threads),
+            "CUDA_VISIBLE_DEVICES": "-1,-1",  # as in 2xcpu.yaml
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONWARNINGS": "ignore",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+    def session(self, call: str, *arguments, log: Path, **how) -> dict:
+        """Make a call of `_calls` in new processes. For `how` and what it returns see `_session`."""
+        request = {"call": call, "arguments": arguments, "log": str(log)} | how
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the fork server has ended")
+        return json.loads(answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The other end
+
+
+def serve() -> None:
+    calls = _calls()
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        call = calls[request.pop("call")]
+        print(json.dumps(_session(call, **request)), flush=True)
+
+
+def _calls() -> dict:
+    from common import TINIES, load_script, write_corpus
+
+    scripts = {name: load_script(name) for name in TINIES}
+    return {
+        "train": lambda program, argv: scripts[program].main(argv),
+        "train_on_a_slow_disk": lambda program, argv: _slow_disk() or scripts[program].main(argv),
+        "train_timed": lambda program, argv, timeline: _train_timed(scripts[program], argv, Path(timeline)),
+        "corpus": lambda folder: write_corpus(Path(folder)) and None,
+    }
+
+
+def _session(
+    call,
+    arguments: list,
+    log: str,
+    num_processes: int = 1,
+    output_dir: str | None = None,
+    kill: dict | None = None,
+    timeout: float = TIMEOUT,
+) -> dict:
+    """Call in `num_processes` processes, until they end or are killed.
+
+    Args:
+        log: what process R prints goes to LOG.R.
+        output_dir: where saves are seen.
+        kill: `seconds` after an `event` all processes are: "start", "training" or "save" (the `count`th that begins).
+        timeout: seconds after which they are, too, with their stacks in their logs.
+
+    Returns:
+        codes: exit codes by rank; killed: whether by `kill`; timed_out; seconds: until all ended; training: until training
+        began, or null; first_step: after which it began; saves: how long each save took that was seen from begin to end.
+    """
+    logs = [Path(f"{log}.{rank}") for rank in range(num_processes)]
+    environments = _environments(num_processes)
+    before = _partials(output_dir)
+    start = time.monotonic()
+    pids = [_fork(call, arguments, *each) for each in zip(logs, environments, strict=True)]
+    codes: dict[int, int] = {}
+    saves, save, num_saves, printed, training, first_step = [], None, 0, 0, None, 0
+    deadline, kill_at, is_killed, timed_out = start + timeout, None, False, False
+    while len(codes) < num_processes:
+        now = time.monotonic()
+        for pid in set(pids) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    deadline = min(deadline, now + ALONE)
+
+        is_saving = bool(_partials(output_dir) - before)
+        if is_saving and save is None:
+            save, num_saves = now, num_saves + 1
+        elif save is not None and not is_saving:
+            saves.append(now - save)
+            save = None
+        if training is None and logs[0].exists() and logs[0].stat().st_size != printed:
+            text = logs[0].read_bytes()
+            printed = len(text)
+            if found := re.search(rb"; steps (\d+) to \d+ of", text):
+                training, first_step = now - start, int(found[1])
+
+        if kill is not None and kill_at is None:
+            has_come = {
+                "start": True,
+                "training": training is not None,
+                "save": num_saves >= kill.get("count", 1),
+            }[kill["event"]]
+            kill_at = now + kill["seconds"] if has_come else None
+        if kill_at is not None and now >= kill_at:
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
+                codes[pid], is_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), True
+        elif now >= deadline:
+            timed_out = True
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGABRT)  # faulthandler prints the stacks
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(0 if kill_at is not None else TICK)
+    return {
+        "codes": [codes[pid] for pid in pids],
+        "killed": is_killed,
+        "timed_out": timed_out,
+        "seconds": time.monotonic() - start,
+        "training": training,
+        "first_step": first_step,
+        "saves": saves,
+    }
+
+
+def _environments(num_processes: int) -> list[dict[str, str]]:
+    """What `accelerate launch` tells each process: nothing, if it is the only one."""
+    if num_processes == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = str(num_processes)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    common["ACCELERATE_MIXED_PRECISION"] = "no"
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def _partials(output_dir: str | None) -> set[tuple[str, int]]:
+    """Saves that have begun and not ended: the folders' names and times of change."""
+    found = set()
+    with contextlib.suppress(OSError, TypeError):
+        for entry in os.scandir(output_dir):
+            if entry.name.startswith(".checkpoint-") and entry.name.endswith(".partial"):
+                found.add((entry.name, entry.stat().st_mtime_ns))
+    return found
+
+
+def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for opened, target in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(opened, target)
+        sys.stdout.reconfigure(line_buffering=True)
+        faulthandler.enable()
+        os.environ.update(environment)
+        from recipes.errors import exit_code
+
+        code = exit_code(lambda: call(*arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _slow_disk() -> None:
+    """From now on each file of tensors, and each flush, waits up to `SLOW` seconds."""
+    import safetensors.torch
+
+    rng = random.Random()  # other moments in each process
+
+    def slow(write):
+        return lambda *arguments, **named: time.sleep(rng.uniform(0, SLOW)) or write(*arguments, **named)
+
+    os.fsync, safetensors.torch.save_file = slow(os.fsync), slow(safetensors.torch.save_file)
+
+
+def _train_timed(script, argv: list[str], timeline: Path) -> int:
+    """Train, and write when each step ended, when each save began and gave training back, and whether one was still written."""
+    from recipes import checkpoint, report
+
+    events, saved = [], []
+    output_dir = Path(argv[argv.index("--output_dir") + 1])
+    step, save = report.RunLog.step, checkpoint.Saver.save
+
+    def note(what: str, number: int) -> None:
+        is_writing = bool(saved) and not (output_dir / f"checkpoint-{saved[-1]}").exists()
+        events.append({"what": what, "step": number, "time": time.perf_counter(), "is_writing": is_writing})
+
+    def timed_step(log, data, *arguments):
+        step(log, data, *arguments)
+        note("step", data.step + 1)
+
+    def timed_save(saver, number, *arguments):
+        note("save", number)
+        save(saver, number, *arguments)
+        saved.append(number)
+        note("saved", number)
+
+    report.RunLog.step, checkpoint.Saver.save = timed_step, timed_save
+    code = script.main(argv)
+    timeline.write_text(json.dumps(events))
+    return code
+
+
+if __name__ == "__main__":
+    serve()
