@@ -138,7 +138,9 @@ def test_resumed_sharded_or_not(train, train_on, more):
     check(train("pretrain_gpt2/sharded", flags + resume + "latest"), whole, "float64")
     of_two = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
     saved = folder / "stopped" / "checkpoint-10"
-    assert {path.name for path in saved.iterdir()} == of_two | {"manifest.json", "recipe.yaml", "state.json"}
+    hashed = set(json.loads((saved / "manifest.json").read_text())["files"])
+    assert hashed == of_two | {"recipe.yaml", "state.json"}
+    assert {path.name for path in saved.iterdir()} == hashed | {"manifest.json"}
     for part in ("model", "optimizer"):
         ours, theirs = checkpoint.read(saved, part), load_file(whole / "checkpoint-10" / f"{part}.safetensors")
         assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
@@ -407,6 +409,21 @@ from common import load_script
 from recipes.errors import exit_code
 sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
 """
+
+
+def test_a_failure_is_forgotten_when_a_later_save_succeeds(train, monkeypatch, capsys):
+    original, calls = checkpoint.safetensors.torch.save_file, []
+
+    def fail_once(tensors, path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", fail_once)
+    output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 4")
+    assert "WARNING: checkpoint-4 could not be written" in capsys.readouterr().err
+    assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-8", "checkpoint-10"]
 
 
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_checkpoint import same_weights
 from test_equivalence import parameters, relative
 
-from recipes import recovery
+from recipes import checkpoint, recovery
 from recipes.errors import RunError
 
 LAUNCH = [
@@ -166,6 +166,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gra
     assert whole != run
 
 
+def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradient, monkeypatch):
+    written, original = [], checkpoint.safetensors.torch.save_file
+    monkeypatch.setattr(
+        checkpoint.safetensors.torch, "save_file", lambda *given: (written.append(given[1]), original(*given))
+    )
+    broken_gradient("pretrain_bert", float("nan"))
+    with pytest.raises(RunError, match="those after step 3, and saved"):
+        train("run", "--global_batch_size 9 --per_device_train_batch_size 4 --checkpointing_steps 3")
+    assert [path.split("/")[-1] for path in written] == ["model.safetensors", "optimizer.safetensors"]
+
+
 def test_such_steps_are_left_out_and_counted(train, broken_gradient):
     flags = "--global_batch_size 9 --per_device_train_batch_size 4 --on_nonfinite skip --checkpointing_steps 3"
     before = train("before", flags + " --stop_after_step 3")
@@ -217,6 +228,27 @@ def test_a_process_that_hangs_is_named(corpus, tmp_path):
     errors = [line for line in finished.stderr.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1
     assert errors[0].startswith("ERROR: step 4: no answer from process 1 of 2: it hangs (longer than --ddp_timeout)")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+def test_an_owner_of_a_part_that_cannot_write_it(corpus, tmp_path, more):
+    """With sharded weights process 0 hears of process 1's full disk, and makes no checkpoint of what it lacks."""
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --checkpointing_steps 2" + more)
+    what = (
+        "from recipes import checkpoint\n        def full(*_): raise OSError(28, 'No space left on device')\n"
+        "        checkpoint.safetensors.torch.save_file = full"
+    )
+    sharded = ("--config_file", str(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml"))
+    finished = launch_with(what, argv, tmp_path, *sharded)
+    assert finished.returncode == 1
+    assert "exitcode  : 1 " in finished.stderr
+    for step in (4, 6, 8, 10):
+        reason = r"\(process 1: .*No space left on device\); the newest is checkpoint-2\. Training goes on"
+        assert re.search(rf"WARNING: checkpoint-{step} could not be written .* {reason}", finished.stderr)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 11))
 
 
 @pytest.mark.distributed
