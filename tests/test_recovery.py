@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from test_checkpoint import same_weights
 from test_equivalence import parameters, relative
 
-from recipes import checkpoint, recovery
+from recipes import checkpoint, recovery, rehearsal
 from recipes.errors import RunError
 
 LAUNCH = [
@@ -80,6 +81,32 @@ def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     assert [event["per_device_train_batch_size"] for event in events(shrinking)] == [5, 3, 2, 1]
     assert samples_of_steps(shrinking) == samples_of_steps(plain)
     assert relative(parameters(shrinking, ""), parameters(plain, "")) < 1e-12
+
+
+def test_the_failed_cell_is_let_go_of_before_anything_else(train, scripts, monkeypatch):
+    """Its activations must not be in the way of the zeros that a process that failed reduces with the others."""
+    forward, agree, failed = scripts["pretrain_bert"].PretrainingSums.forward, recovery.Recovery.agree, []
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def breaking(self, *arguments, **named):
+        sums, correct = forward(self, *arguments, **named)
+        if torch.is_grad_enabled() and not failed:
+            failed.append(weakref.ref(sums))
+            sums.register_hook(fail)
+        return sums, correct
+
+    def note(self, has_failed):
+        if has_failed:
+            failed.append(failed[0]() is None)
+        return agree(self, has_failed)
+
+    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", breaking)
+    monkeypatch.setattr(recovery.Recovery, "agree", note)
+    monkeypatch.setattr(rehearsal, "_try", lambda *_: True)
+    train("run", "--global_batch_size 8")
+    assert failed[1:] == [True]
 
 
 def test_not_even_one_sample(train, scripts, monkeypatch):
