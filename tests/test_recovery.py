@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_checkpoint import same_weights
 from test_equivalence import parameters, relative
 
-from recipes import checkpoint, recovery, rehearsal
+from recipes import capacity, checkpoint, recovery, rehearsal
 from recipes.errors import RunError
 
 LAUNCH = [
@@ -77,6 +77,7 @@ def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the rehearsal first
     with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
+    assert list(json.loads(capacity.FILE.read_text()).values()) == [[0, 2]], "2 samples at once are known not to fit"
     plain = train("plain", flags + " --learning_rate 5e-3")
     assert [event["per_device_train_batch_size"] for event in events(shrinking)] == [5, 3, 2, 1]
     assert samples_of_steps(shrinking) == samples_of_steps(plain)
