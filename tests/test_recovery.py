@@ -291,7 +291,7 @@ def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tm
         for step, mark in marks
     )
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
-    finished = launch_with(what, argv, tmp_path, "--max_restarts", "3", "--monitor_interval", "0.5", timeout=170)
+    finished = launch_with(what, argv, tmp_path, "--max_restarts", "2", "--monitor_interval", "0.5", timeout=170)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert all(mark.exists() for _, mark in marks)
     whole = train("whole", flags)

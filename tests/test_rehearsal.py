@@ -1,15 +1,16 @@
 """What fits into memory is found before the first step, the same on every process, and remembered."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from common import all_metrics, samples_of_steps
+from common import all_metrics, fresh_accelerator, samples_of_steps
 from test_checkpoint import same_weights, without_time
 from test_equivalence import check
 from test_recovery import memory_for
 
-from recipes import capacity, rehearsal
+from recipes import capacity, launch, rehearsal
 from recipes.errors import RunError
 
 
@@ -98,6 +99,25 @@ def test_the_rehearsal_leaves_no_trace(train, monkeypatch):
     bare = train("bare", flags)
     assert without_time(rehearsed) == without_time(not_rehearsed) == without_time(bare)
     assert same_weights(rehearsed, bare)
+
+
+def test_the_rehearsal_leaves_running_statistics_alone():
+    fresh_accelerator()
+    model = torch.nn.BatchNorm1d(3)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    source = SimpleNamespace(
+        longest=lambda: 0, collate=lambda rows: {"x": torch.randn(len(rows), 3), "counts": torch.tensor([len(rows)])}
+    )
+    recovery = SimpleNamespace(
+        accelerator=launch.create_accelerator(),
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        steps=SimpleNamespace(source=source),
+        agree=bool,
+    )
+    assert rehearsal._try(recovery, lambda cell, counts: model(cell["x"]).sum().backward(), 4)
+    assert all(buffer.equal(before[name]) for name, buffer in model.named_buffers())
+    assert model.weight.grad is None
 
 
 def test_the_worst_cell_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
