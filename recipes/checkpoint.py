@@ -34,7 +34,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -91,6 +91,28 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _hidden(folder: Path, kind: str) -> Path:
+    """`partial`: being written or deleted, worth nothing. `old`: moved aside while its successor takes its place."""
+    return folder.with_name(f".{folder.name}.{kind}")
+
+
+def _put_back(output_dir: Path) -> None:
+    """Give its name back to a checkpoint that was moved aside, if no successor took it."""
+    for old in output_dir.glob(".checkpoint-*.old"):
+        folder = old.with_name(old.name[1 : -len(".old")])
+        if not folder.exists():
+            old.rename(folder)
+
+
+def _discard(path: Path) -> None:
+    """Delete a hidden folder, or what is in its place, as far as possible."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names of each parameter that has several, sorted; files hold it under the first."""
     names: dict[int, list[str]] = {}
@@ -106,6 +128,20 @@ def _whole_state(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.
         for name in others:
             tensors.pop(name, None)
     return tensors
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
+    """{"state": {parameter: {key: tensor}}, "param_groups": ...}. Called by all processes."""
+    return get_optimizer_state_dict(model, _unwrapped(optimizer), options=options)
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Without Accelerate's wrapping: torch takes a step of it to make the states, which an unused scaler would refuse."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _flat(moments: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{name}/{key}": tensor for name, of in moments.items() for key, tensor in of.items()}
 
 
 def whole_model(accelerator: Accelerator, model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -166,40 +202,43 @@ class Saver:
         if step == self.step:
             return
         self.step = step
-        tensors = _own_rows(self.accelerator, get_model_state_dict(self.model, options=ON_HOST))
+        self._wait()  # before copying: there is one copy at a time
+        tensors = get_model_state_dict(self.model, options=ON_HOST)
         for _, *others in _tied(self.accelerator.unwrap_model(self.model)):
             for name in others:
                 tensors.pop(name, None)
-        moments = get_optimizer_state_dict(self.model, self.optimizer, options=ON_HOST)["state"]
-        moments = {f"{name}/{key}": value for name, of in moments.items() for key, value in of.items()}
-        parts = {"model": tensors, "optimizer": _own_rows(self.accelerator, moments)}
+        moments = _flat(_moments(self.model, self.optimizer, ON_HOST)["state"])
+        parts = {"model": _own_rows(self.accelerator, tensors), "optimizer": _own_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler)
-        self._wait()
-        writes = isinstance(self.model, FSDPModule) or self.accelerator.is_main_process
+        writes = isinstance(self.model, FSDPModule)
         if self.accelerator.is_main_process:
-            with contextlib.suppress(OSError):  # what is wrong is said when the files are written
-                for left in self.output_dir.glob(".checkpoint-*.partial"):  # by a run that was killed
-                    shutil.rmtree(left)
+            writes = False
+            with self._forgiving(step):
+                self._tidy()
                 self._partial(step).mkdir(parents=True)
+                writes = True
         if isinstance(self.model, FSDPModule):
             self.accelerator.wait_for_everyone()
-        if writes and self.thread is None:
-            self._write(state, parts)
-        elif writes:
-            if self.accelerator.device.type == "cpu":  # where they are the parameters themselves, not copies
-                parts = {part: {name: t.clone() for name, t in of.items()} for part, of in parts.items()}
-            self.writing = self.thread.submit(self._write, state, parts)
+        if writes:
+            with self._forgiving(step):
+                if self.thread is None:
+                    self._write(state, parts)
+                else:
+                    if self.accelerator.device.type == "cpu":  # where they are the parameters themselves, not copies
+                        parts = {part: {name: t.clone() for name, t in of.items()} for part, of in parts.items()}
+                    self.writing = self.thread.submit(self._write_in_background, state, parts)
         if self.thread is None:
             self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Wait for what is being written.
+        """Wait for what is being written, and let go of the model, which must not outlive the process group.
 
         Raises:
             RunError: the last checkpoint could not be written.
         """
         self._wait()
+        self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
             raise RunError(failure)
@@ -210,58 +249,77 @@ class Saver:
             self.writing = None
 
     def _partial(self, step: int) -> Path:
-        return self.output_dir / f".checkpoint-{step}.partial"
+        return _hidden(self.output_dir / f"checkpoint-{step}", "partial")
+
+    def _tidy(self) -> None:
+        """Delete what runs that were killed left half-written or half-deleted."""
+        _put_back(self.output_dir)
+        for kind in ("partial", "old"):
+            for left in self.output_dir.glob(f".checkpoint-*.{kind}"):
+                _discard(left)
+
+    @contextlib.contextmanager
+    def _forgiving(self, step: int):
+        """What storage or memory refuses is a warning, and leaves the folder as it was."""
+        try:
+            yield
+        except (OSError, SafetensorError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's lack of memory
+            reason = " ".join(str(error).split()) or repr(error)
+            if not self.accelerator.is_main_process:
+                self._tell(step, f"process {self.accelerator.process_index}: {reason}")
+                return
+            with contextlib.suppress(OSError):
+                _put_back(self.output_dir)
+            _discard(self._partial(step))
+            whole = [path.name for path in checkpoints(self.output_dir) if path not in self.abandoned]
+            self.failure = f"checkpoint-{step} could not be written to {self.output_dir} ({reason}); "
+            self.failure += f"the newest is {whole[-1]}" if whole else "there is none"
+            print(f"\nWARNING: {self.failure}. Training goes on", file=sys.stderr, flush=True)
+
+    def _write_in_background(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
+        with self._forgiving(state.step):
+            self._write(state, parts)
 
     def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
         """Write this process's parts; process 0 waits for the others', and makes a checkpoint of them."""
         folder, partial = self.output_dir / f"checkpoint-{state.step}", self._partial(state.step)
-        try:
-            files = self._write_parts(partial, parts)
-            if not self.accelerator.is_main_process:
-                self._tell(state.step, files)
-                return
-            files |= self._others(state.step)
-            (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
-            versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
-            record = dataclasses.asdict(state) | {"versions": versions}
-            (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            files |= {name: _flushed(partial / name) for name in ("recipe.yaml", "state.json")}
-            manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})
-            (partial / "manifest.json").write_text(manifest, encoding="utf-8")
-            _flushed(partial / "manifest.json")
-            _flush(partial)
-            if folder.exists():  # of an abandoned future of this run
-                folder.rename(self.output_dir / f".{folder.name}.old.partial")
-            partial.rename(folder)
-            _flush(self.output_dir)
-        except (OSError, SafetensorError, MemoryError) as error:
-            reason = str(error).strip() or repr(error)
-            if not self.accelerator.is_main_process:
-                self._tell(state.step, f"process {self.accelerator.process_index}: {reason}")
-                return
-            shutil.rmtree(partial, ignore_errors=True)
-            whole = [path.name for path in checkpoints(self.output_dir)]
-            self.failure = f"checkpoint-{state.step} could not be written to {self.output_dir} ({reason}); "
-            self.failure += f"the newest is {whole[-1]}" if whole else "there is none"
-            print(f"\nWARNING: {self.failure}. Training goes on", file=sys.stderr, flush=True)
+        files = self._write_parts(partial, parts)
+        if not self.accelerator.is_main_process:
+            self._tell(state.step, files)
             return
+        files |= self._others(state.step)
+        (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
+        record = dataclasses.asdict(state) | {"versions": versions}
+        (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        files |= {name: _flushed(partial / name) for name in ("recipe.yaml", "state.json")}
+        manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})
+        (partial / "manifest.json").write_text(manifest, encoding="utf-8")
+        _flush(partial / "manifest.json")
+        _flush(partial)
+        old = _hidden(folder, "old")
+        if folder.exists():  # of an abandoned future of this run
+            folder.rename(old)
+        partial.rename(folder)
+        _flush(self.output_dir)
         self.failure = None
+        _discard(old)
         others = [path for path in checkpoints(self.output_dir) if path != folder]
         past = [path for path in others if path not in self.abandoned]
-        kept = len(past) if self.run.checkpoints_total_limit is None else self.run.checkpoints_total_limit - 1
-        for old in [*self.abandoned, *past[: len(past) - kept], *self.output_dir.glob(".checkpoint-*.old.partial")]:
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
+        limit = self.run.checkpoints_total_limit
+        num_superfluous = 0 if limit is None else max(0, len(past) + 1 - limit)
+        for path in [path for path in others if path in self.abandoned] + past[:num_superfluous]:
+            with contextlib.suppress(OSError):  # renamed first: a deletion cut short leaves nothing damaged
+                _discard(path.rename(_hidden(path, "partial")))
         self.abandoned = []
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
-        which = ""
-        if isinstance(self.model, FSDPModule):
-            which = f"-{self.accelerator.process_index + 1:05}-of-{self.accelerator.num_processes:05}"
+        is_sharded = isinstance(self.model, FSDPModule)
+        index, num_owners = self.accelerator.process_index, self.accelerator.num_processes if is_sharded else None
+        names = {part: _files(part, num_owners)[index] for part in parts}
         for part, tensors in parts.items():
-            safetensors.torch.save_file(tensors, str(partial / f"{part}{which}.safetensors"))
-        names = [f"{part}{which}.safetensors" for part in parts]
-        return {name: _flushed(partial / name) for name in names}
+            safetensors.torch.save_file(tensors, str(partial / names[part]))
+        return {name: _flushed(partial / name) for name in names.values()}
 
     # What the writers say goes through the store that connects the processes: collectives are training's.
 
@@ -299,11 +357,19 @@ def _own_rows(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dic
     return rows
 
 
+def _files(part: str, num_owners: int | None) -> list[str]:
+    """The files of a part by their owners; None: it is not sharded."""
+    if num_owners is None:
+        return [f"{part}.safetensors"]
+    return [f"{part}-{number:05}-of-{num_owners:05}.safetensors" for number in range(1, num_owners + 1)]
+
+
 def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
-    """Whole tensors: rows of all files, in the order of the processes that wrote them."""
+    """Whole tensors: rows of all files that the manifest lists, in the order of the processes that wrote them."""
     rows: dict[str, list[torch.Tensor]] = {}
-    for path in sorted(folder.glob(f"{part}*.safetensors")):
-        for name, tensor in safetensors.torch.load_file(str(path)).items():
+    listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+    for file in sorted(name for name in listed if name.startswith(part)):
+        for name, tensor in safetensors.torch.load_file(str(folder / file)).items():
             rows.setdefault(name, []).append(tensor)
     return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
 
@@ -311,7 +377,7 @@ def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
 def _flushed(path: Path) -> dict[str, int | str]:
     """Size and hash of a file that is on the disk now."""
     _flush(path)
-    return _size_and_hash(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _flush(path: Path) -> None:
@@ -322,9 +388,9 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _size_and_hash(path: Path) -> dict[str, int | str]:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _manifest(content: dict[str, Any]) -> str:
@@ -341,35 +407,71 @@ def verify(folder: Path) -> State:
     """The state in a checkpoint of which every byte is as it was written.
 
     Raises:
-        Damaged: it is not.
+        Damaged: it is not, or cannot be read.
     """
-    if not (folder / "manifest.json").exists():
+    try:
+        return _verify(folder)
+    except OSError as error:
+        name = Path(error.filename).name if isinstance(error.filename, str) else "it"
+        raise Damaged(f"{name} cannot be read ({error.strerror or error})") from None
+
+
+def _verify(folder: Path) -> State:
+    manifest = folder / "manifest.json"
+    if not manifest.exists():
         is_old = (folder / "state.json").exists()
         raise Damaged("manifest.json is missing" + (": damaged, or written by an earlier version" if is_old else ""))
+    _check_is_file(manifest)
     try:
-        text = (folder / "manifest.json").read_bytes().decode()
+        text = manifest.read_bytes().decode()
         content = {key: value for key, value in json.loads(text).items() if key != "checksum"}
         is_whole = text == _manifest(content)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
         raise Damaged("manifest.json is damaged")
-    if content["format"] != FORMAT:
-        raise Damaged(f"it has format {content['format']}, this version reads {FORMAT}")
-    for name, as_written in content["files"].items():
-        try:
-            found = _size_and_hash(folder / name)
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from None
-        if found["size"] != as_written["size"]:
-            raise Damaged(f"{name} has {found['size']} bytes, not {as_written['size']}")
-        if found != as_written:
+    if content.get("format") != FORMAT:
+        raise Damaged(f"it has format {content.get('format')}, this version reads {FORMAT}")
+    step, files = content.get("step"), content.get("files")
+    if type(step) is not int or not isinstance(files, dict) or not _is_complete(files):
+        raise Damaged("manifest.json lacks entries")
+    for name, as_written in files.items():  # sizes first: hashing takes its time
+        _check_is_file(folder / name)
+        size = (folder / name).stat().st_size
+        expected = as_written.get("size") if isinstance(as_written, dict) else None
+        if size != expected:
+            raise Damaged(f"{name} has {size} bytes, not {expected}")
+    for name, as_written in files.items():
+        if _sha256(folder / name) != as_written.get("sha256"):
             raise Damaged(f"{name} is not as it was written (SHA-256)")
-    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    try:
+        for name in (name for name in files if name.endswith(".safetensors")):
+            with safe_open(folder / name, "pt") as file:
+                file.keys()
+        record = json.loads((folder / "state.json").read_bytes())
+        state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
+    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Damaged(f"it was written wrongly ({error!r})") from None
     named = _step_of(folder)
-    if not record["step"] == content["step"] == (content["step"] if named is None else named):
-        raise Damaged(f"it is of step {record['step']}")
-    return State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
+    if not state.step == step == (step if named is None else named):
+        raise Damaged(f"it is of step {state.step}")
+    if any(type(getattr(state, name)) is not type(value) for name, value in _TYPES.items()):
+        raise Damaged("state.json has values of wrong types")
+    return state
+
+
+_TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if name != "scaler"}
+
+
+def _is_complete(files: dict[str, Any]) -> bool:
+    """Whether a checkpoint of `files` has all parts of all owners, and nothing else."""
+    num_owners = None if "model.safetensors" in files else max(1, len(files) // 2 - 1)
+    return files.keys() == {"recipe.yaml", "state.json", *_files("model", num_owners), *_files("optimizer", num_owners)}
+
+
+def _check_is_file(path: Path) -> None:
+    if not path.is_file():
+        raise Damaged(f"{path.name} is {'not a file' if path.exists() else 'missing'}")
 
 
 def find(
@@ -391,6 +493,8 @@ def find(
             answer = [_find(resume_from_checkpoint, output_dir, recipe)]
         except UsageError as error:
             answer = [error.problems]
+        except OSError as error:  # the others wait for an answer
+            answer = [[f"resume_from_checkpoint is {resume_from_checkpoint}, which cannot be read: {error}"]]
     (found,) = broadcast_object_list(answer)
     if isinstance(found, list):
         raise UsageError(found)
@@ -400,6 +504,8 @@ def find(
 def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tuple[Path | None, State]:
     if resume_from_checkpoint != "latest":
         folder = Path(resume_from_checkpoint)
+        with contextlib.suppress(OSError):
+            _put_back(folder.parent)
         if _step_of(folder) is None and not (folder / "manifest.json").exists():
             inside = ", ".join(path.name for path in checkpoints(folder)) if folder.is_dir() else ""
             hint = f"it holds {inside}: name one of them" if inside else "give latest, or a folder checkpoint-STEP"
@@ -408,6 +514,8 @@ def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tupl
             return _of_recipe(folder, verify(folder), recipe)
         except Damaged as reason:
             raise UsageError(f"checkpoint {folder} is damaged: {reason}. Resume from an older one") from None
+    with contextlib.suppress(OSError):
+        _put_back(output_dir)
     passed_over = []
     for folder in reversed(checkpoints(output_dir)):
         try:
@@ -447,7 +555,8 @@ def load(
     """Read model, optimizer and scaler (as prepared by `accelerator`) from what `find` found.
 
     Raises:
-        UsageError: the data are not those it was trained on.
+        UsageError: the data are not those it was trained on, the tensors not those of the model, or this process does not
+            see the folder.
     """
     for name, ours in data_fingerprints.items():
         if (theirs := state.data_fingerprints.get(name)) != ours:
@@ -455,16 +564,35 @@ def load(
                 f"checkpoint {folder} was trained on other data: fingerprint of the {name} {theirs} there, {ours} here. Give "
                 "the same documents, in the same order, and the same tokenizer"
             )
-    whole = accelerator.unwrap_model(model)
-    tensors = read(folder, "model")
-    tensors |= {name: tensors[first] for first, *others in _tied(whole) for name in others}
+    try:
+        tensors, moments = (read(folder, part) for part in ("model", "optimizer"))
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"checkpoint {folder} cannot be read ({error}): put it where every process sees it under this name"
+        ) from None
+    tied = _tied(accelerator.unwrap_model(model))
+    tensors |= {name: tensors[first] for first, *others in tied if first in tensors for name in others}
+    live = _moments(model, optimizer, StateDictOptions())
+    _check_shapes(folder, tensors, get_model_state_dict(model))
+    _check_shapes(folder, moments, _flat(live["state"]))
     set_model_state_dict(model, tensors, options=WHOLE)
-    names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in read(folder, "optimizer").items():
-        parameter, _, key = name.rpartition("/")
-        moments.setdefault(parameter, {})[key] = tensor
-    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=WHOLE)
+    states = {name: {key: moments[f"{name}/{key}"] for key in of} for name, of in live["state"].items()}
+    saved = {"state": states, "param_groups": live["param_groups"]}
+    set_optimizer_state_dict(model, _unwrapped(optimizer), saved, options=WHOLE)
     if accelerator.scaler is not None and state.scaler is not None:
         accelerator.scaler.load_state_dict(state.scaler)
+
+
+def _check_shapes(folder: Path, theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
+    there, here = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (theirs, ours))
+    differ = [
+        f"{name} {there.get(name, 'is not')} there, {here.get(name, 'is not')} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differ:
+        more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise UsageError(
+            f"checkpoint {folder} is of another model: {'; '.join(differ[:3])}{more}. Resume with the code and the versions of "
+            "libraries that wrote it (they are in its state.json)"
+        )

@@ -1,6 +1,7 @@
 """Errors for people: a clear message, an exit code, no traceback."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -49,6 +50,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
         if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's: there is no step to finish
             time.sleep(SECONDS_FOR_PROCESS_0)
         if isinstance(error, RunError):
             print(file=sys.stderr)  # a progress bar may stand there

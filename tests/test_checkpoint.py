@@ -2,24 +2,31 @@
 
 import contextlib
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
+from accelerate.optimizer import patch_optimizer_step
 from common import ROOT, all_metrics, fresh_accelerator, metrics, samples_of_steps, tiny_argv
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
 from test_equivalence import check
+from torch import nn
 
 from recipes import checkpoint, launch, report, run
+from recipes import recipe as recipes
 from recipes.errors import RunError, UsageError
+from recipes.run import RunSettings
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
@@ -401,6 +408,329 @@ def test_what_a_killed_run_left_half_written_is_removed(train):
     assert not list(output_dir.glob(".checkpoint*"))
 
 
+# ---------------------------------------------------------------------------------------------- every moment of a save
+
+
+class Small:
+    """A model of 40 parameters with its optimizer and a `Saver`, without a run around them."""
+
+    def __init__(self, output_dir, start=0, limit=None, asynchronous=False, width=4):
+        fresh_accelerator()
+        self.recipe = recipes.load("bert_small_cpu", {}, task="bert_pretraining")
+        self.accelerator, self.output_dir = launch.create_accelerator(), output_dir
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        run = RunSettings(
+            recipe="", output_dir=str(output_dir), checkpoints_total_limit=limit, async_checkpointing=asynchronous
+        )
+        state = checkpoint.State(step=start)
+        self.saver = checkpoint.Saver(self.accelerator, self.recipe, self.model, self.optimizer, {}, run, state)
+
+    def save(self, *steps):
+        for step in steps:
+            self.model(torch.full((2, 4), float(step))).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.saver.save(step, 0, "")
+
+    def find(self, resume="latest"):
+        return checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
+
+    def load(self, folder):
+        checkpoint.load(
+            self.accelerator, folder, checkpoint.verify(folder), self.model, self.optimizer, data_fingerprints={}
+        )
+
+
+def names(output_dir) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in checkpoint.checkpoints(output_dir)]
+
+
+class Killed(BaseException):
+    """Nothing handles it, as nothing handles a kill."""
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, None])
+def test_the_limit_is_the_number_kept(tmp_path, limit):
+    small = Small(tmp_path, limit=limit)
+    for step in range(1, 8):
+        small.save(step)
+        assert names(tmp_path) == list(range(1, step + 1))[-(limit or 9) :]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("error", [Killed(), OSError(5, "Input/output error")], ids=["killed", "failed"])
+@pytest.mark.parametrize("goes_on", ["latest", "checkpoint-6", "save"])
+def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, goes_on, error, asynchronous):
+    """As when a run goes on from an older checkpoint: the old one is found unless the new one is in its place."""
+    rename = Path.rename
+    for num_renames in range(3):
+        output_dir, renamed = tmp_path / str(num_renames), []
+        Small(output_dir).save(6)
+        old = (output_dir / "checkpoint-6" / "model.safetensors").read_bytes()
+        small = Small(output_dir, asynchronous=asynchronous)
+
+        def limited(self, to, num_renames=num_renames, renamed=renamed):
+            renamed.append(to)
+            if len(renamed) == num_renames + 1:  # once: a failure of storage is not for ever
+                raise error
+            return rename(self, to)
+
+        with contextlib.suppress(Killed, RunError), monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", limited)
+            with torch.no_grad():
+                small.model[0].weight.fill_(6)
+            small.save(6)
+            small.saver.close()
+        if isinstance(error, OSError):
+            assert os.listdir(output_dir) == ["checkpoint-6"]
+        if goes_on != "save":
+            found, state = Small(output_dir).find(goes_on if goes_on == "latest" else str(output_dir / goes_on))
+            assert (found.name, state.step) == ("checkpoint-6", 6)
+        Small(output_dir, start=6).save(7)
+        assert sorted(os.listdir(output_dir)) == ["checkpoint-6", "checkpoint-7"]
+        checkpoint.verify(output_dir / "checkpoint-6")
+        is_old = (output_dir / "checkpoint-6" / "model.safetensors").read_bytes() == old
+        assert is_old == (num_renames < 2)
+    assert len(renamed) == 2
+
+
+def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
+    Small(tmp_path).save(1, 2, 3)
+    small, rmtree = Small(tmp_path, start=3, limit=1), shutil.rmtree
+
+    def cut_short(path, *arguments, **named):
+        (Path(path) / "model.safetensors").unlink()
+        raise Killed
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    with pytest.raises(Killed):
+        small.save(4)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    for folder in checkpoint.checkpoints(tmp_path):
+        checkpoint.verify(folder)
+    Small(tmp_path, start=4, limit=1).save(5)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Flushed: each file and the folder before the rename, the folder above after it; deleted: after that."""
+    Small(tmp_path).save(1)
+    seen, flush, rename, rmtree = [], checkpoint._flush, Path.rename, shutil.rmtree
+    monkeypatch.setattr(checkpoint, "_flush", lambda path: (seen.append(path.name), flush(path)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (seen.append(f"-> {to.name}"), rename(self, to))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **named: (seen.append("delete"), rmtree(path, **named)))
+    Small(tmp_path, start=1, limit=1).save(2)
+    files = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
+    assert sorted(seen[:5]) == files
+    assert seen[5:] == [
+        ".checkpoint-2.partial",
+        "-> checkpoint-2",
+        tmp_path.name,
+        "-> .checkpoint-1.partial",
+        "delete",
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_storage_that_fails_for_a_while(tmp_path, capfd, monkeypatch, asynchronous):
+    """What fails is said with the step, the reason and what is left; a later success makes it good."""
+    small = Small(tmp_path / "run", asynchronous=asynchronous)
+    (tmp_path / "run").write_text("a file where the folder should be")
+    small.save(1)
+    with pytest.raises(RunError, match=r"^checkpoint-1 could not be written .*Not a directory.*there is none$"):
+        small.saver.close()
+    (tmp_path / "run").unlink()
+    small = Small(tmp_path / "run", asynchronous=asynchronous)
+    small.save(1)
+    small.saver._wait()
+    (tmp_path / "run" / ".checkpoint-9.partial").write_text("not a folder")
+    for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError(), PermissionError(13, "no")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor if asynchronous else Path, "clone" if asynchronous else "mkdir", raising(error))
+            small.save(names(tmp_path / "run")[-1] + 1)
+        assert names(tmp_path / "run") == [1]
+        small.saver.step = 1
+    small.save(3)
+    small.saver.close()
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert len(said) == 4
+    assert all("could not be written" in line and line.endswith("Training goes on") for line in said)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+def raising(error):
+    def function(*arguments, **named):
+        raise error
+
+    return function
+
+
+def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
+    """The writer begins only after every live tensor has been overwritten."""
+    Small(tmp_path / "plain").save(1)
+    small, begin, original = (
+        Small(tmp_path / "run", asynchronous=True),
+        threading.Event(),
+        checkpoint.safetensors.torch.save_file,
+    )
+    monkeypatch.setattr(
+        checkpoint.safetensors.torch, "save_file", lambda *arguments: (begin.wait(10), original(*arguments))
+    )
+    small.save(1)
+    assert not names(tmp_path / "run"), "save returns before anything is written"
+    with torch.no_grad():
+        for tensor in (*small.model.parameters(), *(t for of in small.optimizer.state.values() for t in of.values())):
+            tensor.fill_(7)
+    second = threading.Thread(target=small.saver.save, args=(2, 0, ""))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive(), "the next save waits, so that there is one copy at a time"
+    begin.set()
+    second.join()
+    small.saver.close()
+    assert small.saver.model is small.saver.optimizer is None, "they must not outlive the process group"
+    for path in (tmp_path / "plain" / "checkpoint-1").iterdir():
+        assert path.read_bytes() == (tmp_path / "run" / "checkpoint-1" / path.name).read_bytes(), path.name
+
+
+def test_the_interpreter_waits_for_what_is_being_written(tmp_path):
+    """Also when training fails."""
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "import test_checkpoint as t; from pathlib import Path\n"
+        "write = t.checkpoint.Saver._write\n"
+        "t.checkpoint.Saver._write = lambda *arguments: (time.sleep(0.5), write(*arguments))\n"
+        "t.Small(Path(sys.argv[1]), asynchronous=True).save(1)\nraise ValueError"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("ValueError\n")
+    checkpoint.verify(tmp_path / "checkpoint-1")
+
+
+def test_resuming_gives_back_every_bit(tmp_path):
+    """Of parameters, optimizer states and the fp16 scaler, which no step has been scaled by yet."""
+    saved, resumed = Small(tmp_path), Small(tmp_path / "other")
+    for small in (saved, resumed):
+        small.accelerator.scaler = small.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=3.3)
+        inner = small.optimizer.optimizer
+        small.optimizer._accelerate_step_called, small.optimizer._optimizer_original_step_method = False, inner.step
+        small.optimizer._optimizer_patched_step_method = patch_optimizer_step(small.optimizer, inner.step)
+    saved.accelerator.scaler.scale(saved.model(torch.ones(2, 4)).sum()).backward()
+    saved.optimizer.step()
+    saved.saver.save(1, 0, "")
+    folder, _ = saved.find()
+    shutil.copy(folder / "model.safetensors", folder / "model-00002-of-00002.safetensors")  # of no concern: not listed
+    resumed.load(folder)
+    assert resumed.accelerator.scaler.state_dict() == saved.accelerator.scaler.state_dict()
+    for ours, theirs in zip(resumed.model.parameters(), saved.model.parameters(), strict=True):
+        assert ours.equal(theirs)
+        states = resumed.optimizer.state[ours], saved.optimizer.state[theirs]
+        assert states[0].keys() == states[1].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(states[0][key].equal(states[1][key]) for key in states[0])
+
+
+def test_another_models_tensors_are_refused_in_one_line(tmp_path):
+    small = Small(tmp_path)
+    small.save(1)
+    with pytest.raises(UsageError, match=r"another model: 0.bias \[4\] there, \[5\] here; 0.weight") as error:
+        Small(tmp_path, width=5).load(tmp_path / "checkpoint-1")
+    assert "\n" not in str(error.value)
+    state = checkpoint.verify(tmp_path / "checkpoint-1")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        content = load_file(tmp_path / "checkpoint-1" / name)
+        save_file(dict(list(content.items())[1:]), tmp_path / "checkpoint-1" / name)
+        with pytest.raises(UsageError, match=r"is not there, \[4\] here|is not there, \[\] here"):
+            checkpoint.load(small.accelerator, tmp_path / "checkpoint-1", state, small.model, small.optimizer, {})
+        save_file(content, tmp_path / "checkpoint-1" / name)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    with pytest.raises(UsageError, match="put it where every process sees it"):
+        checkpoint.load(small.accelerator, tmp_path / "checkpoint-1", state, small.model, small.optimizer, {})
+
+
+def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
+    """Manifests and states of wrong types with right checksums, files that cannot be opened."""
+    small = Small(tmp_path)
+    small.save(1)
+    folder, junk = tmp_path / "checkpoint-1", [None, True, -1, 1.5, "", [], {}, [[]], {"size": "1"}, "../state.json"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksum"]
+    state = json.loads((folder / "state.json").read_text())
+
+    def refuse(match=None):
+        with pytest.raises(checkpoint.Damaged, match=match):
+            checkpoint.verify(folder)
+
+    def write(content):
+        (folder / "manifest.json").write_text(checkpoint._manifest(content))
+
+    for value in junk:
+        for key in manifest:
+            write(manifest | {key: value})
+            refuse()
+        for name in manifest["files"]:
+            write(manifest | {"files": manifest["files"] | {name: value}})
+            refuse(name)
+    for key in manifest:
+        write({name: value for name, value in manifest.items() if key != name})
+        refuse()
+    sharded = {f"{part}-0000{owner}-of-00002.safetensors": {} for part in ("model", "optimizer") for owner in (1, 2)}
+    others = {name: manifest["files"][name] for name in ("recipe.yaml", "state.json")}
+    for wrong in (manifest["files"] | {"../x": {}}, others, others | dict(list(sharded.items())[1:])):
+        write(manifest | {"files": wrong})
+        refuse("manifest.json lacks entries")
+    write(manifest | {"files": others | sharded})
+    refuse("safetensors is missing")
+    for name in ("model.safetensors", "optimizer.safetensors"):  # right hashes of what never was a file of tensors
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"?" * 100)
+        hashed = {"size": 100, "sha256": checkpoint._sha256(folder / name)}
+        write(manifest | {"files": manifest["files"] | {name: hashed}})
+        refuse("it was written wrongly")
+        (folder / name).write_bytes(content)
+    for value in junk:
+        for key in checkpoint._TYPES:
+            if type(value) is not type(checkpoint._TYPES[key]):
+                (folder / "state.json").write_text(json.dumps(state | {key: value}))
+                hashed = {"size": (folder / "state.json").stat().st_size}
+                hashed["sha256"] = checkpoint._sha256(folder / "state.json")
+                write(manifest | {"files": manifest["files"] | {"state.json": hashed}})
+                refuse()
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    write(manifest)
+    checkpoint.verify(folder)
+    for deep in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "NaN",
+        "1" * 9999,
+        "{}",
+        '"',
+        "\ud800".encode(errors="surrogatepass"),
+    ):
+        (folder / "manifest.json").write_bytes(deep if isinstance(deep, bytes) else deep.encode())
+        refuse("manifest.json is damaged")
+    write(manifest)
+    for name in (*manifest["files"], "manifest.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)  # opening it would wait for ever
+        refuse(f"{name} is not a file")
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+        refuse(f"{name} (is missing|cannot be read)")
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    checkpoint.verify(folder)
+    monkeypatch.setattr(checkpoint, "checkpoints", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(UsageError, match=r"latest, which cannot be read: .*Permission denied"):
+        small.find()
+    folder.rename(tmp_path / "moved")
+    folder.write_text("a file where the folder should be")
+    refuse("manifest.json is missing")
+
+
 DISK_FULL = """
 import json, resource, sys
 sys.path.insert(0, {tests!r})
@@ -409,6 +739,29 @@ from common import load_script
 from recipes.errors import exit_code
 sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
 """
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
+def test_two_processes_agree_on_damage_and_on_a_full_disk(train, corpus, tmp_path, more):
+    """Both pass over the same checkpoint, neither waits for a save that failed, and the error is said once."""
+    output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 2 --stop_after_step 6")
+    (output_dir / "checkpoint-6" / "optimizer.safetensors").write_bytes(b"")
+    flags = "--global_batch_size 8 --checkpointing_steps 3 --resume_from_checkpoint latest" + more
+    (tmp_path / "program.py").write_text(DISK_FULL.format(tests=str(ROOT / "tests")))
+    config = ROOT / "accelerate_configs" / "2xcpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    argv = json.dumps(tiny_argv("pretrain_bert", corpus, output_dir, flags))
+    done = subprocess.run(
+        [*command, str(tmp_path / "program.py"), argv], capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert re.match(r"ERROR: checkpoint-10 could not be written to .*; the newest is checkpoint-4", error)
+    assert done.stderr.count("checkpoint-6 is damaged: optimizer.safetensors has 0 bytes") == 1
+    assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
+    assert names(output_dir) == [2, 4, 6]
 
 
 def test_a_failure_is_forgotten_when_a_later_save_succeeds(train, monkeypatch, capsys):
