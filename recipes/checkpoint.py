@@ -238,6 +238,8 @@ class Saver:
             RunError: the last checkpoint could not be written.
         """
         self._wait()
+        if self.thread is not None:
+            self.thread.shutdown()
         self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:

@@ -7,9 +7,13 @@ import time
 
 RESTART = 75  # exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again later"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-ONE_REQUEST = (
-    1.0  # seconds; launchers pass a signal on that the terminal or the scheduler already sent to all processes
-)
+ONE_REQUEST = 1.0  # seconds: launchers pass on what the terminal or the scheduler already sent to all processes
+
+
+def ignore(worker: int) -> None:
+    """Let a data worker, as `DataLoader`'s `worker_init_fn`, leave requests to stop to the process that it works for."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:

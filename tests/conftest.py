@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,16 @@ os.environ.update(
 import pytest
 from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
 
-from recipes import capacity
+from recipes import capacity, interrupt
+
+
+@pytest.fixture(autouse=True)
+def signals_handled_as_before():
+    """Runs that fail leave their handlers, which processes forked later would inherit."""
+    handlers = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute cells of more
 than 2 samples: it fails in the `forward`, in the `backward` of a micro-step that is not the last, or in the last one's, the
-`synchronising` one, after DDP has begun to reduce.
+`synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so in the rehearsal.
 """
 
 import functools
@@ -32,9 +32,14 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def limited(self, input_ids, *arguments, **named):
-        is_late = torch.is_grad_enabled() and steps and steps[-1] >= first
-        too_big = is_late and PartialState().process_index == process and len(input_ids) > MAX_SAMPLES
-        if too_big and kind in ("forward", "second"):
+        is_late = kind == "always" or (steps and steps[-1] >= first)
+        too_big = (
+            torch.is_grad_enabled()
+            and is_late
+            and PartialState().process_index == process
+            and len(input_ids) > MAX_SAMPLES
+        )
+        if too_big and kind in ("forward", "second", "always"):
             fail()
         hook = None
         if too_big and kind == ("synchronising" if GradientState().sync_gradients else "backward"):

@@ -12,6 +12,7 @@ ROOT = Path(recipes.__file__).parent
 FLOORS = [
     {
         "errors",
+        "interrupt",
         "settings",
         "scaling",
         "schedule",
@@ -30,7 +31,6 @@ FLOORS = [
         "capacity",
         "checkpoint",
         "evaluation",
-        "interrupt",
         "launch",
         "recovery",
         "rehearsal",

@@ -78,53 +78,35 @@ def test_resumed_on_another_layout_takes_the_same_steps(train, dtype):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
-def test_resumed_on_another_number_of_processes(train, train_on):
-    """1 -> 2 processes and 2 -> 1; on the same 2 processes, with dropout, bit-identical."""
-    flags, goes_on = (
-        "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3",
-        " --resume_from_checkpoint ",
-    )
-    whole = train("whole", flags)
-    stopped = train("stopped", flags + STOP)
-    folder = train_on(
-        2,
-        {
-            "one_to_two": flags + goes_on + str(stopped / "checkpoint-7"),
-            "two_to_one": flags + STOP,
-            "whole_two": flags + DROPOUT,
-            "parts_two": flags + DROPOUT + STOP,
-        },
-    )
-    first_lines = "".join(line for line in (stopped / "metrics.jsonl").open())
-    resumed = (folder / "one_to_two" / "metrics.jsonl").read_text()
-    (folder / "one_to_two" / "metrics.jsonl").write_text(first_lines + resumed)
-    check(folder / "one_to_two", whole, "float64")
-    check(train("two_to_one", flags + goes_on + "latest"), whole, "float64")
-    train_on(2, {"parts_two": flags + DROPOUT + goes_on + "latest"})
-    assert without_time(folder / "parts_two") == without_time(folder / "whole_two")
-    assert same_weights(folder / "parts_two", folder / "whole_two")
+def test_resumed_on_the_same_two_processes_is_bit_identical(train_on, tmp_path):
+    """Each process draws its own dropout."""
+    flags = "--global_batch_size 10 --per_device_train_batch_size 3" + DROPOUT
+    goes_on = f" --resume_from_checkpoint {tmp_path / 'first'}/checkpoint-7"
+    train_on(2, {"whole": flags, "first": flags + STOP, "second": flags + goes_on})
+    parts = without_time(tmp_path / "first") + without_time(tmp_path / "second")
+    assert parts == without_time(tmp_path / "whole")
+    assert same_weights(tmp_path / "second", tmp_path / "whole")
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on, dtype, tmp_path):
+def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on):
     """Both programs; the first resumes are inside one epoch, the last in a later one."""
-    flags = f"--global_batch_size 72 --dtype {dtype} --record_samples --per_device_train_batch_size "
+    flags = "--global_batch_size 71 --dtype float64 --record_samples --per_device_train_batch_size "
     programs, goes_on = ("pretrain_bert", "pretrain_gpt2"), " --resume_from_checkpoint latest --stop_after_step "
     names = {program: f"{program}/chain" for program in programs}
     for program in programs:
-        train(names[program], flags + "72 --stop_after_step 2", program=program)
+        train(names[program], flags + "71 --stop_after_step 2", program=program)
     train_on(3, {names[program]: flags + "9" + goes_on + "4" for program in programs})
     train_on(2, {names[program]: flags + "13" + goes_on + "8" for program in programs})
     for program in programs:
         chain = train(names[program], flags + "7" + goes_on + "10", program=program)
-        whole = train(f"{program}/whole", flags + "72", program=program)
+        whole = train(f"{program}/whole", flags + "71", program=program)
         assert [int(line["epoch"]) for line in metrics(chain)][:4] == [0, 0, 0, 0]
         assert metrics(chain)[-1]["epoch"] > 1
-        check(chain, whole, dtype)
+        check(chain, whole, "float64")
         assert samples_of_steps(chain) == samples_of_steps(whole)
+        assert all(len(set(samples)) == 71 for samples in samples_of_steps(chain).values())
         processes = [json.loads(line) for line in (chain / "samples.jsonl").open()]
         used = {step: 1 + max(line["process"] for line in processes if line["step"] == step) for step in (1, 3, 5, 9)}
         assert used == {1: 1, 3: 3, 5: 2, 9: 1}
@@ -884,14 +866,3 @@ def test_every_sample_is_used_once_per_epoch(train, policy):
         assert len(used) == len(set(used)) == (num_samples // 64 * 64 if policy == "drop" else num_samples)
     assert [line["samples"] for line in metrics(output_dir)] == [len(steps[step]) for step in range(1, 13)]
     assert [len(steps[step]) for step in (1, 6)] == [64, num_samples % 64 if policy == "keep" else 64]
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(240)
-def test_the_same_samples_per_step_on_1_2_and_3_processes(train, train_on):
-    flags = "--global_batch_size 31 --per_device_train_batch_size 4 --record_samples --max_train_steps 12"
-    one = samples_of_steps(train("one", flags))
-    two = samples_of_steps(train_on(2, {"two": flags}) / "two")
-    three = samples_of_steps(train_on(3, {"three": flags}) / "three")
-    assert one == two == three
-    assert all(len(set(samples)) == 31 for samples in one.values())

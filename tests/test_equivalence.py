@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import evaluations, metrics, tiny_argv
+from safetensors.torch import load_file
 
 from recipes import losses, optim, run
 from recipes.checkpoint import read
@@ -30,7 +31,8 @@ def flags(batch: int, cap: str, dtype: str) -> str:
 
 
 def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
-    tensors = read(output_dir / checkpoint, "model")
+    """Of a checkpoint, or ("") of the model that a finished run leaves."""
+    tensors = read(output_dir / checkpoint, "model") if checkpoint else load_file(output_dir / "model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 

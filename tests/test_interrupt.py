@@ -1,5 +1,6 @@
 """Asked to stop: the step is finished and saved, and what goes on from there is bit-identical."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,9 +8,9 @@ import sys
 import time
 
 import pytest
-from common import all_metrics, metrics, tiny_argv
+from common import ROOT, all_metrics, metrics, tiny_argv
 from test_checkpoint import DROPOUT, same_weights, without_time
-from test_recovery import launch_with
+from test_recovery import HANG, launch_with
 
 from recipes import accumulate, checkpoint, interrupt, run
 from recipes.errors import UsageError
@@ -106,6 +107,23 @@ def test_the_same_request_may_come_twice_and_the_second_ends_the_process():
         "SIGINT: this step is finished and saved, then the run stops; once more to stop at once",
         "stopping at once",
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_the_data_workers_at_work(corpus, tmp_path, number):
+    """As from a terminal, or from Slurm to all processes of a job's step."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        HANG.format(
+            tests=str(ROOT / "tests"), what=f"import subprocess; subprocess.run(['kill', '-{int(number)}', '0'])"
+        ).replace("== 1", "== 0")
+    )
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --dataloader_num_workers 2")
+    command = [sys.executable, str(program), json.dumps(argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert done.returncode == interrupt.RESTART, done.stderr[-3000:]
+    assert done.stderr.count("this step is finished and saved") == 1
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
 
 
 @pytest.mark.distributed

@@ -49,10 +49,10 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
-    """In a forward, a backward and the synchronising backward of process 1: the same steps, and nobody waits for ever."""
+    """In a forward, a backward, the synchronising backward, the rehearsal: the same steps, and nobody waits for ever."""
     flags = "--global_batch_size 22 --per_device_train_batch_size 4 --record_samples --dtype float64"
     kinds = ("forward", "backward", "second", "synchronising")
-    runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in kinds]
+    runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
     command = [*LAUNCH, str(ROOT / "tests" / "run_with_fault.py"), program, "1", json.dumps(runs)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr[-4000:]
@@ -69,6 +69,11 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_
         cells = [len(json.loads(line)["samples"]) for line in (tmp_path / kind / "samples.jsonl").open()]
         assert max(cells[: 6 * (first - 1)]) == 4
         assert max(cells[6 * (first - 1) :]) == 2, "smaller from then on"
+    assert not events(tmp_path / "always")
+    assert samples_of_steps(tmp_path / "always") == samples_of_steps(undisturbed)
+    lines = [json.loads(line) for line in (tmp_path / "always" / "samples.jsonl").open()]
+    largest = {process: max(len(line["samples"]) for line in lines if line["process"] == process) for process in (0, 1)}
+    assert largest == {0: 2, 1: 2}, "both know before the first step"
 
 
 def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):

@@ -99,3 +99,24 @@ def test_the_same_number_of_cells_on_every_process():
     for ours, theirs in zip(filled, plain, strict=True):
         assert [cell for cell in ours.samples if cell] == theirs.samples
         assert ours.counts.tolist() == theirs.counts.tolist()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60])
+@pytest.mark.parametrize("step", range(5))
+def test_half_caps_make_the_largest_cells_smaller(step, max_tokens):
+    """Rows and, under a cap on them, tokens with padding; down to one sample, which cannot be cut."""
+    layout = solve_layout(num_processes=1, global_batch_size=12)
+    steps = Steps(Ragged(), Order(31, 12, seed=5), layout, process_index=0, max_tokens=max_tokens)
+
+    def largest() -> tuple[int, int]:
+        cells = [cell["lengths"] for cell in steps[step].cells]
+        return max(map(len, cells)), max(len(cell) * int(cell.max()) for cell in cells)
+
+    rows, tokens = largest()
+    while rows > 1:
+        assert steps.halve(step)
+        fewer_rows, fewer_tokens = largest()
+        assert fewer_rows <= (rows + 1) // 2
+        assert max_tokens is None or fewer_tokens <= max(20, (tokens + 1) // 2)
+        rows, tokens = fewer_rows, fewer_tokens
+    assert not steps.halve(step)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipes import interrupt
 from recipes.errors import UsageError
 from recipes.order import Order
 from recipes.partition import partition
@@ -140,7 +141,12 @@ class Steps(Dataset):
             caps = self.layout, self.max_tokens
             pinned = device.type == "cuda"
             for data in DataLoader(
-                self, batch_size=None, sampler=range(first, last), num_workers=num_workers, pin_memory=pinned
+                self,
+                batch_size=None,
+                sampler=range(first, last),
+                num_workers=num_workers,
+                pin_memory=pinned,
+                worker_init_fn=interrupt.ignore,
             ):
                 yield data
                 first += 1
