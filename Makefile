@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # bf16 where the CPU computes in it, fp32 elsewhere. The step is the same, up to rounding.
 PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
+IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare chaos
@@ -31,10 +32,10 @@ pretrain-gpt2: venv ## pretrain a small GPT-2 on Python's documentation: at most
 		--output_dir runs/gpt2_small_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: under 12 minutes on 2 cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: venv ## the tests that launch no processes
-	$(BIN)/python -m pytest -m "not distributed"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
 
 check: venv ## lint and formatting
 	$(BIN)/ruff check .
