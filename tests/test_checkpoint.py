@@ -56,15 +56,17 @@ def test_resumed_on_the_same_layout_is_bit_identical(train):
     assert same_weights(parts / "checkpoint-10", whole / "checkpoint-10")
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(train):
-    """Lines of steps after the checkpoint, and a line cut off by the kill, are written again, once."""
-    whole = train("whole", "--global_batch_size 8")
-    killed = train("killed", "--global_batch_size 8" + STOP)
+@pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(train, program):
+    """Lines of steps after the checkpoint, and one cut off by the kill, are written again; its evaluation is kept."""
+    flags = "--global_batch_size 8 --eval_steps 6"
+    whole = train("whole", flags, program=program)
+    killed = train("killed", flags + STOP, program=program)
     shutil.rmtree(killed / "checkpoint-7")
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "epoch": 0.')
     (killed / ".checkpoint-8.partial").mkdir()
-    train("killed", "--global_batch_size 8 --resume_from_checkpoint latest")
+    train("killed", flags + " --resume_from_checkpoint latest", program=program)
     assert without_time(killed) == without_time(whole)
     assert same_weights(killed, whole)
 
@@ -552,6 +554,7 @@ def raising(error):
 def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
     """The writer begins only after every live tensor has been overwritten."""
     Small(tmp_path / "plain").save(1)
+    num_threads = threading.active_count()
     small, begin, original = (
         Small(tmp_path / "run", asynchronous=True),
         threading.Event(),
@@ -573,6 +576,7 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
     second.join()
     small.saver.close()
     assert small.saver.model is small.saver.optimizer is None, "they must not outlive the process group"
+    assert threading.active_count() == num_threads
     for path in (tmp_path / "plain" / "checkpoint-1").iterdir():
         assert path.read_bytes() == (tmp_path / "run" / "checkpoint-1" / path.name).read_bytes(), path.name
 
