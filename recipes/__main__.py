@@ -1,4 +1,7 @@
-"""`python -m recipes list | plan RECIPE`: answers without torch. Exit code 0 fine, 2 bad usage."""
+"""`python -m recipes list | plan RECIPE | audit-script`; the first two answer without torch.
+
+Exit code 0 fine, 1 a check failed, 2 bad usage.
+"""
 
 import dataclasses
 import json
@@ -13,7 +16,8 @@ from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
 USAGE = """usage: python -m recipes list
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
                                      [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
-                                     [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]"""
+                                     [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
+       python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,17 +87,22 @@ def plan(name: str, argv: list[str]) -> None:
     print(f"  memory     {memory} ({', '.join(used)})")
 
 
-def main() -> None:
+def main() -> int | None:
     match sys.argv[1:]:
         case ["list"]:
             list_recipes()
+        case ["audit-script", *argv]:
+            from recipes.audit.script import audit_script  # here: it imports torch
+
+            return audit_script(argv)
         case ["plan", name, *argv] if not name.startswith("-"):
             plan(name, argv)
         case [] | ["-h"] | ["--help"]:
             print(USAGE)
         case [command, *_]:
-            hint = "it needs a recipe" if command == "plan" else nearest(command, ["list", "plan"])
+            hint = "it needs a recipe" if command == "plan" else nearest(command, ["list", "plan", "audit-script"])
             raise UsageError(f"python -m recipes {command}: {hint}\n{USAGE}")
+    return None
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ FLOORS = [
         "plan",
         "run",
         "__init__",
-        "__main__",
     },
     {"losses", "optim", "data", "models"},
     {
+        "__main__",
         "accumulate",
+        "audit",
         "capacity",
         "checkpoint",
         "evaluation",

@@ -1,0 +1,1 @@
+"""Does a training loop take the step that it says it takes?"""

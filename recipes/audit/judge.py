@@ -1,0 +1,286 @@
+"""Compares what a loop did under two layouts, and names the cause of what differs.
+
+Everything is linear in the gradients, so sketches serve as well as they do. Let r be the reference's gradient of a step, g the
+other's, and d_q what its q-th micro-step added to it. A cause is named because the numbers are what that cause produces:
+g = c r with c = k, N, k N, m / k; r = sum_q a_q d_q with a_q in proportion to the number of targets of micro-step q; and so on.
+"""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+
+from recipes.audit.recording import MicroStep, Recording, Step
+
+SMALL = 1e-6  # relative; what a cause predicts is met within it, or within the tolerance where that is larger
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong with a loop.
+
+    Attributes:
+        cause: see `CAUSES`.
+        where: modules, or steps.
+        evidence: the numbers that show it.
+    """
+
+    cause: str
+    where: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{CAUSES[self.cause]}: {self.where}: {self.evidence}"
+
+
+CAUSES = {
+    "batch_norm": "statistics of the micro-batch instead of the global batch",
+    "dropout": "noise is drawn anew for every cut",
+    "mean_of_means": "mean of the micro-batches' means, though they have different numbers of targets",
+    "ignores_num_items": "the model's loss ignores num_items_in_batch",
+    "shifted_labels": "num_items_in_batch counts labels that are never predicted",
+    "factor": "the gradient is too large or too small by a factor",
+    "tail": "a window that is not full is divided by the k of a full one",
+    "last_window": "the last window never steps",
+    "first_window": "the first step comes after a single micro-step",
+    "duplicated": "samples are used twice",
+    "other_samples": "the samples of a step depend on the layout",
+    "changed_between": "the gradient is changed between micro-steps, before it is complete (clipping?)",
+    "emptied_between": "the gradient is emptied between micro-steps: only the last one counts",
+    "leak": "the gradient of the step before is still there (zero_grad is missing)",
+    "ticks_per_process": "the scheduler ticks once per process in every step (a prepared scheduler)",
+    "ticks_per_micro_step": "the scheduler ticks at every micro-step",
+    "learning_rate": "the learning rate depends on the layout",
+    "reductions": "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
+    "not_reduced": "the processes take different gradients: they are not reduced",
+    "num_steps": "another number of steps",
+    "not_a_sum": "the gradient is no sum over the micro-steps: samples of a batch are mixed, or loss terms have several counts",
+}
+HARMLESS = {"reductions"}
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Of one layout with the reference.
+
+    Attributes:
+        errors: |g - r| / |r| of each step; NaN where the samples are others.
+        ratios: |g| / |r|.
+        cosines: of g and r.
+        worst: the parameter with the largest error, relative to |r|, in the worst step.
+        findings: each cause once.
+    """
+
+    errors: list[float]
+    ratios: list[float]
+    cosines: list[float]
+    worst: str
+    findings: list[Finding]
+
+    @property
+    def is_exact(self) -> bool:
+        return all(finding.cause in HARMLESS for finding in self.findings)
+
+
+def compare(reference: list[Recording], other: list[Recording], tolerance: float) -> Comparison:
+    """What differs, and why.
+
+    Args:
+        reference: recordings of all processes of the layout that is taken for the truth, best one process and one micro-step.
+        other: of another layout.
+        tolerance: largest relative error of a gradient, or of a learning rate, that is rounding.
+    """
+    true, ours = reference[0], other[0]
+    findings = alone(other)
+    known = {finding.cause for finding in findings}
+    errors, ratios, cosines, worst = [], [], [], ("", -1.0)
+    for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
+        # A step after a wrong window has other samples; one with the same samples is compared.
+        difference = _samples(other, t) - _samples(reference, t), _samples(reference, t) - _samples(other, t)
+        if any(difference):
+            if not known & {"first_window", "last_window"}:
+                findings.append(_other_samples(reference, other, t))
+            errors.append(float("nan"))
+            ratios.append(float("nan"))
+            cosines.append(float("nan"))
+            continue
+        norm = np.linalg.norm(r.gradient)
+        error = _relative(g.gradient - r.gradient, norm)
+        errors.append(error)
+        ratios.append(_relative(g.gradient, norm))
+        cosines.append(float(_relative(r.gradient @ g.gradient, norm * np.linalg.norm(g.gradient))))
+        name, of_name = _worst_parameter(ours, g.gradient - r.gradient, norm)
+        worst = max(worst, (name, of_name), key=lambda pair: pair[1])
+        if not error <= tolerance and not known & {"changed_between", "leak"}:
+            findings += _why(other, t, r.gradient, tolerance)
+    if len(true.steps) != len(ours.steps) and not known & {"last_window", "first_window"}:
+        findings.append(Finding("num_steps", "", f"{len(ours.steps)}, not {len(true.steps)}"))
+    for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
+        if not np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0):
+            if not known & {"ticks_per_process", "ticks_per_micro_step"}:
+                rates = f"{g.learning_rates[0]:.6g}, not {r.learning_rates[0]:.6g}"
+                findings.append(Finding("learning_rate", f"step {t + 1}", rates))
+            break
+    once = {finding.cause: finding for finding in reversed(findings)}
+    return Comparison(errors, ratios, cosines, worst[0], list(reversed(once.values())))
+
+
+def alone(processes: list[Recording]) -> list[Finding]:
+    """What is wrong in itself, whatever other layouts do."""
+    findings, (first, *others) = [], processes
+    windows = [len(_window(step)) for step in first.steps]
+    for t, step in enumerate(first.steps, 1):
+        begin, *later = step.micro_steps or [None]
+        if begin is not None and not begin.is_fresh:
+            findings.append(
+                Finding("leak", f"step {t}", f"norm {_norm(first.steps[t - 2].gradient):.4g} at its beginning")
+            )
+        for q, micro_step in enumerate(later, 2):
+            if micro_step.is_touched and not micro_step.is_fresh:
+                evidence = f"before micro-step {q} of {len(step.micro_steps)}"
+                findings.append(Finding("changed_between", f"step {t}", evidence))
+        for other in others[: None if t <= min(len(other.steps) for other in processes) else 0]:
+            error = _relative(other.steps[t - 1].gradient - step.gradient, _norm(step.gradient))
+            if error > SMALL:
+                where = f"step {t}, process {other.process_index}"
+                findings.append(Finding("not_reduced", where, f"relative difference {error:.2g}"))
+        num_reductions = sum(micro_step.is_synchronised for micro_step in _window(step))
+        if num_reductions > 1:
+            findings.append(Finding("reductions", f"step {t}", f"{num_reductions} reductions"))
+        findings += _wrong_count(processes, t - 1)
+    if first.unfinished and not first.is_cut_short:
+        findings.append(Finding("last_window", "at the end", f"{len(first.unfinished)} micro-steps without a step"))
+    if len(windows) > 1 and windows[0] == 1 < windows[1]:
+        findings.append(Finding("first_window", "step 1", f"then every {windows[1]}: step % k == 0?"))
+    ticks = Counter(step.num_ticks for step in first.steps[1:]).most_common(1)
+    num_ticks = ticks[0][0] if ticks else 0
+    if num_ticks > 1:
+        cause = "ticks_per_process" if num_ticks == first.num_processes else "ticks_per_micro_step"
+        if num_ticks in (first.num_processes, max(windows)):
+            findings.append(Finding(cause, "learning rate", f"{num_ticks} ticks per step"))
+    return list({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
+
+
+def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float) -> list[Finding]:
+    """Why the gradient of step t + 1 is not `true`."""
+    first, step = processes[0], processes[0].steps[t]
+    num_processes, k = first.num_processes, max(len(_window(step)) for step in first.steps)
+    window, where, close = len(_window(step)), f"step {t + 1}", max(SMALL, 10 * tolerance)
+    ratio = float(true @ step.gradient / (true @ true))
+    if window < len(step.micro_steps):
+        return [
+            Finding("emptied_between", where, f"{len(step.micro_steps) - window} of {len(step.micro_steps)} are lost")
+        ]
+    if first.honours_num_items is False and k * num_processes > 1:
+        return [Finding("ignores_num_items", f"{first.model}, {where}", f"{ratio:.4g} times the gradient")]
+    if _relative(step.gradient - ratio * true, _norm(step.gradient)) <= close:
+        if window < k and abs(ratio * k / window - 1) <= close:
+            return [Finding("tail", where, f"{ratio:.4g} = {window}/{k} of the gradient")]
+        names = {"k": k, "N": num_processes, "k N": k * num_processes}
+        names |= {f"1/({name})" if " " in name else f"1/{name}": 1 / value for name, value in names.items()}
+        named = [name for name, value in names.items() if value != 1 and abs(ratio / value - 1) <= close]
+        return [Finding("factor", where, " = ".join([f"{ratio:.6g}", *named[:1]]) + " times the gradient")]
+    if num_processes == 1 and window > 1:
+        weights, residual = _weights(step, true)
+        if residual <= close:
+            return _wrong_weights(first, step, weights, k, where)
+    suspects = [
+        Finding(cause, ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else ""), where)
+        for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
+        if modules
+    ]
+    if suspects:
+        return suspects
+    counts = [sum(_count(first, m) or 0 for m in _window(of.steps[t])) for of in processes]
+    if num_processes > 1 and len(set(counts)) > 1:
+        return [Finding("mean_of_means", where, f"targets of the processes: {', '.join(map(str, counts))}")]
+    return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest")]
+
+
+def _weights(step: Step, true: np.ndarray) -> tuple[np.ndarray, float]:
+    """a_q that make sum_q a_q d_q come nearest to the true gradient, and the relative rest."""
+    sums = np.stack([micro_step.gradient for micro_step in _window(step)])
+    parts = np.diff(sums, axis=0, prepend=0)
+    weights, *_ = np.linalg.lstsq(parts.T, true, rcond=None)
+    return weights, _relative(parts.T @ weights - true, _norm(true))
+
+
+def _wrong_weights(recording: Recording, step: Step, weights: np.ndarray, k: int, where: str) -> list[Finding]:
+    counts = [_count(recording, micro_step) for micro_step in _window(step)]
+    shown = ", ".join(f"{weight:.4g}" for weight in weights[:8])
+    findings = []
+    if len(set(counts)) > 1 and None not in counts:
+        evidence = f"targets of the micro-steps: {', '.join(map(str, counts[:8]))}; they need the weights {shown}"
+        findings.append(Finding("mean_of_means", where, evidence))
+    if len(weights) < k and (not findings or abs(np.mean(weights) * len(weights) / k - 1) < 0.02):
+        findings.append(Finding("tail", where, f"{len(weights)} micro-steps are divided by {k}"))
+    return findings or [Finding("factor", where, f"the micro-steps need the weights {shown}")]
+
+
+def _wrong_count(processes: list[Recording], t: int) -> list[Finding]:
+    """`num_items_in_batch` beside the labels that a causal model predicts: the first of each row is not one of them."""
+    first = processes[0]
+    is_causal = "CausalLM" in first.model or "LMHead" in first.model
+    if not first.honours_num_items or not is_causal:
+        return []
+    micro_steps = [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
+    given = {m.num_items for m in micro_steps}
+    if len(given) != 1 or None in given or any(m.num_shifted is None for m in micro_steps):
+        return []
+    (num_items,), predicted = given, sum(m.num_shifted for m in micro_steps)
+    if num_items == predicted:
+        return []
+    evidence = f"{num_items:.0f} of which {predicted} are predicted: {predicted / num_items:.4g} times the gradient"
+    return [Finding("shifted_labels", f"{first.model}, step {t + 1}", evidence)]
+
+
+def _window(step: Step) -> list[MicroStep]:
+    """The micro-steps that the step is made of: those since its gradient was empty."""
+    first = max((q for q, micro_step in enumerate(step.micro_steps) if micro_step.is_fresh), default=0)
+    return step.micro_steps[first:]
+
+
+def _count(recording: Recording, micro_step: MicroStep) -> int | None:
+    """Targets of a micro-step, as far as they can be seen."""
+    is_causal = "CausalLM" in recording.model or "LMHead" in recording.model
+    for count in (micro_step.num_shifted if is_causal else None, micro_step.num_labels, micro_step.num_rows):
+        if count is not None:
+            return count
+    return None
+
+
+def _samples(processes: list[Recording], t: int) -> Counter:
+    """Samples of step t + 1 over all processes; empty if they are unknown."""
+    micro_steps = [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
+    if any(m.samples is None for m in micro_steps):
+        return Counter()
+    return Counter(sample for m in micro_steps for sample in m.samples)
+
+
+def _other_samples(reference: list[Recording], other: list[Recording], t: int) -> Finding:
+    more = _samples(other, t) - _samples(reference, t)
+    twice = _used(other, t) - _used(reference, t)
+    if twice and not _used(reference, t) - _used(other, t):
+        shown = ", ".join(map(str, sorted(twice)[:5]))
+        return Finding("duplicated", f"step {t + 1}", f"{twice.total()} more than once: {shown}...")
+    return Finding("other_samples", f"step {t + 1}", f"{more.total()} of its samples are others")
+
+
+def _used(processes: list[Recording], t: int) -> Counter:
+    return sum((_samples(processes, number) for number in range(t + 1)), Counter())
+
+
+def _worst_parameter(recording: Recording, difference: np.ndarray, norm: float) -> tuple[str, float]:
+    ends = np.cumsum(recording.sizes)
+    errors = [_relative(part, norm) for part in np.split(difference, ends[:-1])]
+    number = int(np.argmax(errors))
+    return recording.names[number], errors[number]
+
+
+def _norm(vector: np.ndarray) -> float:
+    return float(np.linalg.norm(vector))
+
+
+def _relative(value: np.ndarray | float, norm: float) -> float:
+    size = _norm(value) if np.ndim(value) else float(value)
+    return size / norm if norm else (0.0 if size == 0 else float("inf"))

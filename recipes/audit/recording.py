@@ -1,0 +1,120 @@
+"""What a training loop did in its first optimizer steps, as numbers: written by one program, compared by another."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class MicroStep:
+    """One backward.
+
+    Attributes:
+        loss: what was differentiated; None if it is no scalar.
+        gradient: float64 [numbers of the sketch], of what `.grad` holds after it (on this process, reduced or not).
+        is_fresh: `.grad` was empty or zero before it.
+        is_touched: something else than a backward changed `.grad` since the backward before it.
+        is_synchronised: DistributedDataParallel reduced the gradient in it.
+        samples: indices in the dataset, when a DataLoader made the batch of them; else None.
+        num_rows: samples given to the model; None if unknown.
+        num_labels: labels that are not -100, None if unknown; `num_shifted` without the first of each row.
+        num_items: the `num_items_in_batch` that the model was given.
+    """
+
+    loss: float | None
+    gradient: np.ndarray
+    is_fresh: bool
+    is_touched: bool
+    is_synchronised: bool
+    samples: list[int] | None = None
+    num_rows: int | None = None
+    num_labels: int | None = None
+    num_shifted: int | None = None
+    num_items: float | None = None
+
+
+@dataclasses.dataclass
+class Step:
+    """One step of the optimizer.
+
+    Attributes:
+        gradient: float64 [numbers of the sketch], as the optimizer takes it.
+        change: the same of the parameters' change.
+        learning_rates: of the parameter groups.
+        num_ticks: steps of learning rate schedulers since the step before.
+        micro_steps: the backwards since the step before.
+    """
+
+    gradient: np.ndarray
+    change: np.ndarray
+    learning_rates: list[float]
+    num_ticks: int
+    micro_steps: list[MicroStep]
+
+
+@dataclasses.dataclass
+class Recording:
+    """What one process did.
+
+    Attributes:
+        names: of the parameters, in the order of the sketches.
+        sizes: how many numbers of a sketch belong to each parameter.
+        model: class of the model.
+        batch_norms: modules that compute statistics of their batch.
+        dropouts: modules that draw noise.
+        honours_num_items: whether the model's loss follows the `num_items_in_batch` that it is given; None: it is given none.
+        steps: in order.
+        unfinished: backwards after the last step.
+        is_cut_short: the program was ended after the number of steps that was asked for.
+        logged_losses: of a transformers Trainer, (step, loss).
+    """
+
+    num_processes: int = 1
+    process_index: int = 0
+    names: list[str] = dataclasses.field(default_factory=list)
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    model: str = ""
+    batch_norms: list[str] = dataclasses.field(default_factory=list)
+    dropouts: list[str] = dataclasses.field(default_factory=list)
+    honours_num_items: bool | None = None
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    unfinished: list[MicroStep] = dataclasses.field(default_factory=list)
+    is_cut_short: bool = False
+    logged_losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write it as .npz: arrays, and the rest as JSON."""
+        arrays: list[np.ndarray] = []
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                arrays.append(value)
+                return {"array": len(arrays) - 1}
+            if dataclasses.is_dataclass(value):
+                return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return [plain(item) for item in value] if isinstance(value, list) else value
+
+        record = json.dumps(plain(self))
+        np.savez(path, record=np.array(record), **{str(number): array for number, array in enumerate(arrays)})
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        record = json.loads(str(arrays.pop("record")))
+
+        def micro_step(plain: dict) -> MicroStep:
+            return MicroStep(**plain | {"gradient": arrays[str(plain["gradient"]["array"])]})
+
+        def step(plain: dict) -> Step:
+            gradient, change = (arrays[str(plain[name]["array"])] for name in ("gradient", "change"))
+            micro_steps = [micro_step(of) for of in plain["micro_steps"]]
+            return Step(**plain | {"gradient": gradient, "change": change, "micro_steps": micro_steps})
+
+        record["steps"] = [step(plain) for plain in record["steps"]]
+        record["unfinished"] = [micro_step(plain) for plain in record["unfinished"]]
+        record["logged_losses"] = [tuple(pair) for pair in record["logged_losses"]]
+        return cls(**record)

@@ -1,0 +1,176 @@
+"""`python -m recipes audit-script`: runs a program under several layouts, and compares the steps that it takes."""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
+from recipes.audit.recording import Recording
+from recipes.errors import UsageError
+
+USAGE = """python -m recipes audit-script --vary "FLAG=VALUE,..." [--vary ...] [--processes 1,2] [--steps 8]
+                                      [--tolerance 1e-5] [--timeout 600] [--json] -- PROGRAM.py ARGS"""
+BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(f"audit-script: {message}\nusage: {USAGE}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """How the program is run once."""
+
+    flags: dict[str, str]
+    num_processes: int
+
+    def __str__(self) -> str:
+        names = {BATCH: "b", WINDOW: "k"}
+        parts = [f"{names.get(name, name)} {value}" for name, value in self.flags.items()]
+        return ", ".join([*parts, f"N {self.num_processes}"])
+
+    @property
+    def argv(self) -> list[str]:
+        return [word for name, value in self.flags.items() for word in (f"--{name.lstrip('-')}", value)]
+
+
+def variations(vary: list[str], processes: list[int]) -> list[Variation]:
+    """Every variation on every number of processes, with the same global batch: k is divided by N, or b where k cannot be.
+
+    >>> [str(v) for v in variations(["per_device_train_batch_size=8,gradient_accumulation_steps=1"], [1, 2])]
+    ['b 8, k 1, N 1', 'b 4, k 1, N 2']
+    """
+    problems, found = [], []
+    for text in vary:
+        flags = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+        if len(flags) != len(text.split(",")):
+            problems.append(f'--vary is {text!r}, not FLAG=VALUE,FLAG=VALUE: for example "{BATCH}=8,{WINDOW}=1"')
+            continue
+        for num_processes in processes:
+            divided = next(
+                (n for n in (WINDOW, BATCH) if flags.get(n, "").isdigit() and not int(flags[n]) % num_processes), None
+            )
+            if num_processes == 1 or not flags.keys() & {WINDOW, BATCH}:
+                found.append(Variation(flags, num_processes))
+            elif divided is None:
+                problems.append(
+                    f"--vary {text!r} on {num_processes} processes: neither k nor b can be divided by {num_processes}"
+                )
+            else:
+                found.append(Variation(flags | {divided: str(int(flags[divided]) // num_processes)}, num_processes))
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def record(program: list[str], variation: Variation, num_steps: int, timeout: float) -> list[Recording]:
+    """Run `program` once, and return what each process did.
+
+    Raises:
+        UsageError: it failed, or took no step.
+    """
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    if not torch.cuda.is_available():
+        environment["ACCELERATE_USE_CPU"] = "true"
+    launch = [sys.executable]
+    if variation.num_processes > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(variation.num_processes)]
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // variation.num_processes)))
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        command = [*launch, "-m", "recipes.audit.program", folder, str(num_steps), *program, *variation.argv]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"{program[0]} ({variation}) took longer than --timeout {timeout:g} seconds") from None
+        if done.returncode:
+            last = "\n  ".join(done.stderr.strip().splitlines()[-12:])
+            raise UsageError(f"{program[0]} ({variation}) failed:\n  {last}")
+        recordings = [Recording.load(Path(folder) / f"{number}.npz") for number in range(variation.num_processes)]
+    if not recordings[0].steps:
+        raise UsageError(f"{program[0]} ({variation}) ended without a step of an optimizer of torch.optim")
+    return recordings
+
+
+def audit_script(argv: list[str]) -> int:
+    """The command. Returns the exit code: 0 exact, 1 not exact.
+
+    Raises:
+        UsageError: bad flags, a program that fails.
+    """
+    parser = _Parser(prog="python -m recipes audit-script", usage=USAGE, description=__doc__.split(":", 1)[1].strip())
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE,...",
+        help="flags of one run; the first is the reference",
+    )
+    parser.add_argument(
+        "--processes", default="1", help="numbers of processes, with commas; the first belongs to the reference"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run; 0: all")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative error that is rounding")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    flags = parser.parse_args(own)
+    if not program:
+        raise UsageError(f"audit-script: the program is missing behind --\nusage: {USAGE}")
+    if not Path(program[0]).is_file():
+        raise UsageError(f"audit-script: {program[0]} is not a file")
+    if not all(number.isdigit() and int(number) > 0 for number in flags.processes.split(",")):
+        raise UsageError(f"--processes is {flags.processes}, not numbers with commas: for example 1,2")
+    runs = variations(flags.vary, [int(number) for number in flags.processes.split(",")])
+    if len(runs) < 2:
+        raise UsageError(
+            f"audit-script: one run has nothing to be compared with: give another --vary, or --processes 1,2\nusage: {USAGE}"
+        )
+    recordings = []
+    for run in runs:
+        if not flags.json:
+            print(f"{program[0]}: {run}", file=sys.stderr, flush=True)
+        recordings.append(record(program, run, flags.steps, flags.timeout))
+    in_itself = alone(recordings[0])
+    comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
+    is_exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
+    if flags.json:
+        rows = [
+            {"layout": str(run)} | dataclasses.asdict(comparison) | {"is_exact": comparison.is_exact}
+            for run, comparison in zip(runs[1:], comparisons, strict=True)
+        ]
+        answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
+        print(json.dumps(answer | {"findings": [dataclasses.asdict(of) for of in in_itself], "comparisons": rows}))
+    else:
+        print(report(runs, in_itself, comparisons, flags.tolerance))
+    return 0 if is_exact else 1
+
+
+def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Comparison], tolerance: float) -> str:
+    """The table, and what was found, as text."""
+    width = max(map(len, map(str, runs)))
+    lines = [f"{'layout':{width}}  steps  error of the first, last step   |g|/|r|   cosine  worst parameter"]
+    lines.append(f"{runs[0]!s:{width}}  the reference")
+    lines += [f"  {finding}" for finding in in_itself]
+    for run, of in zip(runs[1:], comparisons, strict=True):
+        lines.append(
+            f"{run!s:{width}}  {len(of.errors):5}  {of.errors[0]:14.2g}, {of.errors[-1]:14.2g}  {of.ratios[0]:8.4g} "
+            f"{of.cosines[0]:8.4f}  {of.worst if not max(of.errors) <= tolerance else ''}".rstrip()
+        )
+        lines += [f"  {finding}" for finding in of.findings]
+    exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
+    lines.append(f"{'exact' if exact else 'NOT exact'} (tolerance {tolerance:g})")
+    return "\n".join(lines)
+
+
+__all__ = ["CAUSES", "audit_script", "record", "report", "variations"]

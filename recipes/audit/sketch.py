@@ -1,0 +1,57 @@
+"""Few numbers that stand for many: linear, so that differences, ratios and angles of gradients can be read from them."""
+
+import torch
+
+WHOLE = 4096  # parameters of at most so many numbers are kept as they are
+COLUMNS, ROWS = 1024, 4
+
+
+def sketch(tensors: list[torch.Tensor | None], like: list[torch.Tensor]) -> torch.Tensor:
+    """A random projection of each tensor, one after the other.
+
+    A tensor of n <= 4096 numbers is kept whole. A larger one is laid out as a matrix G of 1,024 columns, and R G / 2 is kept,
+    where R has 4 rows of random signs that depend on n only: E |R G / 2|^2 = |G|^2 (Johnson and Lindenstrauss 1984; with
+    signs Achlioptas 2003, doi 10.1016/S0022-0000(03)00025-4). One pass over the memory.
+
+    Args:
+        tensors: any shapes and dtypes, None for zeros.
+        like: tensors of the same shapes, for those that are None.
+
+    Returns:
+        float64 [numbers] on the host.
+    """
+    parts = []
+    for tensor, shape in zip(tensors, like, strict=True):
+        if tensor is None:
+            parts.append(torch.zeros(size(shape.numel()), dtype=torch.float64))
+            continue
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        flat = tensor.detach().reshape(-1)
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        if flat.numel() > WHOLE:
+            num_rows = flat.numel() // COLUMNS
+            signs = _signs(num_rows + 1, flat.device, flat.dtype)
+            body = flat[: num_rows * COLUMNS].view(num_rows, COLUMNS)
+            projected = signs[:, :num_rows] @ body
+            rest = flat[num_rows * COLUMNS :]
+            projected[:, : rest.numel()] += signs[:, -1:] * rest
+            flat = projected.reshape(-1) / ROWS**0.5
+        parts.append(flat.double().cpu())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def size(num_numbers: int) -> int:
+    """How many numbers stand for a tensor of `num_numbers`."""
+    return num_numbers if num_numbers <= WHOLE else ROWS * COLUMNS
+
+
+_cache: dict[tuple, torch.Tensor] = {}
+
+
+def _signs(num_columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    key = num_columns, device, dtype
+    if key not in _cache:
+        generator = torch.Generator().manual_seed(num_columns)
+        signs = torch.randint(2, (ROWS, num_columns), generator=generator, dtype=torch.int8) * 2 - 1
+        _cache[key] = signs.to(device, dtype)
+    return _cache[key]

@@ -1,0 +1,237 @@
+"""The audit names the one fault of each program in audited/, and finds none in those that have none."""
+
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from common import ROOT, fresh_accelerator
+
+from recipes.audit import script
+from recipes.audit.judge import CAUSES, HARMLESS, alone, compare
+from recipes.audit.record import Enough, Recorder
+from recipes.audit.recording import Recording
+from recipes.audit.script import Variation, audit_script, record, variations
+from recipes.audit.sketch import COLUMNS, ROWS, WHOLE, sketch
+from recipes.errors import UsageError
+
+AUDITED = ROOT / "tests" / "audited"
+TOLERANCE = 1e-7
+# Found when the same 16 samples are cut into 4 micro-steps.
+ONE_PROCESS = {
+    "not_divided_by_k": {"factor"},
+    "mean_of_means": {"mean_of_means"},
+    "accelerate_documented": {"mean_of_means"},
+    "tail_divided_by_k": {"tail"},
+    "last_window_never_steps": {"last_window"},
+    "step_mod_k_is_0": {"first_window", "last_window"},
+    "batch_norm": {"batch_norm"},
+    "dropout_on": {"dropout"},
+    "clip_per_micro_step": {"changed_between"},
+    "zero_grad_missing": {"leak"},
+    "zero_grad_per_micro_step": {"emptied_between"},
+    "scheduler_per_micro_step": {"ticks_per_micro_step"},
+    "shuffles_per_layout": {"other_samples"},
+    "trainer_bert_for_pretraining": {"ignores_num_items"},
+    "trainer_bert_classifier": {"ignores_num_items"},
+    "trainer_gpt2": {"shifted_labels"},
+}
+# Name -> b, k, what is found on two processes. no_sync_missing is exact.
+TWO_PROCESSES = {
+    "prepared_scheduler": (8, 1, {"ticks_per_process"}),
+    "even_batches": (8, 1, {"duplicated"}),
+    "no_sync_missing": (2, 4, {"reductions"}),
+    "accelerate_documented": (8, 1, {"mean_of_means"}),
+    "trainer_bert_classifier": (4, 2, {"ignores_num_items"}),
+    "ok_ddp_no_sync": (2, 4, set()),
+    "ok_accelerate_exact": (4, 2, set()),
+    "ok_trainer_llama": (4, 2, set()),
+}
+
+
+def program(name: str):
+    return AUDITED / f"{name}.py"
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """run(name, b, k): what a program does, recorded in this process."""
+    monkeypatch.syspath_prepend(str(AUDITED))
+
+    def here(name: str, b: int, k: int, num_steps: int | None = None) -> list[Recording]:
+        fresh_accelerator()
+        module = types.ModuleType("__main__")
+        module.__file__ = str(program(name))
+        flags = ["--per_device_train_batch_size", str(b), "--gradient_accumulation_steps", str(k)]
+        monkeypatch.setattr(sys, "argv", [name, *flags])
+        recorder = Recorder(num_steps)
+        try:
+            with recorder:
+                exec(compile(program(name).read_bytes(), name, "exec"), module.__dict__)
+        except Enough:
+            assert num_steps is not None
+        return [recorder.recording]
+
+    return here
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_the_fault_is_found_and_named(run, name):
+    comparison = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE)
+    assert {finding.cause for finding in comparison.findings} == ONE_PROCESS[name]
+    assert not comparison.is_exact
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in AUDITED.glob("ok_*.py")))
+def test_what_is_exact_is_not_accused(run, name):
+    reference, *others = (run(name, b, k) for b, k in ((16, 1), (4, 4), (2, 8)))
+    assert not alone(reference)
+    for other in others:
+        comparison = compare(reference, other, TOLERANCE)
+        assert not comparison.findings
+        assert comparison.is_exact
+        assert max(comparison.errors) < TOLERANCE
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_on_two_processes(run, name):
+    b, k, causes = TWO_PROCESSES[name]
+    flags = {"per_device_train_batch_size": str(b), "gradient_accumulation_steps": str(k)}
+    two = record([str(program(name))], Variation(flags, 2), 0, timeout=100)
+    assert [recording.process_index for recording in two] == [0, 1]
+    comparison = compare(run(name, 16, 1), two, TOLERANCE)
+    assert {finding.cause for finding in comparison.findings} == causes
+    assert comparison.is_exact == (causes <= HARMLESS)
+
+
+def test_evidence_and_places(run):
+    """The module, the factor, the counts."""
+    found = {}
+    for name in ("batch_norm", "not_divided_by_k", "mean_of_means", "trainer_bert_classifier", "tail_divided_by_k"):
+        (found[name],) = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE).findings
+    assert found["batch_norm"].where == "1 (BatchNorm1d)"
+    assert found["not_divided_by_k"].evidence == "4 = k times the gradient"
+    assert found["mean_of_means"].evidence.startswith(
+        "targets of the micro-steps: 48, 40, 38, 57; they need the weights 1.0"
+    )
+    assert found["trainer_bert_classifier"].where == "BertForSequenceClassification, step 1"
+    assert found["trainer_bert_classifier"].evidence == "4 times the gradient"
+    assert found["tail_divided_by_k"].evidence == "0.5 = 2/4 of the gradient"
+    assert str(found["batch_norm"]).startswith(CAUSES["batch_norm"])
+
+
+def test_a_recording_is_written_and_read(run, tmp_path):
+    (recording,) = run("trainer_bert_classifier", 4, 4, num_steps=2)
+    assert len(recording.steps) == 2
+    assert recording.is_cut_short
+    recording.save(tmp_path / "0.npz")
+    again = Recording.load(tmp_path / "0.npz")
+    assert np.array_equal(again.steps[1].micro_steps[3].gradient, recording.steps[1].micro_steps[3].gradient)
+    assert str(again) == str(recording)
+    assert again.steps[0].micro_steps[1].samples == [4, 5, 6, 7]
+
+
+def test_parameters_are_kept_so_that_steps_are_compared_one_by_one(run):
+    """The first step's error must not be seen in the last one."""
+    recording, moving = run("ok_plain_counts", 16, 1)[0], Recorder(keep_parameters=False)
+    assert all(np.linalg.norm(step.change) > 0 for step in recording.steps)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    for recorder, moves in ((Recorder(), False), (moving, True)):
+        with recorder:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        assert model.weight.equal(before) != moves
+        assert np.allclose(recorder.recording.steps[0].change, -0.1 * recorder.recording.steps[0].gradient)
+
+
+def test_nothing_is_left_behind(run):
+    before = torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step
+    run("ok_scheduler_per_step", 4, 4)
+    assert before == (torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step)
+
+
+@pytest.mark.parametrize("size", [WHOLE, WHOLE + 1, 40 * COLUMNS + 7])
+def test_a_sketch_is_linear_and_keeps_lengths(size):
+    a, b = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    one, two, both = (sketch([tensor], [a]) for tensor in (a, b, 3 * a - b))
+    assert len(one) == (size if size <= WHOLE else ROWS * COLUMNS)
+    assert torch.allclose(3 * one - two, both, atol=1e-12)
+    assert one.norm().item() == pytest.approx(a.norm().item(), rel=0.1)
+    assert (one @ two / one.norm() / two.norm()).abs() < 0.1
+    assert sketch([None], [a]).equal(torch.zeros_like(one))
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+VARY = ["--vary", "per_device_train_batch_size=16,gradient_accumulation_steps=1"]
+VARY += ["--vary", "per_device_train_batch_size=4,gradient_accumulation_steps=4"]
+
+
+def command(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "recipes", "audit-script", *argv], capture_output=True, text=True, cwd=ROOT, timeout=100
+    )
+
+
+def test_the_command_says_what_is_wrong_and_exits_with_1():
+    done = command(*VARY, "--steps", "2", "--", str(program("not_divided_by_k")))
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1] == "b 16, k 1, N 1  the reference"
+    assert lines[2].startswith("b 4, k 4, N 1       2 ")
+    assert lines[3].endswith("step 1: 4 = k times the gradient")
+    assert lines[4] == "NOT exact (tolerance 1e-05)"
+
+
+def test_the_command_for_machines(monkeypatch, capsys, run):
+    """And 0 for what is exact."""
+    monkeypatch.setattr(script, "record", lambda program, v, *_: run("ok_groupnorm", *map(int, v.flags.values())))
+    assert audit_script([*VARY, "--json", "--tolerance", "1e-9", "--", str(program("ok_groupnorm"))]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["is_exact"] is answer["comparisons"][0]["is_exact"] is True
+    assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
+
+
+def test_the_global_batch_is_the_same_on_every_number_of_processes():
+    found = variations(["per_device_train_batch_size=8,gradient_accumulation_steps=2", "x=1"], [1, 2, 4])
+    assert [str(of) for of in found] == [
+        *("b 8, k 2, N 1", "b 8, k 1, N 2", "b 2, k 2, N 4"),
+        *("x 1, N 1", "x 1, N 2", "x 1, N 4"),
+    ]
+    assert found[0].argv == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the program is missing behind --"),
+        ([*VARY, "--", "nowhere.py"], "nowhere.py is not a file"),
+        (["--", "README.md"], "one run has nothing to be compared with"),
+        (["--vary", "x", "--", "README.md"], "--vary is 'x', not FLAG=VALUE"),
+        ([*VARY, "--processes", "two", "--", "README.md"], "--processes is two, not numbers with commas"),
+        ([*VARY, "--processes", "3", "--", "README.md"], "neither k nor b can be divided by 3"),
+        ([*VARY, "--what", "--", "README.md"], "unrecognized arguments: --what"),
+    ],
+)
+def test_bad_usage(argv, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UsageError, match=message):
+        audit_script(argv)
+
+
+def test_a_program_that_fails_or_takes_no_step(tmp_path):
+    file = tmp_path / "program.py"
+    for text, message in (("raise KeyError('x')", "KeyError: 'x'"), ("pass", "ended without a step of an optimizer")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            record([str(file)], Variation({}, 1), 1, timeout=60)
+    file.write_text("import time; time.sleep(60)")
+    with pytest.raises(UsageError, match="took longer than --timeout 1 seconds"):
+        record([str(file)], Variation({}, 1), 1, timeout=1)
