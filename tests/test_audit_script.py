@@ -12,7 +12,7 @@ from common import ROOT, fresh_accelerator
 
 from recipes.audit import script
 from recipes.audit.judge import CAUSES, HARMLESS, alone, compare
-from recipes.audit.record import Enough, Recorder
+from recipes.audit.record import Enough, Recorder, _honours
 from recipes.audit.recording import Recording
 from recipes.audit.script import Variation, audit_script, record, variations
 from recipes.audit.sketch import COLUMNS, ROWS, WHOLE, sketch
@@ -155,6 +155,39 @@ def test_nothing_is_left_behind(run):
     before = torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step
     run("ok_scheduler_per_step", 4, 4)
     assert before == (torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step)
+
+
+def test_numbers_that_are_not_finite_and_other_models(run):
+    reference, broken = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    broken[0].steps[2].gradient[5] = np.nan
+    comparison = compare(reference, broken, TOLERANCE)
+    assert [(of.cause, of.where) for of in comparison.findings] == [("not_finite", "step 3")]
+    other = compare(reference, run("ok_two_terms", 4, 4), TOLERANCE)
+    assert [of.cause for of in other.findings] == ["parameters"]
+    v = Variation({}, 1)
+    assert "not compared" in script.report([v, v], [], [other], TOLERANCE)
+
+
+def test_modules_that_do_nothing_are_no_suspects():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2).eval(), torch.nn.Dropout(0.5).eval(), torch.nn.Dropout(0.0)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder() as recorder:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert recorder.recording.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert recorder.recording.batch_norms == recorder.recording.dropouts == []
+
+
+def test_asking_a_loss_about_num_items_leaves_no_trace():
+    class Noisy(torch.nn.Module):
+        def forward(self, x, num_items_in_batch):
+            return types.SimpleNamespace(loss=torch.rand(()) / num_items_in_batch)
+
+    state = torch.get_rng_state()
+    assert _honours(Noisy(), (), {"x": torch.ones(1), "num_items_in_batch": torch.tensor(4)})
+    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize("size", [WHOLE, WHOLE + 1, 40 * COLUMNS + 7])

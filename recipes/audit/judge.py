@@ -54,6 +54,8 @@ CAUSES = {
     "reductions": "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
     "not_reduced": "the processes take different gradients: they are not reduced",
     "num_steps": "another number of steps",
+    "not_finite": "the gradient is not finite",
+    "parameters": "other parameters are trained",
     "not_a_sum": "the gradient is no sum over the micro-steps: samples of a batch are mixed, or loss terms have several counts",
 }
 HARMLESS = {"reductions"}
@@ -91,6 +93,9 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
         tolerance: largest relative error of a gradient, or of a learning rate, that is rounding.
     """
     true, ours = reference[0], other[0]
+    if (true.names, true.sizes) != (ours.names, ours.sizes):
+        numbers = f"{len(ours.names)} parameters, {len(true.names)} in the reference"
+        return Comparison([], [], [], "", [Finding("parameters", ours.model, numbers)])
     findings = alone(other)
     known = {finding.cause for finding in findings}
     errors, ratios, cosines, worst = [], [], [], ("", -1.0)
@@ -166,6 +171,8 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
     first, step = processes[0], processes[0].steps[t]
     num_processes, k = first.num_processes, max(len(_window(step)) for step in first.steps)
     window, where, close = len(_window(step)), f"step {t + 1}", max(SMALL, 10 * tolerance)
+    if not np.isfinite([true, step.gradient]).all():
+        return [Finding("not_finite", where, "there or in the reference")]
     ratio = float(true @ step.gradient / (true @ true))
     if window < len(step.micro_steps):
         return [

@@ -135,9 +135,8 @@ class Recorder:
             raise Enough
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        is_first = getattr(scheduler, "_is_initial", False)  # its constructor's
+        self.num_ticks += 1
         tick(scheduler, *args, **kwargs)
-        self.num_ticks += not is_first
 
     def _index(self, next_index: Callable, iterator: Any) -> Any:
         index = next_index(iterator)

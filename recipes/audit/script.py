@@ -163,6 +163,9 @@ def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Co
     lines.append(f"{runs[0]!s:{width}}  the reference")
     lines += [f"  {finding}" for finding in in_itself]
     for run, of in zip(runs[1:], comparisons, strict=True):
+        if not of.errors:
+            lines += [f"{run!s:{width}}  not compared", *(f"  {finding}" for finding in of.findings)]
+            continue
         lines.append(
             f"{run!s:{width}}  {len(of.errors):5}  {of.errors[0]:14.2g}, {of.errors[-1]:14.2g}  {of.ratios[0]:8.4g} "
             f"{of.cosines[0]:8.4f}  {of.worst if not max(of.errors) <= tolerance else ''}".rstrip()
