@@ -168,6 +168,22 @@ def test_numbers_that_are_not_finite_and_other_models(run):
     assert "not compared" in script.report([v, v], [], [other], TOLERANCE)
 
 
+def test_processes_that_take_different_gradients(run):
+    zero, one = run("ok_groupnorm", 16, 1)[0], run("ok_groupnorm", 16, 1)[0]
+    one.process_index = 1
+    assert not [of for of in alone([zero, one]) if of.cause == "not_reduced"]
+    one.steps[1].gradient *= 1.5
+    assert [(of.cause, of.where) for of in alone([zero, one])] == [("not_reduced", "step 2, process 1")]
+
+
+def test_rates_and_steps_that_depend_on_the_layout(run):
+    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    other[0].steps[3].learning_rates = [0.5 * rate for rate in other[0].steps[3].learning_rates]
+    del other[0].steps[4]
+    found = [(of.cause, of.where, of.evidence) for of in compare(reference, other, TOLERANCE).findings]
+    assert found == [("num_steps", "", "4, not 5"), ("learning_rate", "step 4", "0.005, not 0.01")]
+
+
 def test_modules_that_do_nothing_are_no_suspects():
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2).eval(), torch.nn.Dropout(0.5).eval(), torch.nn.Dropout(0.0)
