@@ -44,7 +44,7 @@ TWO_PROCESSES = {
     "prepared_scheduler": (8, 1, {"ticks_per_process"}),
     "even_batches": (8, 1, {"duplicated"}),
     "no_sync_missing": (2, 4, {"reductions"}),
-    "accelerate_documented": (8, 1, {"mean_of_means"}),
+    "accelerate_documented": (8, 1, {"mean_of_means", "duplicated"}),
     "trainer_bert_classifier": (4, 2, {"ignores_num_items"}),
     "ok_ddp_no_sync": (2, 4, set()),
     "ok_accelerate_exact": (4, 2, set()),
@@ -109,6 +109,13 @@ def test_on_two_processes(run, name):
     assert comparison.is_exact == (causes <= HARMLESS)
 
 
+def test_two_faults_at_once(run):
+    """As documented, Accelerate also divides the last window's 7 micro-steps by 8."""
+    found = compare(run("accelerate_documented", 16, 1), run("accelerate_documented", 2, 8), TOLERANCE).findings
+    assert [of.cause for of in found] == ["mean_of_means", "tail"]
+    assert (found[1].where, found[1].evidence) == ("step 5", "7 micro-steps are divided by 8")
+
+
 def test_evidence_and_places(run):
     """The module, the factor, the counts."""
     found = {}
@@ -128,7 +135,7 @@ def test_evidence_and_places(run):
 def test_a_recording_is_written_and_read(run, tmp_path):
     (recording,) = run("trainer_bert_classifier", 4, 4, num_steps=2)
     assert len(recording.steps) == 2
-    assert recording.is_cut_short
+    assert not recording.unfinished
     recording.save(tmp_path / "0.npz")
     again = Recording.load(tmp_path / "0.npz")
     assert np.array_equal(again.steps[1].micro_steps[3].gradient, recording.steps[1].micro_steps[3].gradient)
@@ -182,6 +189,13 @@ def test_rates_and_steps_that_depend_on_the_layout(run):
     del other[0].steps[4]
     found = [(of.cause, of.where, of.evidence) for of in compare(reference, other, TOLERANCE).findings]
     assert found == [("num_steps", "", "4, not 5"), ("learning_rate", "step 4", "0.005, not 0.01")]
+
+
+def test_wrong_weights_that_no_counts_explain(run):
+    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    other[0].steps[0].gradient = other[0].steps[0].gradient + other[0].steps[0].micro_steps[0].gradient
+    (found,) = compare(reference, other, TOLERANCE).findings
+    assert (found.cause, found.evidence) == ("factor", "the micro-steps need the weights 1, 1, 1, 1")
 
 
 def test_modules_that_do_nothing_are_no_suspects():

@@ -153,7 +153,7 @@ def alone(processes: list[Recording]) -> list[Finding]:
         if num_reductions > 1:
             findings.append(Finding("reductions", f"step {t}", f"{num_reductions} reductions"))
         findings += _wrong_count(processes, t - 1)
-    if first.unfinished and not first.is_cut_short:
+    if first.unfinished:
         findings.append(Finding("last_window", "at the end", f"{len(first.unfinished)} micro-steps without a step"))
     if len(windows) > 1 and windows[0] == 1 < windows[1]:
         findings.append(Finding("first_window", "step 1", f"then every {windows[1]}: step % k == 0?"))
@@ -219,7 +219,7 @@ def _wrong_weights(recording: Recording, step: Step, weights: np.ndarray, k: int
     if len(set(counts)) > 1 and None not in counts:
         evidence = f"targets of the micro-steps: {', '.join(map(str, counts[:8]))}; they need the weights {shown}"
         findings.append(Finding("mean_of_means", where, evidence))
-    if len(weights) < k and (not findings or abs(np.mean(weights) * len(weights) / k - 1) < 0.02):
+    if len(weights) < k and abs(np.mean(weights) * len(weights) / k - 1) < 0.02:
         findings.append(Finding("tail", where, f"{len(weights)} micro-steps are divided by {k}"))
     return findings or [Finding("factor", where, f"the micro-steps need the weights {shown}")]
 

@@ -131,7 +131,6 @@ class Recorder:
         self.micro_steps, self.num_ticks = [], 0
         self.versions = self._versions()
         if len(self.recording.steps) == self.num_steps:
-            self.recording.is_cut_short = True
             raise Enough
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:

@@ -68,8 +68,6 @@ class Recording:
         honours_num_items: whether the model's loss follows the `num_items_in_batch` that it is given; None: it is given none.
         steps: in order.
         unfinished: backwards after the last step.
-        is_cut_short: the program was ended after the number of steps that was asked for.
-        logged_losses: of a transformers Trainer, (step, loss).
     """
 
     num_processes: int = 1
@@ -82,8 +80,6 @@ class Recording:
     honours_num_items: bool | None = None
     steps: list[Step] = dataclasses.field(default_factory=list)
     unfinished: list[MicroStep] = dataclasses.field(default_factory=list)
-    is_cut_short: bool = False
-    logged_losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write it as .npz: arrays, and the rest as JSON."""
@@ -116,5 +112,4 @@ class Recording:
 
         record["steps"] = [step(plain) for plain in record["steps"]]
         record["unfinished"] = [micro_step(plain) for plain in record["unfinished"]]
-        record["logged_losses"] = [tuple(pair) for pair in record["logged_losses"]]
         return cls(**record)

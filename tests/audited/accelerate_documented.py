@@ -10,7 +10,7 @@ b, k = flags()
 accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
 model = gpt2()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(sentences(80), batch_size=b, collate_fn=collate)
+loader = DataLoader(sentences(77), batch_size=b, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for batch in loader:
     with accelerator.accumulate(model):
