@@ -44,11 +44,9 @@ TWO_PROCESSES = {
     "prepared_scheduler": (8, 1, {"ticks_per_process"}),
     "even_batches": (8, 1, {"duplicated"}),
     "no_sync_missing": (2, 4, {"reductions"}),
-    "accelerate_documented": (8, 1, {"mean_of_means", "duplicated"}),
     "trainer_bert_classifier": (4, 2, {"ignores_num_items"}),
     "ok_ddp_no_sync": (2, 4, set()),
     "ok_accelerate_exact": (4, 2, set()),
-    "ok_trainer_llama": (4, 2, set()),
 }
 
 
