@@ -137,9 +137,8 @@ def alone(processes: list[Recording]) -> list[Finding]:
     for t, step in enumerate(first.steps, 1):
         begin, *later = step.micro_steps or [None]
         if begin is not None and not begin.is_fresh:
-            findings.append(
-                Finding("leak", f"step {t}", f"norm {_norm(first.steps[t - 2].gradient):.4g} at its beginning")
-            )
+            norm = f"norm {_norm(first.steps[t - 2].gradient):.4g}" if t > 1 else "something"
+            findings.append(Finding("leak", f"step {t}", f"{norm} at its beginning"))
         for q, micro_step in enumerate(later, 2):
             if micro_step.is_touched and not micro_step.is_fresh:
                 evidence = f"before micro-step {q} of {len(step.micro_steps)}"

@@ -51,7 +51,7 @@ class Recorder:
         self.newest_loader = 0
         self.versions: list[tuple[int, int] | None] = []
         self.num_ticks = self.depth = 0
-        self.before: tuple[torch.Tensor, list[torch.Tensor] | None] | None = None
+        self.kept: list[torch.Tensor] = []
 
     def __enter__(self) -> "Recorder":
         with contextlib.ExitStack() as stack:
@@ -92,9 +92,7 @@ class Recorder:
         if not self.parameters:  # nothing had a gradient yet
             return
         self.versions = self._versions()
-        loss = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
         micro_step = MicroStep(
-            loss=loss.item() if loss.numel() == 1 else None,
             gradient=self._sketch([parameter.grad for parameter in self.parameters]),
             is_fresh=is_fresh,
             is_touched=is_touched,
@@ -109,8 +107,8 @@ class Recorder:
             self._find_parameters(optimizer)
         if not self._is_watched(optimizer):
             return
-        values = [parameter.detach().clone() for parameter in self.parameters] if self.keep_parameters else None
-        self.before = self._sketch(list(self.parameters)), values
+        if self.keep_parameters:
+            self.kept = [parameter.detach().clone() for parameter in self.parameters]
         self.has_closure = bool(args or kwargs.get("closure"))
         if not self.has_closure:
             self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
@@ -118,16 +116,15 @@ class Recorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if not self._is_watched(optimizer):
             return
-        before, values = self.before
-        change = self._sketch(list(self.parameters)) - before
         if self.has_closure:
             self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.recording.steps.append(Step(self.gradient, change, rates, self.num_ticks, self.micro_steps))
-        if values is not None:
+        self.recording.steps.append(Step(self.gradient, rates, self.num_ticks, self.micro_steps))
+        if self.keep_parameters:
             with torch.no_grad():
-                for parameter, value in zip(self.parameters, values, strict=True):
+                for parameter, value in zip(self.parameters, self.kept, strict=True):
                     parameter.copy_(value)
+            self.kept = []
         self.micro_steps, self.num_ticks = [], 0
         self.versions = self._versions()
         if len(self.recording.steps) == self.num_steps:

@@ -13,7 +13,6 @@ class MicroStep:
     """One backward.
 
     Attributes:
-        loss: what was differentiated; None if it is no scalar.
         gradient: float64 [numbers of the sketch], of what `.grad` holds after it (on this process, reduced or not).
         is_fresh: `.grad` was empty or zero before it.
         is_touched: something else than a backward changed `.grad` since the backward before it.
@@ -24,7 +23,6 @@ class MicroStep:
         num_items: the `num_items_in_batch` that the model was given.
     """
 
-    loss: float | None
     gradient: np.ndarray
     is_fresh: bool
     is_touched: bool
@@ -42,14 +40,12 @@ class Step:
 
     Attributes:
         gradient: float64 [numbers of the sketch], as the optimizer takes it.
-        change: the same of the parameters' change.
         learning_rates: of the parameter groups.
         num_ticks: steps of learning rate schedulers since the step before.
         micro_steps: the backwards since the step before.
     """
 
     gradient: np.ndarray
-    change: np.ndarray
     learning_rates: list[float]
     num_ticks: int
     micro_steps: list[MicroStep]
@@ -106,9 +102,8 @@ class Recording:
             return MicroStep(**plain | {"gradient": arrays[str(plain["gradient"]["array"])]})
 
         def step(plain: dict) -> Step:
-            gradient, change = (arrays[str(plain[name]["array"])] for name in ("gradient", "change"))
             micro_steps = [micro_step(of) for of in plain["micro_steps"]]
-            return Step(**plain | {"gradient": gradient, "change": change, "micro_steps": micro_steps})
+            return Step(**plain | {"gradient": arrays[str(plain["gradient"]["array"])], "micro_steps": micro_steps})
 
         record["steps"] = [step(plain) for plain in record["steps"]]
         record["unfinished"] = [micro_step(plain) for plain in record["unfinished"]]

@@ -3,15 +3,17 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
+from recipes.audit.judge import HARMLESS, Comparison, Finding, alone, compare
 from recipes.audit.recording import Recording
 from recipes.errors import UsageError
 
@@ -146,17 +148,24 @@ def audit_script(argv: list[str]) -> int:
     is_exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
     if flags.json:
         rows = [
-            {"layout": str(run)} | dataclasses.asdict(comparison) | {"is_exact": comparison.is_exact}
+            {"layout": str(run)} | _for_json(dataclasses.asdict(comparison)) | {"is_exact": comparison.is_exact}
             for run, comparison in zip(runs[1:], comparisons, strict=True)
         ]
         answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
         print(json.dumps(answer | {"findings": [dataclasses.asdict(of) for of in in_itself], "comparisons": rows}))
     else:
-        print(report(runs, in_itself, comparisons, flags.tolerance))
+        print(report(runs, in_itself, comparisons))
+        print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
     return 0 if is_exact else 1
 
 
-def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Comparison], tolerance: float) -> str:
+def _for_json(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN: null where a step is not compared."""
+    numbers = {name: row[name] for name in ("errors", "ratios", "cosines")}
+    return row | {name: [x if math.isfinite(x) else None for x in values] for name, values in numbers.items()}
+
+
+def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Comparison]) -> str:
     """The table, and what was found, as text."""
     width = max(map(len, map(str, runs)))
     lines = [f"{'layout':{width}}  steps  error of the first, last step   |g|/|r|   cosine  worst parameter"]
@@ -168,12 +177,7 @@ def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Co
             continue
         lines.append(
             f"{run!s:{width}}  {len(of.errors):5}  {of.errors[0]:14.2g}, {of.errors[-1]:14.2g}  {of.ratios[0]:8.4g} "
-            f"{of.cosines[0]:8.4f}  {of.worst if not max(of.errors) <= tolerance else ''}".rstrip()
+            f"{of.cosines[0]:8.4f}  {'' if of.is_exact else of.worst}".rstrip()
         )
         lines += [f"  {finding}" for finding in of.findings]
-    exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
-    lines.append(f"{'exact' if exact else 'NOT exact'} (tolerance {tolerance:g})")
     return "\n".join(lines)
-
-
-__all__ = ["CAUSES", "audit_script", "record", "report", "variations"]
