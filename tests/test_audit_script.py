@@ -35,8 +35,8 @@ ONE_PROCESS = {
     "zero_grad_per_micro_step": {"emptied_between"},
     "scheduler_per_micro_step": {"ticks_per_micro_step"},
     "shuffles_per_layout": {"other_samples"},
-    "trainer_bert_for_pretraining": {"ignores_num_items"},
-    "trainer_bert_classifier": {"ignores_num_items"},
+    "trainer_bert_for_pretraining": {"ignores_num_items", "logged_loss"},
+    "trainer_bert_classifier": {"ignores_num_items", "logged_loss"},
     "trainer_gpt2": {"shifted_labels"},
 }
 # Name -> b, k, what is found on two processes. no_sync_missing is exact.
@@ -44,7 +44,7 @@ TWO_PROCESSES = {
     "prepared_scheduler": (8, 1, {"ticks_per_process"}),
     "even_batches": (8, 1, {"duplicated"}),
     "no_sync_missing": (2, 4, {"reductions"}),
-    "trainer_bert_classifier": (4, 2, {"ignores_num_items"}),
+    "trainer_bert_classifier": (4, 2, {"ignores_num_items", "logged_loss"}),
     "ok_ddp_no_sync": (2, 4, set()),
     "ok_accelerate_exact": (4, 2, set()),
 }
@@ -118,7 +118,10 @@ def test_evidence_and_places(run):
     """The module, the factor, the counts."""
     found = {}
     for name in ("batch_norm", "not_divided_by_k", "mean_of_means", "trainer_bert_classifier", "tail_divided_by_k"):
-        (found[name],) = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE).findings
+        found[name], *more = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE).findings
+        assert [(of.cause, of.evidence.split(": ")[-1]) for of in more] == (
+            [("logged_loss", "k times")] if name == "trainer_bert_classifier" else []
+        )
     assert found["batch_norm"].where == "1 (BatchNorm1d)"
     assert found["not_divided_by_k"].evidence == "4 = k times the gradient"
     assert found["mean_of_means"].evidence.startswith(

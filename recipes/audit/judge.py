@@ -56,9 +56,15 @@ CAUSES = {
     "num_steps": "another number of steps",
     "not_finite": "the gradient is not finite",
     "parameters": "other parameters are trained",
+    "update": "the optimizer makes another step of the same gradients and rates",
+    "logged_loss": "the logged loss is not the loss of the step (the step itself is not concerned)",
     "not_a_sum": "the gradient is no sum over the micro-steps: samples of a batch are mixed, or loss terms have several counts",
 }
-HARMLESS = {"reductions"}
+HARMLESS = {"reductions", "logged_loss"}
+UPDATE = (
+    0.1  # relative; below it, Adam's division of rounding by rounding (a gradient that is 0 but for it) explains it
+)
+LOGGED = 1e-3  # relative; logs are rounded
 
 
 @dataclasses.dataclass
@@ -69,6 +75,8 @@ class Comparison:
         errors: |g - r| / |r| of each step; NaN where the samples are others.
         ratios: |g| / |r|.
         cosines: of g and r.
+        loss_errors: |l - m| / |m| of each step, where backwards started from the losses l, in the reference m.
+        update_errors: of what the optimizer adds to the parameters, like `errors`.
         worst: the parameter with the largest error, relative to |r|, in the worst step.
         findings: each cause once.
     """
@@ -76,6 +84,8 @@ class Comparison:
     errors: list[float]
     ratios: list[float]
     cosines: list[float]
+    loss_errors: list[float]
+    update_errors: list[float]
     worst: str
     findings: list[Finding]
 
@@ -95,29 +105,35 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
     true, ours = reference[0], other[0]
     if (true.names, true.sizes) != (ours.names, ours.sizes):
         numbers = f"{len(ours.names)} parameters, {len(true.names)} in the reference"
-        return Comparison([], [], [], "", [Finding("parameters", ours.model, numbers)])
+        return Comparison([], [], [], [], [], "", [Finding("parameters", ours.model, numbers)])
     findings = alone(other)
     known = {finding.cause for finding in findings}
-    errors, ratios, cosines, worst = [], [], [], ("", -1.0)
+    errors, ratios, cosines, loss_errors, update_errors, worst = [], [], [], [], [], ("", -1.0)
     for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
         # A step after a wrong window has other samples; one with the same samples is compared.
         difference = _samples(other, t) - _samples(reference, t), _samples(reference, t) - _samples(other, t)
         if any(difference):
             if not known & {"first_window", "last_window"}:
                 findings.append(_other_samples(reference, other, t))
-            errors.append(float("nan"))
-            ratios.append(float("nan"))
-            cosines.append(float("nan"))
+            for column in (errors, ratios, cosines, loss_errors, update_errors):
+                column.append(float("nan"))
             continue
         norm = np.linalg.norm(r.gradient)
         error = _relative(g.gradient - r.gradient, norm)
         errors.append(error)
         ratios.append(_relative(g.gradient, norm))
         cosines.append(float(_relative(r.gradient @ g.gradient, norm * np.linalg.norm(g.gradient))))
+        loss, true_loss = _loss(other, t), _loss(reference, t)
+        loss_errors.append(_relative(abs(loss - true_loss), abs(true_loss)))
+        update_errors.append(_relative(g.change - r.change, _norm(r.change)))
         name, of_name = _worst_parameter(ours, g.gradient - r.gradient, norm)
         worst = max(worst, (name, of_name), key=lambda pair: pair[1])
         if not error <= tolerance and not known & {"changed_between", "leak"}:
             findings += _why(other, t, r.gradient, tolerance)
+        rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
+        if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
+            findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
+        findings += _wrong_log(g.logged, true_loss, f"step {t + 1}", len(_window(g)), ours.num_processes)
     if len(true.steps) != len(ours.steps) and not known & {"last_window", "first_window"}:
         findings.append(Finding("num_steps", "", f"{len(ours.steps)}, not {len(true.steps)}"))
     for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
@@ -127,7 +143,7 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
                 findings.append(Finding("learning_rate", f"step {t + 1}", rates))
             break
     once = {finding.cause: finding for finding in reversed(findings)}
-    return Comparison(errors, ratios, cosines, worst[0], list(reversed(once.values())))
+    return Comparison(errors, ratios, cosines, loss_errors, update_errors, worst[0], list(reversed(once.values())))
 
 
 def alone(processes: list[Recording]) -> list[Finding]:
@@ -197,9 +213,13 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
     ]
     if suspects:
         return suspects
-    counts = [sum(_count(first, m) or 0 for m in _window(of.steps[t])) for of in processes]
-    if num_processes > 1 and len(set(counts)) > 1:
-        return [Finding("mean_of_means", where, f"targets of the processes: {', '.join(map(str, counts))}")]
+    counts = [[_counts(first, m) for m in _window(of.steps[t])] for of in processes]
+    if all(None not in of for of in counts):
+        of_processes = [tuple(map(sum, zip(*of, strict=True))) for of in counts]
+        if len(set(of_processes)) > 1:
+            return [Finding("mean_of_means", where, f"targets of the processes: {_shown(of_processes)}")]
+        if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
+            return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}")]
     return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest")]
 
 
@@ -212,11 +232,11 @@ def _weights(step: Step, true: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _wrong_weights(recording: Recording, step: Step, weights: np.ndarray, k: int, where: str) -> list[Finding]:
-    counts = [_count(recording, micro_step) for micro_step in _window(step)]
+    counts = [_counts(recording, micro_step) for micro_step in _window(step)]
     shown = ", ".join(f"{weight:.4g}" for weight in weights[:8])
     findings = []
     if len(set(counts)) > 1 and None not in counts:
-        evidence = f"targets of the micro-steps: {', '.join(map(str, counts[:8]))}; they need the weights {shown}"
+        evidence = f"targets of the micro-steps: {_shown(counts)}; they need the weights {shown}"
         findings.append(Finding("mean_of_means", where, evidence))
     if len(weights) < k and abs(np.mean(weights) * len(weights) / k - 1) < 0.02:
         findings.append(Finding("tail", where, f"{len(weights)} micro-steps are divided by {k}"))
@@ -240,19 +260,46 @@ def _wrong_count(processes: list[Recording], t: int) -> list[Finding]:
     return [Finding("shifted_labels", f"{first.model}, step {t + 1}", evidence)]
 
 
+def _wrong_log(logged: list[float], true: float, where: str, k: int, num_processes: int) -> list[Finding]:
+    """Losses that were logged after a step, beside the step's loss in the reference."""
+    wrong = [loss for loss in logged if not abs(loss - true) <= LOGGED * abs(true)]
+    if not wrong or not np.isfinite(true):
+        return []
+    names = {"k": k, "N": num_processes, "k N": k * num_processes}
+    named = [
+        name for name, value in names.items() if value != 1 and abs(wrong[0] - value * true) <= LOGGED * value * true
+    ]
+    evidence = f"{wrong[0]:.6g}, not {true:.6g}" + (f": {named[0]} times" if named else "")
+    return [Finding("logged_loss", where, evidence)]
+
+
+def _loss(processes: list[Recording], t: int) -> float:
+    """That the gradient of step t + 1 belongs to: added up over the micro-steps, the mean over the processes."""
+    losses = [[m.loss for m in _window(of.steps[t])] for of in processes if t < len(of.steps)]
+    if any(None in of for of in losses):
+        return float("nan")
+    return float(np.mean([sum(of) for of in losses]))
+
+
 def _window(step: Step) -> list[MicroStep]:
     """The micro-steps that the step is made of: those since its gradient was empty."""
     first = max((q for q, micro_step in enumerate(step.micro_steps) if micro_step.is_fresh), default=0)
     return step.micro_steps[first:]
 
 
-def _count(recording: Recording, micro_step: MicroStep) -> int | None:
-    """Targets of a micro-step, as far as they can be seen."""
+def _counts(recording: Recording, micro_step: MicroStep) -> tuple[int, ...] | None:
+    """Targets of a micro-step, as far as they can be seen: of each loss term, or of the one that there is."""
+    if micro_step.counts is not None:
+        return tuple(micro_step.counts)
     is_causal = "CausalLM" in recording.model or "LMHead" in recording.model
     for count in (micro_step.num_shifted if is_causal else None, micro_step.num_labels, micro_step.num_rows):
         if count is not None:
-            return count
+            return (count,)
     return None
+
+
+def _shown(counts: list[tuple[int, ...]]) -> str:
+    return ", ".join("+".join(map(str, of)) for of in counts[:8])
 
 
 def _samples(processes: list[Recording], t: int) -> Counter:

@@ -1,16 +1,19 @@
 """Records what a training loop does, from outside: it need not be changed for it.
 
 What is watched is torch's, below all frameworks: optimizers' steps, backwards, modules' outermost calls, DataLoaders' indices,
-schedulers' ticks.
+schedulers' ticks. Of Trainer and Accelerator only the losses that they log.
 """
 
 import contextlib
+import functools
 import gc
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,6 +27,13 @@ from recipes.audit.recording import MicroStep, Recording, Step
 from recipes.audit.sketch import size, sketch
 
 
+# Module -> a class with .log({...}), and what a step's loss is called there. Trainer's train_loss is the mean of a whole run.
+LOGS = {
+    "transformers.trainer": ("Trainer", ("loss",)),
+    "accelerate.accelerator": ("Accelerator", ("loss", "train_loss", "train/loss")),
+}
+
+
 class Enough(BaseException):
     """The steps that were asked for are recorded. Not an Exception: a program's own handlers must not keep it."""
 
@@ -33,6 +43,7 @@ class Recorder:
 
     Args:
         num_steps: raise `Enough` after so many; None: never.
+        model: whose parameters are watched; None: found by looking for the optimizer that steps and for the modules called.
         keep_parameters: put the parameters back after every step, so that each step's gradient is taken where the first one's
             is, and an error in one step is not seen again in all later ones.
 
@@ -40,8 +51,8 @@ class Recorder:
         recording: grows with every step.
     """
 
-    def __init__(self, num_steps: int | None = None, keep_parameters: bool = True):
-        self.num_steps, self.keep_parameters = num_steps, keep_parameters
+    def __init__(self, num_steps: int | None = None, keep_parameters: bool = True, model: nn.Module | None = None):
+        self.num_steps, self.keep_parameters, self.model = num_steps, keep_parameters, model
         self.recording = Recording(process_index=int(os.environ.get("RANK", "0")))
         self.parameters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
@@ -51,7 +62,8 @@ class Recorder:
         self.newest_loader = 0
         self.versions: list[tuple[int, int] | None] = []
         self.num_ticks = self.depth = 0
-        self.kept: list[torch.Tensor] = []
+        self.before: list[torch.Tensor] = []
+        self.logs = set(LOGS)
 
     def __enter__(self) -> "Recorder":
         with contextlib.ExitStack() as stack:
@@ -67,6 +79,15 @@ class Recorder:
             stack.enter_context(_replaced(dataloader._BaseDataLoaderIter, "__next__", self._batch))
             self.stack = stack.pop_all()
         return self
+
+    def _watch_logs(self) -> None:
+        """Of the libraries that the program has imported by now."""
+        for module in self.logs & sys.modules.keys():
+            name, losses = LOGS[module]
+            self.stack.enter_context(
+                _replaced(getattr(sys.modules[module], name), "log", functools.partial(self._log, losses))
+            )
+            self.logs.remove(module)
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
@@ -86,6 +107,7 @@ class Recorder:
     def _backward(self, backward: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
         if not self.parameters:
             self._find_parameters()
+        self._watch_logs()
         is_touched = self.versions != self._versions()
         is_fresh = (is_touched or not self.micro_steps) and self._is_zero()
         backward(tensors, *args, **kwargs)
@@ -97,6 +119,7 @@ class Recorder:
             is_fresh=is_fresh,
             is_touched=is_touched,
             is_synchronised=self._is_synchronised(),
+            loss=_number(tensors),
         )
         self._note_batch(micro_step)
         self.micro_steps.append(micro_step)
@@ -107,8 +130,7 @@ class Recorder:
             self._find_parameters(optimizer)
         if not self._is_watched(optimizer):
             return
-        if self.keep_parameters:
-            self.kept = [parameter.detach().clone() for parameter in self.parameters]
+        self.before = [parameter.detach().clone() for parameter in self.parameters]
         self.has_closure = bool(args or kwargs.get("closure"))
         if not self.has_closure:
             self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
@@ -119,12 +141,13 @@ class Recorder:
         if self.has_closure:
             self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.recording.steps.append(Step(self.gradient, rates, self.num_ticks, self.micro_steps))
-        if self.keep_parameters:
-            with torch.no_grad():
-                for parameter, value in zip(self.parameters, self.kept, strict=True):
-                    parameter.copy_(value)
-            self.kept = []
+        with torch.no_grad():
+            pairs = list(zip(self.parameters, self.before, strict=True))
+            change = self._sketch(parameter - value for parameter, value in pairs)
+            for parameter, value in pairs if self.keep_parameters else []:
+                parameter.copy_(value)
+        self.before = []
+        self.recording.steps.append(Step(self.gradient, change, rates, self.num_ticks, self.micro_steps))
         self.micro_steps, self.num_ticks = [], 0
         self.versions = self._versions()
         if len(self.recording.steps) == self.num_steps:
@@ -133,6 +156,11 @@ class Recorder:
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         self.num_ticks += 1
         tick(scheduler, *args, **kwargs)
+
+    def _log(self, names: tuple[str, ...], log: Callable, owner: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(values, dict) and self.recording.steps:
+            self.recording.steps[-1].logged += [float(values[name]) for name in names if name in values]
+        log(owner, values, *args, **kwargs)
 
     def _index(self, next_index: Callable, iterator: Any) -> Any:
         index = next_index(iterator)
@@ -151,6 +179,9 @@ class Recorder:
 
     def _find_parameters(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Of the optimizer that has most of those of the modules that were called, and the names that a model gives them."""
+        if self.model is not None:
+            self._name_parameters(self.model, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+            return
         alive = [optimizer] if optimizer else _alive(torch.optim.Optimizer)
         candidates = [
             [p for group in o.param_groups for p in group["params"]] for o in alive if hasattr(o, "param_groups")
@@ -169,11 +200,14 @@ class Recorder:
         known = {id(p) for p in named.values()}
         rest = [p for p in parameters if id(p) not in known]
         named |= {f"parameter {number}": p for number, p in enumerate(rest)}
+        self._name_parameters(model if known else None, named)
+
+    def _name_parameters(self, model: nn.Module | None, named: dict[str, nn.Parameter]) -> None:
         self.parameters = list(named.values())
         recording = self.recording
         recording.names, recording.sizes = list(named), [size(p.numel()) for p in self.parameters]
         recording.num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if known:
+        if model is not None:
             recording.model = type(model).__name__
             for name, module in model.named_modules():
                 where = f"{name} ({type(module).__name__})"
@@ -191,7 +225,7 @@ class Recorder:
             self.optimizer = optimizer
         return optimizer is self.optimizer
 
-    def _sketch(self, tensors: list[torch.Tensor | None]):
+    def _sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
         return sketch(tensors, self.parameters).numpy()
 
     def _versions(self) -> list[tuple[int, int] | None]:
@@ -228,6 +262,12 @@ class Recorder:
                 if self.recording.honours_num_items is None:
                     self.recording.honours_num_items = _honours(module, args, kwargs)
             break
+
+
+def _number(tensors: Any) -> float | None:
+    """The sum of what a backward starts from, where these are single numbers."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return sum(float(tensor.detach()) for tensor in tensors) if all(tensor.numel() == 1 for tensor in tensors) else None
 
 
 def _alive(kind: type) -> list:

@@ -17,21 +17,25 @@ class MicroStep:
         is_fresh: `.grad` was empty or zero before it.
         is_touched: something else than a backward changed `.grad` since the backward before it.
         is_synchronised: DistributedDataParallel reduced the gradient in it.
+        loss: what the backward started from; None if that was not one number.
         samples: indices in the dataset, when a DataLoader made the batch of them; else None.
         num_rows: samples given to the model; None if unknown.
         num_labels: labels that are not -100, None if unknown; `num_shifted` without the first of each row.
         num_items: the `num_items_in_batch` that the model was given.
+        counts: [terms], targets of each loss term, where they are known for certain.
     """
 
     gradient: np.ndarray
     is_fresh: bool
     is_touched: bool
     is_synchronised: bool
+    loss: float | None = None
     samples: list[int] | None = None
     num_rows: int | None = None
     num_labels: int | None = None
     num_shifted: int | None = None
     num_items: float | None = None
+    counts: list[int] | None = None
 
 
 @dataclasses.dataclass
@@ -40,15 +44,19 @@ class Step:
 
     Attributes:
         gradient: float64 [numbers of the sketch], as the optimizer takes it.
+        change: float64 [numbers of the sketch], what the optimizer adds to the parameters.
         learning_rates: of the parameter groups.
         num_ticks: steps of learning rate schedulers since the step before.
         micro_steps: the backwards since the step before.
+        logged: losses that the program logged after it.
     """
 
     gradient: np.ndarray
+    change: np.ndarray
     learning_rates: list[float]
     num_ticks: int
     micro_steps: list[MicroStep]
+    logged: list[float] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -103,7 +111,8 @@ class Recording:
 
         def step(plain: dict) -> Step:
             micro_steps = [micro_step(of) for of in plain["micro_steps"]]
-            return Step(**plain | {"gradient": arrays[str(plain["gradient"]["array"])], "micro_steps": micro_steps})
+            vectors = {name: arrays[str(plain[name]["array"])] for name in ("gradient", "change")}
+            return Step(**plain | vectors | {"micro_steps": micro_steps})
 
         record["steps"] = [step(plain) for plain in record["steps"]]
         record["unfinished"] = [micro_step(plain) for plain in record["unfinished"]]

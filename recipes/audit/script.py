@@ -161,7 +161,7 @@ def audit_script(argv: list[str]) -> int:
 
 def _for_json(row: dict[str, Any]) -> dict[str, Any]:
     """JSON knows no NaN: null where a step is not compared."""
-    numbers = {name: row[name] for name in ("errors", "ratios", "cosines")}
+    numbers = {name: row[name] for name in ("errors", "ratios", "cosines", "loss_errors", "update_errors")}
     return row | {name: [x if math.isfinite(x) else None for x in values] for name, values in numbers.items()}
 
 

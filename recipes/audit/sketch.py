@@ -1,12 +1,14 @@
 """Few numbers that stand for many: linear, so that differences, ratios and angles of gradients can be read from them."""
 
+from collections.abc import Iterable
+
 import torch
 
 WHOLE = 4096  # parameters of at most so many numbers are kept as they are
 COLUMNS, ROWS = 1024, 4
 
 
-def sketch(tensors: list[torch.Tensor | None], like: list[torch.Tensor]) -> torch.Tensor:
+def sketch(tensors: Iterable[torch.Tensor | None], like: list[torch.Tensor]) -> torch.Tensor:
     """A random projection of each tensor, one after the other.
 
     A tensor of n <= 4096 numbers is kept whole. A larger one is laid out as a matrix G of 1,024 columns, and R G / 2 is kept,
@@ -14,7 +16,7 @@ def sketch(tensors: list[torch.Tensor | None], like: list[torch.Tensor]) -> torc
     signs Achlioptas 2003, doi 10.1016/S0022-0000(03)00025-4). One pass over the memory.
 
     Args:
-        tensors: any shapes and dtypes, None for zeros.
+        tensors: any shapes and dtypes, None for zeros; each is forgotten before the next is asked for.
         like: tensors of the same shapes, for those that are None.
 
     Returns:
