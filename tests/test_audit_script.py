@@ -16,6 +16,7 @@ from recipes.audit.record import Enough, Recorder, _honours
 from recipes.audit.recording import Recording
 from recipes.audit.script import Variation, audit_script, record, variations
 from recipes.audit.sketch import COLUMNS, ROWS, WHOLE, sketch
+from recipes.audit.table import table
 from recipes.errors import UsageError
 
 AUDITED = ROOT / "tests" / "audited"
@@ -171,7 +172,7 @@ def test_numbers_that_are_not_finite_and_other_models(run):
     other = compare(reference, run("ok_two_terms", 4, 4), TOLERANCE)
     assert [of.cause for of in other.findings] == ["parameters"]
     v = Variation({}, 1)
-    assert "not compared" in script.report([v, v], [], [other])
+    assert "not compared" in table([v, v], [], [other])
 
 
 def test_processes_that_take_different_gradients(run):
@@ -248,6 +249,8 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     lines = done.stdout.splitlines()
     assert lines[1] == "b 16, k 1, N 1  the reference"
     assert lines[2].startswith("b 4, k 4, N 1       2 ")
+    assert lines[2].endswith(" [1]")
+    assert lines[3].startswith("[1] the gradient is too large")
     assert lines[3].endswith("step 1: 4 = k times the gradient")
     assert lines[4] == "NOT exact (tolerance 1e-05)"
 

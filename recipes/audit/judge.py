@@ -44,6 +44,7 @@ CAUSES = {
     "last_window": "the last window never steps",
     "first_window": "the first step comes after a single micro-step",
     "duplicated": "samples are used twice",
+    "dropped": "samples are left out",
     "other_samples": "the samples of a step depend on the layout",
     "changed_between": "the gradient is changed between micro-steps, before it is complete (clipping?)",
     "emptied_between": "the gradient is emptied between micro-steps: only the last one counts",
@@ -54,10 +55,16 @@ CAUSES = {
     "reductions": "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
     "not_reduced": "the processes take different gradients: they are not reduced",
     "num_steps": "another number of steps",
+    "rounding": "the rounding is larger than the tolerance",
     "not_finite": "the gradient is not finite",
     "parameters": "other parameters are trained",
     "update": "the optimizer makes another step of the same gradients and rates",
     "logged_loss": "the logged loss is not the loss of the step (the step itself is not concerned)",
+    "random_collate": "collate draws: the same samples do not give the same batch",
+    "mixed_samples": "a sample's output depends on the other samples of its micro-batch",
+    "padding": "a sample's output depends on how far it is padded (is the padding masked?)",
+    "counts": "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
+    "not_summed": "the loss is no sum over samples (a mean?)",
     "not_a_sum": "the gradient is no sum over the micro-steps: samples of a batch are mixed, or loss terms have several counts",
 }
 HARMLESS = {"reductions", "logged_loss"}
@@ -77,7 +84,7 @@ class Comparison:
         cosines: of g and r.
         loss_errors: |l - m| / |m| of each step, where backwards started from the losses l, in the reference m.
         update_errors: of what the optimizer adds to the parameters, like `errors`.
-        worst: the parameter with the largest error, relative to |r|, in the worst step.
+        worst: the parameter with the largest error, relative to |r|, in the worst step; `worst_error`: that error.
         findings: each cause once.
     """
 
@@ -87,6 +94,7 @@ class Comparison:
     loss_errors: list[float]
     update_errors: list[float]
     worst: str
+    worst_error: float
     findings: list[Finding]
 
     @property
@@ -105,7 +113,7 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
     true, ours = reference[0], other[0]
     if (true.names, true.sizes) != (ours.names, ours.sizes):
         numbers = f"{len(ours.names)} parameters, {len(true.names)} in the reference"
-        return Comparison([], [], [], [], [], "", [Finding("parameters", ours.model, numbers)])
+        return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", ours.model, numbers)])
     findings = alone(other)
     known = {finding.cause for finding in findings}
     errors, ratios, cosines, loss_errors, update_errors, worst = [], [], [], [], [], ("", -1.0)
@@ -129,7 +137,10 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
         name, of_name = _worst_parameter(ours, g.gradient - r.gradient, norm)
         worst = max(worst, (name, of_name), key=lambda pair: pair[1])
         if not error <= tolerance and not known & {"changed_between", "leak"}:
-            findings += _why(other, t, r.gradient, tolerance)
+            miscount = _miscount(other, t)  # explains a factor, but no more
+            true_gradient = r.gradient * (miscount[1] / miscount[0] if miscount else 1)
+            if not _relative(g.gradient - true_gradient, norm) <= tolerance:
+                findings += _why(other, t, true_gradient, tolerance)
         rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
         if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
             findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
@@ -143,7 +154,7 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
                 findings.append(Finding("learning_rate", f"step {t + 1}", rates))
             break
     once = {finding.cause: finding for finding in reversed(findings)}
-    return Comparison(errors, ratios, cosines, loss_errors, update_errors, worst[0], list(reversed(once.values())))
+    return Comparison(errors, ratios, cosines, loss_errors, update_errors, *worst, list(reversed(once.values())))
 
 
 def alone(processes: list[Recording]) -> list[Finding]:
@@ -167,7 +178,12 @@ def alone(processes: list[Recording]) -> list[Finding]:
         num_reductions = sum(micro_step.is_synchronised for micro_step in _window(step))
         if num_reductions > 1:
             findings.append(Finding("reductions", f"step {t}", f"{num_reductions} reductions"))
-        findings += _wrong_count(processes, t - 1)
+        if (miscount := _miscount(processes, t - 1)) is not None:
+            num_items, predicted = miscount
+            evidence = (
+                f"{num_items:.0f} of which {predicted} are predicted: {predicted / num_items:.4g} times the gradient"
+            )
+            findings.append(Finding("shifted_labels", f"{first.model}, step {t}", evidence))
     if first.unfinished:
         findings.append(Finding("last_window", "at the end", f"{len(first.unfinished)} micro-steps without a step"))
     if len(windows) > 1 and windows[0] == 1 < windows[1]:
@@ -207,7 +223,7 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
         if residual <= close:
             return _wrong_weights(first, step, weights, k, where)
     suspects = [
-        Finding(cause, ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else ""), where)
+        Finding(cause, listed(modules), where)
         for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
         if modules
     ]
@@ -221,6 +237,15 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
         if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
             return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}")]
     return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest")]
+
+
+def listed(names: list[str]) -> str:
+    """The first three, and how many more.
+
+    >>> listed(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _weights(step: Step, true: np.ndarray) -> tuple[np.ndarray, float]:
@@ -243,21 +268,18 @@ def _wrong_weights(recording: Recording, step: Step, weights: np.ndarray, k: int
     return findings or [Finding("factor", where, f"the micro-steps need the weights {shown}")]
 
 
-def _wrong_count(processes: list[Recording], t: int) -> list[Finding]:
-    """`num_items_in_batch` beside the labels that a causal model predicts: the first of each row is not one of them."""
+def _miscount(processes: list[Recording], t: int) -> tuple[float, int] | None:
+    """`num_items_in_batch`, and the labels that a causal model predicts, if these are fewer: the first of a row is none."""
     first = processes[0]
     is_causal = "CausalLM" in first.model or "LMHead" in first.model
-    if not first.honours_num_items or not is_causal:
-        return []
     micro_steps = [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
     given = {m.num_items for m in micro_steps}
-    if len(given) != 1 or None in given or any(m.num_shifted is None for m in micro_steps):
-        return []
+    if not first.honours_num_items or not is_causal or len(given) != 1 or None in given:
+        return None
+    if any(m.num_shifted is None for m in micro_steps):
+        return None
     (num_items,), predicted = given, sum(m.num_shifted for m in micro_steps)
-    if num_items == predicted:
-        return []
-    evidence = f"{num_items:.0f} of which {predicted} are predicted: {predicted / num_items:.4g} times the gradient"
-    return [Finding("shifted_labels", f"{first.model}, step {t + 1}", evidence)]
+    return (num_items, predicted) if num_items != predicted else None
 
 
 def _wrong_log(logged: list[float], true: float, where: str, k: int, num_processes: int) -> list[Finding]:
@@ -311,7 +333,10 @@ def _samples(processes: list[Recording], t: int) -> Counter:
 
 
 def _other_samples(reference: list[Recording], other: list[Recording], t: int) -> Finding:
-    more = _samples(other, t) - _samples(reference, t)
+    more, less = _samples(other, t) - _samples(reference, t), _samples(reference, t) - _samples(other, t)
+    if not more:
+        shown = ", ".join(map(str, sorted(less)[:5]))
+        return Finding("dropped", f"step {t + 1}", f"{less.total()}: {shown}{'...' if less.total() > 5 else ''}")
     twice = _used(other, t) - _used(reference, t)
     if twice and not _used(reference, t) - _used(other, t):
         shown = ", ".join(map(str, sorted(twice)[:5]))

@@ -26,7 +26,6 @@ from torch.utils.data import dataloader
 from recipes.audit.recording import MicroStep, Recording, Step
 from recipes.audit.sketch import size, sketch
 
-
 # Module -> a class with .log({...}), and what a step's loss is called there. Trainer's train_loss is the mean of a whole run.
 LOGS = {
     "transformers.trainer": ("Trainer", ("loss",)),

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from recipes.audit.judge import HARMLESS, Comparison, Finding, alone, compare
+from recipes.audit.judge import HARMLESS, alone, compare
 from recipes.audit.recording import Recording
+from recipes.audit.table import table
 from recipes.errors import UsageError
 
 USAGE = """python -m recipes audit-script --vary "FLAG=VALUE,..." [--vary ...] [--processes 1,2] [--steps 8]
@@ -154,7 +155,7 @@ def audit_script(argv: list[str]) -> int:
         answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
         print(json.dumps(answer | {"findings": [dataclasses.asdict(of) for of in in_itself], "comparisons": rows}))
     else:
-        print(report(runs, in_itself, comparisons))
+        print(table(runs, in_itself, comparisons))
         print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
     return 0 if is_exact else 1
 
@@ -163,21 +164,3 @@ def _for_json(row: dict[str, Any]) -> dict[str, Any]:
     """JSON knows no NaN: null where a step is not compared."""
     numbers = {name: row[name] for name in ("errors", "ratios", "cosines", "loss_errors", "update_errors")}
     return row | {name: [x if math.isfinite(x) else None for x in values] for name, values in numbers.items()}
-
-
-def report(runs: list[Variation], in_itself: list[Finding], comparisons: list[Comparison]) -> str:
-    """The table, and what was found, as text."""
-    width = max(map(len, map(str, runs)))
-    lines = [f"{'layout':{width}}  steps  error of the first, last step   |g|/|r|   cosine  worst parameter"]
-    lines.append(f"{runs[0]!s:{width}}  the reference")
-    lines += [f"  {finding}" for finding in in_itself]
-    for run, of in zip(runs[1:], comparisons, strict=True):
-        if not of.errors:
-            lines += [f"{run!s:{width}}  not compared", *(f"  {finding}" for finding in of.findings)]
-            continue
-        lines.append(
-            f"{run!s:{width}}  {len(of.errors):5}  {of.errors[0]:14.2g}, {of.errors[-1]:14.2g}  {of.ratios[0]:8.4g} "
-            f"{of.cosines[0]:8.4f}  {'' if of.is_exact else of.worst}".rstrip()
-        )
-        lines += [f"  {finding}" for finding in of.findings]
-    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""Where a step stops being a sum over its samples: the first module whose output for a sample depends on more than the sample.
+
+Every module's inputs and outputs are watched while the same samples are computed twice. Where the inputs agree and the outputs
+do not, the difference enters: a module that only passes it on has other inputs already, and what happens between the modules
+inside a module is seen at the module itself.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
+
+from recipes.audit.judge import Finding, listed
+
+MOST_SAMPLES = 8  # are enough
+DIFFERENT = 1e-6  # relative
+Tensors = list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """Of one module: what went in, what came out."""
+
+    module: nn.Module
+    where: str
+    inputs: Tensors
+    outputs: Tensors
+
+
+def entrances(
+    model: nn.Module,
+    samples: Sequence[Any],
+    collate: Callable[[list], Any],
+    call: Callable[[nn.Module, Any], Any],
+) -> list[Finding]:
+    """Why `call(model, batch)` is no function of one sample at a time. Leaves the model as it was.
+
+    Args:
+        model: in the mode in which it is trained.
+        samples: a few, two at least.
+        collate: samples to a batch, on the model's device and of its dtype.
+        call: computes the model.
+
+    Returns:
+        Findings with the causes `random_collate`, `dropout`, `batch_norm`, `mixed_samples`, `padding`; none if there are none.
+    """
+    findings = []
+    with same_noise(1):
+        first = collate(samples)
+    with same_noise(2):
+        again = collate(samples)
+    if not _equal(tree_leaves(first), tree_leaves(again)):
+        return [Finding("random_collate", getattr(collate, "__qualname__", "collate"), "twice the same samples")]
+
+    modes = {module: module.training for module in model.modules()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def calls(batch: Any, seed: int = 1) -> list[Call]:
+        with same_noise(seed):
+            return _calls(model, lambda: call(model, batch))
+
+    def all_of(probe: Callable[[], Call | None]) -> list[Call]:
+        """What a probe finds when what it found before is kept from doing it again, by being put into evaluation."""
+        found: dict[nn.Module, Call] = {}
+        while (one := probe()) is not None and one.module not in found:
+            found[one.module] = one
+            one.module.eval()
+        return list(found.values())
+
+    def mixed() -> Call | None:
+        """The first sample's rows, when another one takes the place of a third, in a batch of the same shapes."""
+        for place in range(len(samples) - 1, 0, -1):
+            batch = collate([*samples[:place], samples[place - 1], *samples[place + 1 :]])
+            if _shapes(batch) == _shapes(first):
+                return _first_difference(calls(first), calls(batch), 0, 0, len(samples), len(samples))
+        return None
+
+    def padded() -> Call | None:
+        whole = calls(first)
+        for row, sample in enumerate(samples):
+            if found := _first_difference(whole, calls(collate([sample])), row, 0, len(samples), 1):
+                return found
+        return None
+
+    try:
+        noisy = all_of(lambda: _first_difference(calls(first, 1), calls(first, 2)))
+        findings += _named("dropout", noisy, "its output differs for the same samples")
+        mixing = all_of(mixed)
+        norms = [one for one in mixing if isinstance(one.module, _BatchNorm)]
+        findings += _named("batch_norm", norms, "its output for a sample changes with another sample of the batch")
+        others = [one for one in mixing if one not in norms]
+        findings += _named("mixed_samples", others, "its output for a sample changes with another sample of the batch")
+        if not mixing and (found := padded()) is not None:
+            findings += _named("padding", [found], "its output for a sample alone differs from that in a batch")
+        return findings
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        model.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def same_noise(seed: int) -> Iterator[None]:
+    """Seeds torch, numpy and random inside, and puts them back as they were."""
+    kept = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+
+
+def _named(cause: str, found: list[Call], evidence: str) -> list[Finding]:
+    if not found:
+        return []
+    return [Finding(cause, listed([one.where for one in found]), evidence)]
+
+
+def _calls(model: nn.Module, compute: Callable[[], Any]) -> list[Call]:
+    """Of all modules, in the order in which they end: a module after those inside it."""
+    calls: list[Call] = []
+    hooks = []
+    for name, module in model.named_modules():
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+        def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, where: str = where) -> None:
+            calls.append(Call(module, where, _tensors((args, kwargs)), _tensors(output)))
+
+        hooks.append(module.register_forward_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _first_difference(
+    one: list[Call], other: list[Call], row: int = 0, other_row: int = 0, num_rows: int = 0, num_other_rows: int = 0
+) -> Call | None:
+    """The first call whose inputs agree and whose outputs do not: in one sample's rows, or (num_rows 0) as a whole."""
+
+    def agree(some: Tensors, others: Tensors) -> bool:
+        if not num_rows:
+            return _equal(some, others)
+        return len(some) == len(others) and all(
+            _rows_agree(a, b, row, other_row, num_rows, num_other_rows) for a, b in zip(some, others, strict=True)
+        )
+
+    for a, b in zip(one, other, strict=False):
+        if a.where != b.where:
+            return None
+        if agree(a.inputs, b.inputs) and not agree(a.outputs, b.outputs):
+            return a
+    return None
+
+
+def _rows_agree(a: torch.Tensor, b: torch.Tensor, row: int, other_row: int, num_rows: int, num_other_rows: int) -> bool:
+    """True as well where a tensor has no rows of samples: nothing can be said of it."""
+    places = [at for at in range(min(2, a.ndim)) if (a.shape[at], b.shape[at]) == (num_rows, num_other_rows)]
+    if a.ndim != b.ndim or not places:
+        return True
+    a, b = a.select(places[0], row), b.select(places[0], other_row)
+    shape = tuple(map(min, zip(a.shape, b.shape, strict=True)))
+    # Padded on the right or on the left.
+    right = tuple(slice(0, size) for size in shape)
+    left_a, left_b = (tuple(slice(of - size, of) for of, size in zip(x.shape, shape, strict=True)) for x in (a, b))
+    return _close(a[right], b[right]) or _close(a[left_a], b[left_b])
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    a, b = a.double(), b.double()
+    finite = torch.isfinite(a) & torch.isfinite(b)
+    difference = torch.where(finite, a - b, 0).norm()
+    return bool(difference <= DIFFERENT * torch.where(finite, a, 0).norm().clamp(min=1e-30)) or bool(difference == 0)
+
+
+def _equal(some: list, others: list) -> bool:
+    """Leaves of two batches or outputs: tensors to rounding."""
+    if len(some) != len(others):
+        return False
+    for a, b in zip(some, others, strict=True):
+        if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
+            return False
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or not _close(a, b)):
+            return False
+    return True
+
+
+def _tensors(value: Any) -> Tensors:
+    """Copies: what is changed in place later must not change them."""
+    value = dict(value) if hasattr(value, "to_tuple") else value  # ModelOutput
+    return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+
+
+def _shapes(batch: Any) -> list:
+    return tree_leaves(tree_map(lambda leaf: str(leaf.shape) if isinstance(leaf, torch.Tensor) else "", batch))

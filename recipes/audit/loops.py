@@ -1,0 +1,127 @@
+"""Loops that take the steps of an audit: the exact one, and the one of transformers' Trainer."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.errors import UsageError
+
+IGNORED = -100
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Iterable, int], None]
+
+
+def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
+    """Sums over the counts of the whole step, whatever the processes and micro-steps."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
+        model, num_processes = _parallel(model)
+        for window in _windows(batches, k):
+            with torch.no_grad():
+                counts = sum(terms(loss(model, batch))[1] for batch in window)
+            counts = _reduced(counts).clamp(min=1)
+            for q, batch in enumerate(window, 1):
+                with _no_sync(model, q < len(window)):
+                    sums, _ = terms(loss(model, batch))
+                    (num_processes * (sums / counts).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def trainer_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
+    """As transformers 5.23's Trainer: a forward with **kwargs gets `num_items_in_batch`, and its loss is not divided by k."""
+    plain = model
+    takes_number = getattr(
+        plain,
+        "accepts_loss_kwargs",
+        any(of.kind == inspect.Parameter.VAR_KEYWORD for of in inspect.signature(plain.forward).parameters.values()),
+    )
+    model, num_processes = _parallel(model)
+    for window in _windows(batches, k):
+        first = 1 if _shifts_labels(plain) else 0
+        labels = [batch["labels"][..., first:] for batch in window]
+        num_items = _reduced(sum((of != IGNORED).sum() for of in labels))
+        for q, batch in enumerate(window, 1):
+            with _no_sync(model, q < len(window)):
+                if takes_number:
+                    value = model(**batch, num_items_in_batch=num_items).loss * num_processes
+                else:
+                    value = model(**batch).loss / len(window)
+                value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def terms(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a loss returns, as sums [terms] and counts int64 [terms].
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        if isinstance(returned, Mapping):
+            sums, counts = zip(*returned.values(), strict=True)
+        else:
+            sums, counts = returned
+        if isinstance(sums, torch.Tensor) and not sums.ndim:
+            sums, counts = [sums], [counts]
+        sums = sums if isinstance(sums, torch.Tensor) else torch.stack([torch.as_tensor(value) for value in sums])
+        counts = [float(count) for count in counts]
+        if sums.ndim != 1 or len(sums) != len(counts):
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = type(returned).__name__ if not isinstance(returned, tuple) else f"a tuple of {len(returned)}"
+        message = "loss must return (sum, count), ([sums], [counts]) or {term: (sum, count)} with scalar sums"
+        raise UsageError(f"{message}, not {what}") from error
+    if any(count != int(count) or count < 0 for count in counts):
+        raise UsageError(f"loss returned the counts {counts}: numbers of targets are whole and not negative")
+    return sums, torch.tensor([int(count) for count in counts], dtype=torch.int64, device=sums.device)
+
+
+def own_loss_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
+    """The model's own mean over every batch: the truth when a batch is a whole step."""
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _windows(batches: Iterable, k: int) -> Iterable[list]:
+    window: list = []
+    for batch in batches:
+        window.append(batch)
+        if len(window) == k:
+            yield window
+            window = []
+    if window:
+        yield window
+
+
+def _parallel(model: nn.Module) -> tuple[nn.Module, int]:
+    if not torch.distributed.is_initialized():
+        return model, 1
+    return DistributedDataParallel(model, find_unused_parameters=True), torch.distributed.get_world_size()
+
+
+def _reduced(counts: torch.Tensor) -> torch.Tensor:
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(counts)
+    return counts
+
+
+def _no_sync(model: nn.Module, is_wanted: bool) -> contextlib.AbstractContextManager:
+    return model.no_sync() if is_wanted and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """As Trainer decides whether the first label of each row is left out of the number."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return is_causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
