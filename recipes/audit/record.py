@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from recipes.audit.recording import MicroStep, Recording, Step
@@ -57,7 +58,8 @@ class Recorder:
         self.optimizer: torch.optim.Optimizer | None = None
         self.micro_steps: list[MicroStep] = []
         self.calls: list[tuple[nn.Module, tuple, dict]] = []  # the model's, since the last backward
-        self.batches: dict[int, deque] = {}  # loader -> indices that were drawn and not used yet
+        self.batches: dict[int, deque] = {}  # loader -> samples, batch, addresses: drawn and not used yet
+        self.last_batch: tuple[list[int] | None, Any, set[int]] | None = None
         self.newest_loader = 0
         self.versions: list[tuple[int, int] | None] = []
         self.num_ticks = self.depth = 0
@@ -170,7 +172,9 @@ class Recorder:
         batch = following(iterator)
         index = iterator.__dict__["_audit_drawn"].popleft()
         loader = id(iterator._dataset)
-        self.batches.setdefault(loader, deque()).append((index if isinstance(index, list) else None, batch))
+        pointers = {leaf.data_ptr() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.numel()}
+        samples = list(index) if isinstance(index, (list, tuple)) else None
+        self.batches.setdefault(loader, deque()).append((samples, batch, pointers))
         self.newest_loader = loader
         return batch
 
@@ -242,10 +246,18 @@ class Recorder:
         )
 
     def _note_batch(self, micro_step: MicroStep) -> None:
-        """Batches are used in the order in which they were drawn, one for each backward."""
-        batch = None
-        if self.batches.get(self.newest_loader):
-            micro_step.samples, batch = self.batches[self.newest_loader].popleft()
+        """Of the batches that were drawn, the one whose tensors the model was given; if none was, the next one."""
+        drawn, batch = self.batches.get(self.newest_loader, deque()), None
+        given = {
+            leaf.data_ptr() for _, *call in self.calls for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)
+        }
+        known = [number for number, (_, _, pointers) in enumerate(drawn) if pointers & given]
+        if known or not self.last_batch or not self.last_batch[2] & given:
+            for _ in range(known[0] if known else 0):
+                drawn.popleft()  # never used
+            self.last_batch = drawn.popleft() if drawn else None
+        if self.last_batch:
+            micro_step.samples, batch, _ = self.last_batch
         for module, args, kwargs in self.calls:
             given = kwargs | (dict(args[0]) if args and isinstance(args[0], dict) else {})
             tensors = [value for value in (*given.values(), *args) if isinstance(value, torch.Tensor) and value.ndim]

@@ -237,9 +237,9 @@ def assert_same_step(*args: Any, **kwargs: Any) -> Audit:
 def default_cuts(global_batch_size: int, processes: Sequence[int] = (1,)) -> list[Cut]:
     """Halves, quarters, single samples, uneven ones, another order; quarters in float32 and bfloat16.
 
-    >>> [str(cut) for cut in default_cuts(16)]
-    ['b 8, N 1, float64', 'b 4, N 1, float64', 'b 1, N 1, float64', 'b 7, N 1, float64', 'b 4, N 1, float64, shuffled',
-     'b 4, N 1, float32', 'b 4, N 1, bfloat16']
+    >>> print(*default_cuts(16), sep="; ")  # doctest: +NORMALIZE_WHITESPACE
+    b 8, N 1, float64; b 4, N 1, float64; b 1, N 1, float64; b 7, N 1, float64;
+    b 4, N 1, float64, shuffled; b 4, N 1, float32; b 4, N 1, bfloat16
     """
     found = []
     for num_processes in processes:
