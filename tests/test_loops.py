@@ -1,0 +1,105 @@
+"""How far the documented loops of benchmarks/loops/ are from the exact step: the numbers that follow from their arithmetic."""
+
+import importlib.util
+import json
+import sys
+import types
+
+import pytest
+from common import ROOT, fresh_accelerator
+
+from recipes.audit.judge import compare
+from recipes.audit.record import Recorder
+from recipes.audit.recording import Recording
+from recipes.audit.script import BATCH, WINDOW, Variation, record
+
+LOOPS = ROOT / "benchmarks" / "loops"
+MODELS = ("gpt2", "bert_mlm", "bert_pretraining", "bert_classifier", "resnet")
+TOLERANCE = 1e-6
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """run(loop, model, b, k): what a loop does, recorded in this process."""
+    monkeypatch.syspath_prepend(str(LOOPS))
+
+    def here(loop: str, model: str, b: int, k: int) -> list[Recording]:
+        fresh_accelerator()
+        file = LOOPS / f"{loop}.py"
+        monkeypatch.setattr(sys, "argv", [loop, "--model", model, f"--{BATCH}", str(b), f"--{WINDOW}", str(k)])
+        module = types.ModuleType("__main__")
+        module.__file__ = str(file)
+        recorder = Recorder()
+        with recorder:
+            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+        return [recorder.recording]
+
+    return here
+
+
+def on_two(loop: str, model: str, b: int, k: int) -> list[Recording]:
+    flags = {BATCH: str(b), WINDOW: str(k)}
+    return record([str(LOOPS / f"{loop}.py"), "--model", model], Variation(flags, 2), 0, timeout=100)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_reference_is_the_models_own_loss_of_the_whole_batch(run, model):
+    comparison = compare(run("exact", model, 32, 1), run("divided_by_k", model, 32, 1), TOLERANCE)
+    assert len(comparison.errors) == 3
+    assert max(comparison.errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_exact_loop_is_exact_unless_batches_are_normalized(run, model):
+    comparison = compare(run("exact", model, 32, 1), run("exact", model, 8, 4), TOLERANCE)
+    assert (max(comparison.errors) < 1e-12) == comparison.is_exact == (model != "resnet")
+
+
+def test_trainer_takes_k_times_the_classifiers_gradient(run):
+    comparison = compare(
+        run("exact", "bert_classifier", 32, 1), run("transformers_trainer", "bert_classifier", 8, 4), TOLERANCE
+    )
+    assert comparison.errors[0] == pytest.approx(3.0, abs=TOLERANCE)
+    assert [of.cause for of in comparison.findings] == ["ignores_num_items"]
+
+
+def test_accelerate_divides_the_last_window_by_k(run):
+    comparison = compare(run("exact", "gpt2", 32, 1), run("accelerate_documented", "gpt2", 8, 4), TOLERANCE)
+    assert comparison.errors[0] == pytest.approx(0.095, abs=0.005)
+    assert comparison.errors[-1] == pytest.approx(0.56, abs=0.01)
+    (tail,) = [of for of in comparison.findings if of.cause == "tail"]
+    assert (tail.where, tail.evidence) == ("step 3", "2 micro-steps are divided by 4")
+
+
+def test_lightning_takes_the_steps_that_accelerate_takes(run):
+    comparison = compare(
+        run("accelerate_documented", "gpt2", 8, 4), run("lightning_documented", "gpt2", 8, 4), TOLERANCE
+    )
+    assert len(comparison.errors) == 3
+    assert comparison.is_exact
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("b", "k", "error", "num_repeated"), [(16, 1, 1.0, 19), (4, 4, 7.0, 3)])
+def test_trainer_on_two_processes(run, b, k, error, num_repeated):
+    """k N times the gradient; and 77 samples are evened out with the first ones."""
+    comparison = compare(
+        run("exact", "bert_classifier", 32, 1), on_two("transformers_trainer", "bert_classifier", b, k), TOLERANCE
+    )
+    assert comparison.errors[0] == pytest.approx(error, abs=TOLERANCE)
+    found = {of.cause: of.evidence for of in comparison.findings}
+    assert found.keys() == {"ignores_num_items", "duplicated"}
+    assert found["duplicated"].startswith(f"{num_repeated} more than once: 0, 1, 2")
+
+
+def test_the_tables_show_what_was_measured():
+    spec = importlib.util.spec_from_file_location("loops_benchmark", ROOT / "benchmarks" / "loops.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    results = ROOT / "benchmarks" / "results"
+    measured = json.loads((results / "loops.json").read_text())
+    tables = benchmark.markdown(measured["about"], measured["rows"])
+    assert (results / "loops.md").read_text().endswith(f"\n\n{tables}")
+    document = (ROOT / "docs" / "exactness.md").read_text()
+    assert document.split(benchmark.BEGIN)[1].split(benchmark.END)[0] == tables
