@@ -24,6 +24,8 @@ from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, writ
 
 from recipes import capacity, interrupt
 
+pytest_plugins = ["pytester"]
+
 
 @pytest.fixture(autouse=True)
 def signals_handled_as_before():

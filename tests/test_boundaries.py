@@ -33,6 +33,7 @@ FLOORS = [
         "checkpoint",
         "evaluation",
         "launch",
+        "pytest_plugin",
         "recovery",
         "rehearsal",
         "report",
@@ -41,7 +42,7 @@ FLOORS = [
 THIRD_PARTY = [
     {"numpy", "yaml"},
     {"torch", "datasets", "tokenizers", "transformers", "pyarrow"},
-    {"accelerate", "safetensors", "tqdm", "matplotlib", "huggingface_hub"},
+    {"accelerate", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
 ]
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -46,7 +46,7 @@ def entrances(
         model: in the mode in which it is trained.
         samples: a few, two at least.
         collate: samples to a batch, on the model's device and of its dtype.
-        call: computes the model.
+        call: computes the model, once or more.
 
     Returns:
         Findings with the causes `random_collate`, `dropout`, `batch_norm`, `mixed_samples`, `padding`; none if there are none.
@@ -57,7 +57,7 @@ def entrances(
     with same_noise(2):
         again = collate(samples)
     if not _equal(tree_leaves(first), tree_leaves(again)):
-        return [Finding("random_collate", getattr(collate, "__qualname__", "collate"), "twice the same samples")]
+        return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
 
     modes = {module: module.training for module in model.modules()}
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -65,7 +65,7 @@ CAUSES = {
     "padding": "a sample's output depends on how far it is padded (is the padding masked?)",
     "counts": "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
     "not_summed": "the loss is no sum over samples (a mean?)",
-    "not_a_sum": "the gradient is no sum over the micro-steps: samples of a batch are mixed, or loss terms have several counts",
+    "not_a_sum": "the gradient is no sum of the micro-steps' (samples are mixed, counts are several, or targets are others)",
 }
 HARMLESS = {"reductions", "logged_loss"}
 UPDATE = (
@@ -140,7 +140,7 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
             miscount = _miscount(other, t)  # explains a factor, but no more
             true_gradient = r.gradient * (miscount[1] / miscount[0] if miscount else 1)
             if not _relative(g.gradient - true_gradient, norm) <= tolerance:
-                findings += _why(other, t, true_gradient, tolerance)
+                findings += _why(other, t, true_gradient, loss / true_loss if true_loss else 1.0, tolerance)
         rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
         if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
             findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
@@ -197,8 +197,8 @@ def alone(processes: list[Recording]) -> list[Finding]:
     return list({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float) -> list[Finding]:
-    """Why the gradient of step t + 1 is not `true`."""
+def _why(processes: list[Recording], t: int, true: np.ndarray, loss_ratio: float, tolerance: float) -> list[Finding]:
+    """Why the gradient of step t + 1 is not `true`; `loss_ratio`: the loss that it belongs to, as a part of the true one."""
     first, step = processes[0], processes[0].steps[t]
     num_processes, k = first.num_processes, max(len(_window(step)) for step in first.steps)
     window, where, close = len(_window(step)), f"step {t + 1}", max(SMALL, 10 * tolerance)
@@ -209,9 +209,15 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
         return [
             Finding("emptied_between", where, f"{len(step.micro_steps) - window} of {len(step.micro_steps)} are lost")
         ]
+    is_multiple = _relative(step.gradient - ratio * true, _norm(step.gradient)) <= close
+    suspects = [
+        Finding(cause, listed(modules), where)
+        for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
+        if modules and not is_multiple
+    ]
     if first.honours_num_items is False and k * num_processes > 1:
-        return [Finding("ignores_num_items", f"{first.model}, {where}", f"{ratio:.4g} times the gradient")]
-    if _relative(step.gradient - ratio * true, _norm(step.gradient)) <= close:
+        return [Finding("ignores_num_items", f"{first.model}, {where}", f"{ratio:.4g} times the gradient"), *suspects]
+    if is_multiple:
         if window < k and abs(ratio * k / window - 1) <= close:
             return [Finding("tail", where, f"{ratio:.4g} = {window}/{k} of the gradient")]
         names = {"k": k, "N": num_processes, "k N": k * num_processes}
@@ -222,21 +228,19 @@ def _why(processes: list[Recording], t: int, true: np.ndarray, tolerance: float)
         weights, residual = _weights(step, true)
         if residual <= close:
             return _wrong_weights(first, step, weights, k, where)
-    suspects = [
-        Finding(cause, listed(modules), where)
-        for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
-        if modules
-    ]
+    # No weights show it here; but the losses of micro-steps are much alike.
+    is_tail = abs(loss_ratio - window / k) < (1 - window / k) / 4
+    tail = [Finding("tail", where, f"{loss_ratio:.3g} of the loss, near {window}/{k}")] if is_tail else []
     if suspects:
-        return suspects
+        return suspects + tail
     counts = [[_counts(first, m) for m in _window(of.steps[t])] for of in processes]
     if all(None not in of for of in counts):
         of_processes = [tuple(map(sum, zip(*of, strict=True))) for of in counts]
         if len(set(of_processes)) > 1:
-            return [Finding("mean_of_means", where, f"targets of the processes: {_shown(of_processes)}")]
+            return [Finding("mean_of_means", where, f"targets of the processes: {_shown(of_processes)}"), *tail]
         if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
-            return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}")]
-    return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest")]
+            return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}"), *tail]
+    return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest"), *tail]
 
 
 def listed(names: list[str]) -> str:

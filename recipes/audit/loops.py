@@ -121,7 +121,7 @@ def _no_sync(model: nn.Module, is_wanted: bool) -> contextlib.AbstractContextMan
 
 def _shifts_labels(model: nn.Module) -> bool:
     """As Trainer decides whether the first label of each row is left out of the number."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.loss.loss_utils import LOSS_MAPPING
 
-    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is LOSS_MAPPING["ForCausalLM"]
     return is_causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)

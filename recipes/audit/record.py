@@ -267,6 +267,9 @@ class Recorder:
             labels = given.get("labels", batch.get("labels") if isinstance(batch, dict) else None)
             if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
                 micro_step.num_labels = int((labels != -100).sum())
+                others = [of for name, of in given.items() if name.endswith("_label") and isinstance(of, torch.Tensor)]
+                if others:  # BERT's next_sentence_label: another term, with another count
+                    micro_step.counts = [int((of != -100).sum()) for of in (labels, *others)]
                 micro_step.num_shifted = int((labels[..., 1:] != -100).sum()) if labels.ndim > 1 else None
             if given.get("num_items_in_batch") is not None:
                 micro_step.num_items = float(given["num_items_in_batch"])
@@ -289,12 +292,14 @@ def _honours(module: nn.Module, args: tuple, kwargs: dict) -> bool | None:
     """Whether the loss halves when `num_items_in_batch` doubles. Leaves no trace in the generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     module = module.module if isinstance(module, DistributedDataParallel) else module
-    losses = []
+    losses, buffers = [], [buffer.clone() for buffer in module.buffers()]
     with torch.random.fork_rng(devices), torch.no_grad():
         for factor in (1, 2):
             torch.manual_seed(0)
             output = module(*args, **kwargs | {"num_items_in_batch": kwargs["num_items_in_batch"] * factor})
             losses.append(getattr(output, "loss", None))
+        for buffer, before in zip(module.buffers(), buffers, strict=True):
+            buffer.copy_(before)  # BatchNorm's statistics
     if any(loss is None for loss in losses):
         return None
     return bool(losses[1] < 0.75 * losses[0])

@@ -22,7 +22,7 @@ class MicroStep:
         num_rows: samples given to the model; None if unknown.
         num_labels: labels that are not -100, None if unknown; `num_shifted` without the first of each row.
         num_items: the `num_items_in_batch` that the model was given.
-        counts: [terms], targets of each loss term, where they are known for certain.
+        counts: [terms], targets of each loss term, where these are known.
     """
 
     gradient: np.ndarray

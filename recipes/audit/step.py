@@ -131,6 +131,11 @@ class Subject:
             loop(model, optimizer, loader, k)
         return recorder.recording
 
+    def take_one_step(self, model: nn.Module, batch: Any) -> None:
+        """The loop on one batch, at a rate of 0."""
+        with torch.enable_grad():
+            self.loop(model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader([batch], batch_size=None), 1)
+
 
 @dataclasses.dataclass
 class Placed:
@@ -209,12 +214,12 @@ def audit_step(
 
     truth = exact_loop(loss) if loss else loop or own_loss_loop
     reference = [subject.take_steps(Cut(subject.global_batch_size), truth)]
-    if not reference[0].steps:
-        raise UsageError("the loop takes no step of the optimizer that it is given: it must call optimizer.step()")
     recordings = {cut: [subject.take_steps(cut, subject.loop)] for cut in cuts if cut.num_processes == 1}
     for num_processes in sorted({cut.num_processes for cut in cuts} - {1}):
         own = [cut for cut in cuts if cut.num_processes == num_processes]
         recordings |= zip(own, side_by_side.take_steps(subject, own, num_processes), strict=True)
+    if not all(recording.steps for of in (reference, *recordings.values()) for recording in of):
+        raise UsageError("the loop takes no step of the optimizer that it is given: it must call optimizer.step()")
     if loss and loop:
         _note_counts(subject, recordings.values())
     comparisons = [compare(reference, recordings[cut], tolerances[cut.dtype]) for cut in cuts]
@@ -270,7 +275,7 @@ def _name_causes(subject: Subject, cuts: list[Cut], comparisons: list[Comparison
     model = copy.deepcopy(subject.model).double().train()
     samples = [subject.samples[number] for number in range(min(MOST_SAMPLES, len(subject.samples)))]
     collate = Placed(subject.collate, model)
-    found = entrances(model, samples, collate, subject.loss or (lambda model, batch: model(**batch)))
+    found = entrances(model, samples, collate, subject.loss or subject.take_one_step)
     if subject.loss and not found:
         found = _additivity(model, samples, collate, subject.loss)
     for comparison in wrong if found else []:

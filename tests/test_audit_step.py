@@ -1,0 +1,455 @@
+"""`audit_step` finds each fault, names it and its module, and accuses nothing that is exact."""
+
+import copy
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from common import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(ROOT / "tests" / "audited"))
+from common_models import VOCAB, bert, collate, gpt2, llama, sentences
+
+from recipes.audit import Cut, assert_same_step, audit_step, default_cuts
+from recipes.audit import processes as side_by_side
+from recipes.audit.loops import terms
+from recipes.errors import UsageError
+
+QUARTERS = [Cut(4)]
+
+
+class Tagger(nn.Module):
+    """A label for every token; `middle` changes what is between the embedding and the head."""
+
+    def __init__(self, middle: nn.Module | None = None):
+        super().__init__()
+        self.embedding, self.middle, self.head = nn.Embedding(VOCAB, 16), middle, nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        return self.head(x if self.middle is None else self.middle(x))
+
+
+class Between(nn.Module):
+    """A function as a module: x [batch, length, width] -> the same."""
+
+    def __init__(self, function, *modules: nn.Module):
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.function(x, *self.inner)
+
+
+def loss(model, batch):
+    total = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total, (batch["labels"] != -100).sum()
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()), loss(model, batch)[1]
+
+
+def padding_counted(model, batch):
+    return loss(model, batch)[0], batch["labels"].numel()
+
+
+def two_terms(model, batch):
+    """Tokens, and whether the first token is even."""
+    logits = model(batch["input_ids"])
+    tokens = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    rows = F.cross_entropy(logits[:, 0, :2], batch["input_ids"][:, 0] % 2, reduction="sum")
+    return {"tokens": (tokens, (batch["labels"] != -100).sum()), "rows": (rows, len(logits))}
+
+
+def noisy_collate(samples):
+    batch = collate(samples)
+    return batch | {"labels": torch.where(torch.rand(batch["labels"].shape) < 0.5, batch["labels"], -100)}
+
+
+def batch_norm(x, norm):
+    return norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.fixture
+def samples():
+    return sentences(16, kind="mlm")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+# ---------------------------------------------------------------------------------------------- a loss
+
+FAULTS = {
+    "batch_norm": (Between(batch_norm, nn.BatchNorm1d(16)), loss, "middle.inner.0 (BatchNorm1d)"),
+    "dropout": (nn.Sequential(nn.Dropout(0.1), nn.Tanh()), loss, "middle.0 (Dropout)"),
+    "mixed_samples": (Between(lambda x: x - x.mean((0, 1))), loss, "middle (Between)"),
+    "padding": (
+        nn.Sequential(nn.Identity(), Between(lambda x: x - x.mean(1, keepdim=True))),
+        loss,
+        "middle.1 (Between)",
+    ),
+    "not_summed": (None, mean_loss, "mean_loss"),
+    "counts": (None, padding_counted, "padding_counted"),
+}
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_a_fault_of_the_model_or_the_loss(cause, samples):
+    middle, of, where = FAULTS[cause]
+    audit = audit_step(Tagger(middle), samples, collate, of)
+    assert not audit.is_exact
+    assert audit.causes == {cause}
+    for comparison in audit.comparisons:
+        ((found,),) = [comparison.findings]
+        assert found.where == where
+    assert "NOT exact" in str(audit)
+
+
+def test_several_modules_are_named_also_functions_that_draw(samples):
+    model = Tagger(nn.Sequential(nn.Dropout(0.1), Between(lambda x: x)))
+    model.middle[1].forward = types.MethodType(lambda self, x: F.dropout(x, 0.1, self.training), model.middle[1])
+    model.middle.append(Between(batch_norm, nn.BatchNorm1d(16)))
+    (comparison,) = audit_step(model, samples, collate, loss, cuts=QUARTERS).comparisons
+    assert [(of.cause, of.where) for of in comparison.findings] == [
+        ("dropout", "middle.0 (Dropout), middle.1 (Between)"),
+        ("batch_norm", "middle.2.inner.0 (BatchNorm1d)"),
+    ]
+
+
+def test_a_collate_function_that_draws(samples):
+    audit = audit_step(Tagger(), samples, noisy_collate, loss, cuts=QUARTERS)
+    assert audit.causes == {"random_collate"}
+    assert audit.comparisons[0].findings[0].where == "collate"
+
+
+@pytest.mark.parametrize("of", [loss, two_terms])
+def test_what_is_exact_is_not_accused(of, samples):
+    """Seven cuts, uneven, in another order, rounded: all as exact as their numbers are."""
+    audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, of)
+    assert audit.is_exact
+    assert [str(cut) for cut in audit.cuts] == [str(cut) for cut in default_cuts(16)]
+    largest = {cut.dtype: max(of.errors) for cut, of in zip(audit.cuts, audit.comparisons, strict=True)}
+    assert largest["float64"] < 1e-13
+    assert 1e-9 < largest["float32"] < 1e-5
+    assert 1e-4 < largest["bfloat16"] < 5e-2
+    assert max(of.loss_errors[0] for of in audit.comparisons[:5]) < 1e-13
+    assert str(audit).endswith("\nexact")
+
+
+def test_the_truth_is_the_models_own_mean(samples):
+    """One large batch, by sums and counts, has the loss and the gradient of the usual mean."""
+    audit = audit_step(Tagger(), samples, collate, loss, loop=documented, cuts=[Cut(16)], global_batch_size=16)
+    assert audit.is_exact
+    assert audit.comparisons[0].errors[0] < 1e-14
+
+
+def test_rounding_that_is_larger_than_the_tolerance(samples):
+    cuts = [Cut(4), Cut(4, dtype="float32")]
+    audit = audit_step(Tagger(), samples, collate, loss, cuts=cuts, tolerance={"float32": 1e-12})
+    assert [of.is_exact for of in audit.comparisons] == [True, False]
+    assert audit.causes == {"rounding"}
+    assert "tolerance 1e-12" in str(audit)
+
+
+def test_low_precision_is_given_the_cause_of_the_same_cut(samples):
+    cuts = [Cut(4), Cut(4, dtype="bfloat16")]
+    exact, rounded = audit_step(Tagger(), samples, collate, mean_loss, cuts=cuts).comparisons
+    assert exact.findings == rounded.findings
+    assert rounded.findings[0].cause == "not_summed"
+
+
+def test_everything_is_left_as_it_was(samples):
+    model = Tagger(Between(batch_norm, nn.BatchNorm1d(16))).eval()
+    before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    numbers = np.random.get_state()[1].copy()
+    call = nn.Module.__call__
+    audit_step(model, samples, collate, loss)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert not model.middle.inner[0]._forward_hooks
+    assert torch.get_rng_state().equal(noise)
+    assert (np.random.get_state()[1] == numbers).all()
+    assert nn.Module.__call__ is call
+    assert model.head.weight.grad is None
+
+
+# ---------------------------------------------------------------------------------------------- Hugging Face models
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "causes", "where"),
+    [
+        (llama, "clm", set(), ""),
+        (gpt2, "clm", {"shifted_labels"}, "GPT2LMHeadModel, step 1"),
+        (lambda: bert("BertForPreTraining"), "mlm", {"ignores_num_items"}, "BertForPreTraining, step 1"),
+        (
+            lambda: bert("BertForSequenceClassification"),
+            "cls",
+            {"ignores_num_items"},
+            "BertForSequenceClassification, step 1",
+        ),
+    ],
+)
+def test_a_plain_model_with_labels(build, kind, causes, where):
+    audit = audit_step(build(), sentences(16, kind=kind), collate, cuts=[Cut(4), Cut(5)])
+    assert audit.causes == causes
+    assert {found.where for of in audit.comparisons for found in of.findings} == ({where} if causes else set())
+
+
+# ---------------------------------------------------------------------------------------------- loops
+
+
+def _usual(model, optimizer, batches, k, *, divide=True, mean=True, after=None, before=None, empty=True):
+    """The usual loop, each part of which can be wrong."""
+    for number, batch in enumerate(batches, 1):
+        if before:
+            before(model, number)
+        total, count = loss(model, batch)
+        ((total / count if mean else total) / (k if divide else 1)).backward()
+        if after:
+            after(model, number)
+        if number % k == 0 or number == len(batches):
+            optimizer.step()
+            if empty:
+                optimizer.zero_grad()
+
+
+def documented(model, optimizer, batches, k):
+    _usual(model, optimizer, batches, k)
+
+
+def undivided(model, optimizer, batches, k):
+    _usual(model, optimizer, batches, k, divide=False)
+
+
+def never_emptied(model, optimizer, batches, k):
+    _usual(model, optimizer, batches, k, empty=False)
+
+
+def clipped_too_early(model, optimizer, batches, k):
+    _usual(model, optimizer, batches, k, after=lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+
+
+def emptied_too_often(model, optimizer, batches, k):
+    _usual(model, optimizer, batches, k, before=lambda model, _: model.zero_grad())
+
+
+def batches_left_out(model, optimizer, batches, k):
+    for number, batch in enumerate(batches, 1):
+        if number != 2:
+            total, count = loss(model, batch)
+            (total / count / k).backward()
+        if number % k == 0 or number == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def batches_used_twice(model, optimizer, batches, k):
+    for number, batch in enumerate(batches, 1):
+        for _ in range(2 if number == 2 else 1):
+            total, count = loss(model, batch)
+            (total / count / k).backward()
+        if number % k == 0 or number == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def exact(model, optimizer, batches, k):
+    """As in README: sums over the counts of the window; on several processes, of all of them."""
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    model = DistributedDataParallel(model) if num_processes > 1 else model
+    window = []
+    for number, batch in enumerate(batches, 1):
+        window.append(batch)
+        if len(window) < k and number < len(batches):
+            continue
+        count = sum((of["labels"] != -100).sum() for of in window)
+        if num_processes > 1:
+            torch.distributed.all_reduce(count)
+        for of in window:
+            (loss(model, of)[0] * num_processes / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        window = []
+
+
+EVEN = [
+    {"input_ids": torch.arange(row, row + 6) % VOCAB, "labels": torch.arange(row, row + 6) % 9} for row in range(20)
+]
+LOOPS = {  # on 20 ragged samples in steps of 8, 8, 4, or on equal ones, or in steps of 10
+    "exact": (exact, False, set()),
+    "exact on equal samples": (exact, True, set()),
+    "documented": (documented, False, {"mean_of_means", "tail"}),
+    "documented on equal samples": (documented, True, {"tail"}),
+    "undivided": (undivided, True, {"factor"}),
+    "never_emptied": (never_emptied, True, {"leak"}),
+    "clipped_too_early": (clipped_too_early, True, {"changed_between"}),
+    "emptied_too_often": (emptied_too_often, True, {"emptied_between"}),
+    "batches_left_out": (batches_left_out, True, {"dropped"}),
+    "batches_used_twice": (batches_used_twice, True, {"duplicated"}),
+}
+
+
+# Against itself: one batch is a whole step of the reference, in which another one would be left out, or used twice.
+CASES = [(name, has_loss) for name in LOOPS for has_loss in (True, False) if has_loss or not name.startswith("batches")]
+
+
+@pytest.mark.parametrize(("name", "has_loss"), CASES)
+def test_a_loop(name, has_loss):
+    loop, is_even, causes = LOOPS[name]
+    data = EVEN if is_even else sentences(20, kind="mlm")
+    cuts = [Cut(2)] if causes else [Cut(2), Cut(3), Cut(2, is_shuffled=True)]
+    size = 10 if name.startswith("batches") else 8
+    audit = audit_step(
+        Tagger(), data, collate, loss if has_loss else None, loop=loop, cuts=cuts, global_batch_size=size
+    )
+    assert {found.cause for of in audit.comparisons for found in of.findings} == causes
+    assert all(len(of.errors) == -(-20 // size) for of in audit.comparisons)
+    assert audit.is_exact == (not causes)
+
+
+def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
+    def means(model, optimizer, batches, k):
+        for batch in batches:
+            pairs = two_terms(model, batch).values()
+            sum(total / count / k for total, count in pairs).backward()
+        optimizer.step()
+
+    data = sentences(16, kind="mlm")
+    (comparison,) = audit_step(
+        Tagger(), data, collate, two_terms, loop=means, cuts=QUARTERS, global_batch_size=16
+    ).comparisons
+    (found,) = comparison.findings
+    assert found.cause == "mean_of_means"
+    assert found.evidence == "targets of the micro-steps: 12+4, 20+4, 16+4, 11+4"
+
+
+def test_a_fault_of_the_model_is_named_inside_a_loop_too(samples):
+    model = Tagger(Between(batch_norm, nn.BatchNorm1d(16)))
+    audit = audit_step(model, samples, collate, loss, loop=exact, cuts=QUARTERS, global_batch_size=16)
+    assert [(of.cause, of.where) for of in audit.comparisons[0].findings] == [
+        ("batch_norm", "middle.inner.0 (BatchNorm1d)")
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_two_processes(samples):
+    """Sent there: a model and functions of a module that cannot be imported. A loop's own wrapping; what is not reduced."""
+    hidden = types.ModuleType("cannot_be_imported")
+    hidden.__file__ = "somewhere"
+    exec("import torch\ndef loss(model, batch):\n    return of(model, batch)", hidden.__dict__)
+    hidden.of = loss
+    cuts = [Cut(4, num_processes=2), Cut(3, num_processes=2, is_shuffled=True), Cut(16, num_processes=2)]
+    sys.modules["cannot_be_imported"] = hidden
+    try:
+        audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, hidden.loss, cuts=cuts)
+    finally:
+        del sys.modules["cannot_be_imported"]
+    assert audit.is_exact
+    assert max(of.errors[0] for of in audit.comparisons) < 1e-13
+
+    def loop(model, optimizer, batches, k):
+        (exact if k == 2 else documented)(model, optimizer, batches, k)  # the latter does not reduce
+
+    cuts = [Cut(2, num_processes=2), Cut(4, num_processes=2)]
+    right, wrong = audit_step(Tagger(), EVEN, collate, loss, loop=loop, cuts=cuts).comparisons
+    assert [of.cause for of in right.findings] == ["reductions"]
+    assert "not_reduced" in {of.cause for of in wrong.findings}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_processes_that_fail_or_wait(samples, monkeypatch):
+    def failing(model, batch):
+        if os.environ.get("RANK") == "1":
+            raise KeyError("mine")
+        return loss(model, batch)
+
+    with pytest.raises(UsageError, match=r"process 1 of 2 failed:(.|\n)*KeyError: 'mine'"):
+        audit_step(Tagger(), samples, collate, failing, cuts=[Cut(4, num_processes=2)])
+
+    def waiting(model, batch):
+        if os.environ.get("RANK") == "1":
+            torch.distributed.barrier()
+        return loss(model, batch)
+
+    monkeypatch.setattr(side_by_side, "TIMEOUT", 8)
+    with pytest.raises(UsageError, match="2 processes took longer than 8 seconds"):
+        audit_step(Tagger(), samples, collate, waiting, cuts=[Cut(4, num_processes=2)])
+
+
+# ---------------------------------------------------------------------------------------------- cuts, bad input
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(4, 40), st.integers(4, 20), st.booleans())
+def test_a_cut_has_every_sample_once(b, num_processes, num_samples, global_batch_size, is_shuffled):
+    smallest = num_samples % global_batch_size or global_batch_size
+    if smallest < num_processes:
+        return
+    cut = Cut(b, num_processes, is_shuffled=is_shuffled)
+    steps = zip(*(cut.micro_batches(num_samples, global_batch_size, r) for r in range(num_processes)), strict=True)
+    for number, processes in enumerate(steps):
+        assert len({len(micro_steps) for micro_steps in processes}) == 1
+        sizes = [len(of) for micro_steps in processes for of in micro_steps]
+        assert min(sizes) >= 1
+        assert max(sizes) <= b + (num_processes > 1)
+        first = number * global_batch_size
+        expected = range(first, min(first + global_batch_size, num_samples))
+        assert sorted(of for micro_steps in processes for part in micro_steps for of in part) == list(expected)
+
+
+def test_sums_and_counts_in_several_forms():
+    for returned in (
+        (torch.tensor(3.0), 2),
+        ([torch.tensor(3.0)], [2]),
+        (torch.tensor([3.0]), torch.tensor([2])),
+        {"one": (torch.tensor(3.0), torch.tensor(2))},
+    ):
+        sums, counts = terms(returned)
+        assert (sums.tolist(), counts.tolist()) == ([3.0], [2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "bert"}, "model is str: it must be a torch module"),
+        ({"samples": [1]}, "samples are 1: at least 2"),
+        ({"loss": lambda model, batch: torch.tensor(1.0)}, r"loss must return \(sum, count\).*not Tensor"),
+        ({"loss": lambda model, batch: (torch.tensor(1.0), 1, 2)}, "not a tuple of 3"),
+        ({"loss": lambda model, batch: (torch.tensor(1.0), 0.5)}, r"counts \[0.5\]: numbers of targets are whole"),
+        ({"loss": None, "collate": lambda samples: samples}, 'batches must be mappings with "labels"'),
+        ({"loop": lambda *_: None}, "the loop takes no step"),
+        ({"cuts": [Cut(0)]}, "a cut has b 0, N 1: both must be positive"),
+        ({"cuts": [Cut(4, dtype="int8")]}, "dtype of a cut is 'int8': it is one of float64, float32, bfloat16"),
+        ({"processes": [17]}, "a cut has 17 processes, but a step has only 16 samples"),
+        ({"tolerance": -1}, "tolerance is -1: a number that is not negative"),
+        ({"tolerance": {"half": 1}}, "one for float64, float32, bfloat16"),
+        ({"global_batch_size": 1}, "global_batch_size is 1: a step of at least 2 samples"),
+    ],
+)
+def test_bad_input(change, message, samples):
+    given = {"model": Tagger(), "samples": samples, "collate": collate, "loss": loss} | change
+    with pytest.raises(UsageError, match=message):
+        audit_step(**given)
+
+
+def test_assert_same_step(samples):
+    assert assert_same_step(Tagger(), samples, collate, loss, cuts=QUARTERS).is_exact
+    with pytest.raises(AssertionError, match=r"depends on how it is cut\nlayout(.|\n)*the loss is no sum over samples"):
+        assert_same_step(Tagger(), samples, collate, mean_loss, cuts=QUARTERS)

@@ -1,0 +1,37 @@
+"""What the documentation says is run."""
+
+import re
+
+import pytest
+from common import ROOT
+
+from recipes.audit import CAUSES
+
+DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+TAGGER, LOOP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_the_examples_of_the_audit(pytester):
+    """As a user's own tests, in a folder of their own: the first passes, also on two processes; the second fails as said."""
+    pytester.makepyfile(test_tagger=TAGGER, test_loop=LOOP)
+    result = pytester.runpytest_subprocess("--audit-processes", "1,2", "test_tagger.py", timeout=100)
+    result.assert_outcomes(passed=1)
+    result = pytester.runpytest_subprocess("test_loop.py", timeout=60)
+    result.assert_outcomes(failed=1)
+    (said,) = re.findall(r"```text\n(.*)\n```", DOCUMENT)
+    assert said in result.outlines
+    assert "NOT exact" in result.outlines
+    assert not [line for line in result.outlines if "Traceback" in line or line.startswith(">")]
+
+
+def test_every_cause_is_explained():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCUMENT, re.MULTILINE))
+    assert rows == CAUSES
+
+
+def test_links_lead_somewhere():
+    for document in (ROOT / "docs").glob("*.md"):
+        for link in re.findall(r"\]\(([^)h][^)]*)\)", document.read_text(encoding="utf-8")):
+            assert (document.parent / link.split("#")[0]).exists(), link
