@@ -46,6 +46,7 @@ TWO_PROCESSES = {
     "even_batches": (8, 1, {"duplicated"}),
     "no_sync_missing": (2, 4, {"reductions"}),
     "trainer_bert_classifier": (4, 2, {"ignores_num_items", "logged_loss"}),
+    "trainer_gpt2_counts_per_process": (4, 2, {"mean_of_means", "logged_loss"}),
     "ok_ddp_no_sync": (2, 4, set()),
     "ok_accelerate_exact": (4, 2, set()),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from common import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,6 +231,19 @@ def documented(model, optimizer, batches, k):
     _usual(model, optimizer, batches, k)
 
 
+def with_accelerate(model, optimizer, batches, k):
+    """As Accelerate documents it; on several processes the batches are shared out already."""
+    accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batches = accelerator.prepare(batches) if accelerator.num_processes == 1 else batches
+    for batch in batches:
+        with accelerator.accumulate(model):
+            total, count = loss(model, batch)
+            accelerator.backward(total / count)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def undivided(model, optimizer, batches, k):
     _usual(model, optimizer, batches, k, divide=False)
 
@@ -293,6 +307,8 @@ LOOPS = {  # on 20 ragged samples in steps of 8, 8, 4, or on equal ones, or in s
     "exact on equal samples": (exact, True, set()),
     "documented": (documented, False, {"mean_of_means", "tail"}),
     "documented on equal samples": (documented, True, {"tail"}),
+    "with_accelerate": (with_accelerate, False, {"mean_of_means", "tail"}),
+    "with_accelerate on equal samples": (with_accelerate, True, {"tail"}),
     "undivided": (undivided, True, {"factor"}),
     "never_emptied": (never_emptied, True, {"leak"}),
     "clipped_too_early": (clipped_too_early, True, {"changed_between"}),
@@ -365,12 +381,14 @@ def test_two_processes(samples):
     assert max(of.errors[0] for of in audit.comparisons) < 1e-13
 
     def loop(model, optimizer, batches, k):
-        (exact if k == 2 else documented)(model, optimizer, batches, k)  # the latter does not reduce
+        loops = {1: documented, 2: exact, 4: with_accelerate}  # documented does not reduce
+        loops[k](model, optimizer, batches, k)
 
-    cuts = [Cut(2, num_processes=2), Cut(4, num_processes=2)]
-    right, wrong = audit_step(Tagger(), EVEN, collate, loss, loop=loop, cuts=cuts).comparisons
+    cuts = [Cut(b, num_processes=2) for b in (2, 4, 1)]
+    right, wrong, accelerated = audit_step(Tagger(), EVEN, collate, loss, loop=loop, cuts=cuts).comparisons
     assert [of.cause for of in right.findings] == ["reductions"]
     assert "not_reduced" in {of.cause for of in wrong.findings}
+    assert [(of.cause, of.where) for of in accelerated.findings] == [("last_window", "at the end")]
 
 
 @pytest.mark.distributed

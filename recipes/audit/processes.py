@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 import traceback
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,12 @@ def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Record
 
 def _sent(value: Any) -> bytes:
     """Pickled; functions and classes of modules that another process cannot import, by value."""
-    own = [
-        module
-        for name, module in list(sys.modules.items())
-        if name == getattr(module, "__name__", "") != "__main__"
-        and getattr(module, "__file__", None)
-        and not PathFinder.find_spec(name.partition(".")[0])
-    ]
+    named = {
+        name: module for name, module in sys.modules.items() if name == getattr(module, "__name__", "") != "__main__"
+    }
+    tops = {name.partition(".")[0] for name in named}
+    hidden = {top for top in tops if not any(finder.find_spec(top, None) for finder in sys.meta_path)}
+    own = [module for name, module in named.items() if name.partition(".")[0] in hidden]
     with contextlib.ExitStack() as stack:
         for module in own:
             cloudpickle.register_pickle_by_value(module)

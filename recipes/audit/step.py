@@ -187,7 +187,8 @@ def audit_step(
         loss: (model, batch) -> (sum, count), or ([sum of each term], [count of each term]), or {term: (sum, count)}.
             sum: scalar tensor, with a gradient; count: number of targets, int or integer tensor.
         loop: (model, optimizer, batches, k) -> None: takes steps of k micro-steps each; the last step may have fewer.
-            `batches` is a DataLoader. On several processes the process group is there, and wrapping the model is the loop's.
+            `batches` is a DataLoader, of this process's samples. On several processes the process group is there, and
+            wrapping the model is the loop's.
         global_batch_size: samples per step (B); default: all; with a loop two fifths of them, so that the last step is
             partial.
         cuts: default `default_cuts`.
