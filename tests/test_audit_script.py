@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
 
 from recipes.audit import script
@@ -190,6 +191,36 @@ def test_rates_and_steps_that_depend_on_the_layout(run):
     del other[0].steps[4]
     found = [(of.cause, of.where, of.evidence) for of in compare(reference, other, TOLERANCE).findings]
     assert found == [("num_steps", "", "4, not 5"), ("learning_rate", "step 4", "0.005, not 0.01")]
+
+
+def test_another_update_of_the_same_gradient(run):
+    """Nothing is said of the optimizer where the gradients or the rates that it was given differ."""
+    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    other[0].steps[1].change *= 1.05
+    assert compare(reference, other, TOLERANCE).is_exact
+    other[0].steps[1].change *= 2
+    comparison = compare(reference, other, TOLERANCE)
+    assert [(of.cause, of.where) for of in comparison.findings] == [("update", "step 2")]
+    assert comparison.update_errors[1] == pytest.approx(1.1)
+    other[0].steps[1].learning_rates[0] *= 2
+    assert [of.cause for of in compare(reference, other, TOLERANCE).findings] == ["learning_rate"]
+
+
+def test_losses_that_a_program_logs(run):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder() as recorder:
+        for factor in (1, 2):
+            for _ in range(2):
+                accelerator.backward(model(torch.ones(2, 3)).sum() / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": factor * sum(m.loss for m in recorder.recording.steps[-1].micro_steps), "x": 1})
+    (found,) = compare([recorder.recording], [recorder.recording], TOLERANCE).findings
+    assert (found.cause, found.where) == ("logged_loss", "step 2")
+    assert found.evidence.endswith(": k times")
+    assert compare([recorder.recording], [recorder.recording], TOLERANCE).is_exact
 
 
 def test_wrong_weights_that_no_counts_explain(run):
