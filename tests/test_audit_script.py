@@ -312,7 +312,7 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         *("b 8, k 2, N 1", "b 8, k 1, N 2", "b 2, k 2, N 4"),
         *("x 1, N 1", "x 1, N 2", "x 1, N 4"),
     ]
-    assert found[0].argv == ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
+    assert found[0].argv == ["--per_device_train_batch_size=8", "--gradient_accumulation_steps=2"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Variation:
 
     @property
     def argv(self) -> list[str]:
-        return [word for name, value in self.flags.items() for word in (f"--{name.lstrip('-')}", value)]
+        return [f"--{name.lstrip('-')}={value}" for name, value in self.flags.items()]
 
 
 def variations(vary: list[str], processes: list[int]) -> list[Variation]:
