@@ -35,7 +35,7 @@ class Finding:
 
 CAUSES = {
     "batch_norm": "statistics of the micro-batch instead of the global batch",
-    "dropout": "noise is drawn anew for every cut",
+    "dropout": "noise is drawn anew for every cut (with a dropout of 0 the audit sees the rest)",
     "mean_of_means": "mean of the micro-batches' means, though they have different numbers of targets",
     "ignores_num_items": "the model's loss ignores num_items_in_batch",
     "shifted_labels": "num_items_in_batch counts labels that are never predicted",
