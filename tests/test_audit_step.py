@@ -21,6 +21,7 @@ from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
 from recipes.audit import Cut, assert_same_step, audit_step, default_cuts
 from recipes.audit import processes as side_by_side
+from recipes.audit.entrance import _close
 from recipes.audit.loops import terms
 from recipes.errors import UsageError
 
@@ -95,7 +96,7 @@ def seeded():
 FAULTS = {
     "batch_norm": (Between(batch_norm, nn.BatchNorm1d(16)), loss, "middle.inner.0 (BatchNorm1d)"),
     "dropout": (nn.Sequential(nn.Dropout(0.1), nn.Tanh()), loss, "middle.0 (Dropout)"),
-    "mixed_samples": (Between(lambda x: x - x.mean((0, 1))), loss, "middle (Between)"),
+    "mixed_samples": (Between(lambda x, inner: inner(x - x.mean((0, 1))), nn.Linear(16, 16)), loss, "middle (Between)"),
     "padding": (
         nn.Sequential(nn.Identity(), Between(lambda x: x - x.mean(1, keepdim=True))),
         loss,
@@ -133,6 +134,41 @@ def test_a_collate_function_that_draws(samples):
     audit = audit_step(Tagger(), samples, noisy_collate, loss, cuts=QUARTERS)
     assert audit.causes == {"random_collate"}
     assert audit.comparisons[0].findings[0].where == "collate"
+    assert audit_step(Tagger(), samples, noisy_collate, loop=documented, cuts=QUARTERS).causes == {"random_collate"}
+
+
+def test_padding_on_the_left_is_no_fault(samples):
+    def collate_left(samples):
+        return {
+            name: value.flip(1) for name, value in collate([_reversed(s) for s in samples]).items() if value.ndim > 1
+        }
+
+    def _reversed(sample):
+        return {name: value.flip(0) if value.ndim else value for name, value in sample.items()}
+
+    assert audit_step(Tagger(), samples, collate_left, loss, cuts=QUARTERS).is_exact
+    assert audit_step(Tagger(), samples, collate_left, mean_loss, cuts=QUARTERS).causes == {"not_summed"}
+
+
+def test_infinite_numbers_are_compared():
+    inf, nan = float("inf"), float("nan")
+    assert _close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
+    assert not _close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
+    assert not _close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
+    assert _close(torch.zeros(2), torch.zeros(2))
+    assert not _close(torch.zeros(2), torch.ones(2))
+
+
+def test_floating_point_inputs_have_the_dtype_of_the_cut():
+    samples = [(torch.randn(4), torch.randn(())) for _ in range(8)]
+
+    def stacked(samples):
+        return [torch.stack(of) for of in zip(*samples, strict=True)]
+
+    def squares(model, batch):
+        return F.mse_loss(model(batch[0]).squeeze(1), batch[1], reduction="sum"), len(batch[1])
+
+    assert audit_step(nn.Linear(4, 1), samples, stacked, squares).is_exact
 
 
 @pytest.mark.parametrize("of", [loss, two_terms])
@@ -174,6 +210,7 @@ def test_low_precision_is_given_the_cause_of_the_same_cut(samples):
 def test_everything_is_left_as_it_was(samples):
     model = Tagger(Between(batch_norm, nn.BatchNorm1d(16))).eval()
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    np.random.seed(5)
     numbers = np.random.get_state()[1].copy()
     call = nn.Module.__call__
     audit_step(model, samples, collate, loss)
@@ -207,6 +244,8 @@ def test_a_plain_model_with_labels(build, kind, causes, where):
     audit = audit_step(build(), sentences(16, kind=kind), collate, cuts=[Cut(4), Cut(5)])
     assert audit.causes == causes
     assert {found.where for of in audit.comparisons for found in of.findings} == ({where} if causes else set())
+    if build is gpt2:  # beside the model's own mean
+        assert audit.comparisons[0].errors[0] == pytest.approx(1 - 183 / 199)
 
 
 # ---------------------------------------------------------------------------------------------- loops
@@ -334,6 +373,12 @@ def test_a_loop(name, has_loss):
     assert {found.cause for of in audit.comparisons for found in of.findings} == causes
     assert all(len(of.errors) == -(-20 // size) for of in audit.comparisons)
     assert audit.is_exact == (not causes)
+    assert {of.cause for of in audit.findings} == (causes & {"leak"} if not has_loss else set())
+
+
+def test_a_loop_has_a_partial_last_step_unless_told_otherwise():
+    (comparison,) = audit_step(Tagger(), EVEN[:10], collate, loss, loop=documented, cuts=[Cut(2)]).comparisons
+    assert [(of.cause, of.where) for of in comparison.findings] == [("tail", "step 3")]
 
 
 def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
@@ -352,9 +397,11 @@ def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
     assert found.evidence == "targets of the micro-steps: 12+4, 20+4, 16+4, 11+4"
 
 
-def test_a_fault_of_the_model_is_named_inside_a_loop_too(samples):
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_fault_of_the_model_is_named_inside_a_loop_too(has_loss, samples):
     model = Tagger(Between(batch_norm, nn.BatchNorm1d(16)))
-    audit = audit_step(model, samples, collate, loss, loop=exact, cuts=QUARTERS, global_batch_size=16)
+    of = loss if has_loss else None
+    audit = audit_step(model, samples, collate, of, loop=exact, cuts=QUARTERS, global_batch_size=16)
     assert [(of.cause, of.where) for of in audit.comparisons[0].findings] == [
         ("batch_norm", "middle.inner.0 (BatchNorm1d)")
     ]
@@ -430,6 +477,12 @@ def test_a_cut_has_every_sample_once(b, num_processes, num_samples, global_batch
         first = number * global_batch_size
         expected = range(first, min(first + global_batch_size, num_samples))
         assert sorted(of for micro_steps in processes for part in micro_steps for of in part) == list(expected)
+
+
+def test_a_shuffled_cut_has_another_order_within_its_steps():
+    first, second = Cut(10, is_shuffled=True).micro_batches(20, 10, 0)
+    assert first[0] != sorted(first[0])
+    assert [of - 10 for of in second[0]] != first[0]
 
 
 def test_sums_and_counts_in_several_forms():

@@ -40,10 +40,10 @@ def entrances(
     collate: Callable[[list], Any],
     call: Callable[[nn.Module, Any], Any],
 ) -> list[Finding]:
-    """Why `call(model, batch)` is no function of one sample at a time. Leaves the model as it was.
+    """Why `call(model, batch)` is no function of one sample at a time.
 
     Args:
-        model: in the mode in which it is trained.
+        model: in the mode in which it is trained; a copy, whose modules are put into evaluation on the way.
         samples: a few, two at least.
         collate: samples to a batch, on the model's device and of its dtype.
         call: computes the model, once or more.
@@ -58,9 +58,6 @@ def entrances(
         again = collate(samples)
     if not _equal(tree_leaves(first), tree_leaves(again)):
         return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
-
-    modes = {module: module.training for module in model.modules()}
-    state = {name: value.clone() for name, value in model.state_dict().items()}
 
     def calls(batch: Any, seed: int = 1) -> list[Call]:
         with same_noise(seed):
@@ -89,21 +86,15 @@ def entrances(
                 return found
         return None
 
-    try:
-        noisy = all_of(lambda: _first_difference(calls(first, 1), calls(first, 2)))
-        findings += _named("dropout", noisy, "its output differs for the same samples")
-        mixing = all_of(mixed)
-        norms = [one for one in mixing if isinstance(one.module, _BatchNorm)]
-        findings += _named("batch_norm", norms, "its output for a sample changes with another sample of the batch")
-        others = [one for one in mixing if one not in norms]
-        findings += _named("mixed_samples", others, "its output for a sample changes with another sample of the batch")
-        if not mixing and (found := padded()) is not None:
-            findings += _named("padding", [found], "its output for a sample alone differs from that in a batch")
-        return findings
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        model.load_state_dict(state)
+    noisy = all_of(lambda: _first_difference(calls(first, 1), calls(first, 2)))
+    findings += _named("dropout", noisy, "its output differs for the same samples")
+    mixing = all_of(mixed)
+    changes = "its output for a sample changes with another sample of the batch"
+    findings += _named("batch_norm", [one for one in mixing if isinstance(one.module, _BatchNorm)], changes)
+    findings += _named("mixed_samples", [one for one in mixing if not isinstance(one.module, _BatchNorm)], changes)
+    if not mixing and (found := padded()) is not None:
+        findings += _named("padding", [found], "its output for a sample alone differs from that in a batch")
+    return findings
 
 
 @contextlib.contextmanager
@@ -185,9 +176,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_floating_point():
         return bool((a == b).all())
     a, b = a.double(), b.double()
-    finite = torch.isfinite(a) & torch.isfinite(b)
-    difference = torch.where(finite, a - b, 0).norm()
-    return bool(difference <= DIFFERENT * torch.where(finite, a, 0).norm().clamp(min=1e-30)) or bool(difference == 0)
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities, too
+    return bool(torch.where(same, 0, a - b).norm() <= DIFFERENT * torch.where(a.isfinite(), a, 0).norm())
 
 
 def _equal(some: list, others: list) -> bool:
