@@ -185,6 +185,18 @@ def test_what_is_exact_is_not_accused(of, samples):
     assert str(audit).endswith("\nexact")
 
 
+def test_several_steps_the_last_of_them_partial_and_a_term_without_targets(samples):
+    def no_rows(model, batch):
+        sums = two_terms(model, batch)
+        return {"tokens": sums["tokens"], "rows": (0 * sums["rows"][0], 0)}
+
+    for of in (loss, no_rows):
+        (comparison,) = audit_step(Tagger(), samples, collate, of, cuts=[Cut(2)], global_batch_size=6).comparisons
+        assert not comparison.findings
+        assert len(comparison.errors) == 3
+        assert max(comparison.errors) < 1e-13
+
+
 def test_the_truth_is_the_models_own_mean(samples):
     """One large batch, by sums and counts, has the loss and the gradient of the usual mean."""
     audit = audit_step(Tagger(), samples, collate, loss, loop=documented, cuts=[Cut(16)], global_batch_size=16)
@@ -246,6 +258,25 @@ def test_a_plain_model_with_labels(build, kind, causes, where):
     assert {found.where for of in audit.comparisons for found in of.findings} == ({where} if causes else set())
     if build is gpt2:  # beside the model's own mean
         assert audit.comparisons[0].errors[0] == pytest.approx(1 - 183 / 199)
+
+
+class WithLabels(Tagger):
+    """A loss of its own, as transformers' models have it."""
+
+    def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **_):
+        logits = super().forward(input_ids).flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return types.SimpleNamespace(loss=total / (num_items_in_batch or (labels != -100).sum()))
+
+
+class WithoutNumber(WithLabels):
+    def forward(self, input_ids, attention_mask, labels, next_sentence_label=None):
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def test_a_model_that_takes_no_number_is_divided_by_k(samples):
+    assert audit_step(WithoutNumber(), EVEN, collate, cuts=[Cut(4), Cut(2)], global_batch_size=8).is_exact
+    assert audit_step(WithoutNumber(), samples, collate, cuts=QUARTERS).causes == {"mean_of_means"}
 
 
 # ---------------------------------------------------------------------------------------------- loops
@@ -426,6 +457,9 @@ def test_two_processes(samples):
         del sys.modules["cannot_be_imported"]
     assert audit.is_exact
     assert max(of.errors[0] for of in audit.comparisons) < 1e-13
+    of_trainer = audit_step(WithLabels(), samples, collate, cuts=cuts)
+    assert of_trainer.is_exact
+    assert max(of.loss_errors[0] for of in of_trainer.comparisons) < 1e-13
 
     def loop(model, optimizer, batches, k):
         loops = {1: documented, 2: exact, 4: with_accelerate}  # documented does not reduce

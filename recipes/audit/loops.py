@@ -1,13 +1,12 @@
 """Loops that take the steps of an audit: the exact one, and the one of transformers' Trainer."""
 
-import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes.errors import UsageError
 
@@ -19,15 +18,14 @@ def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
     """Sums over the counts of the whole step, whatever the processes and micro-steps."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
-        model, num_processes = _parallel(model)
         for window in _windows(batches, k):
             with torch.no_grad():
                 counts = sum(terms(loss(model, batch))[1] for batch in window)
             counts = _reduced(counts).clamp(min=1)
-            for q, batch in enumerate(window, 1):
-                with _no_sync(model, q < len(window)):
-                    sums, _ = terms(loss(model, batch))
-                    (num_processes * (sums / counts).sum()).backward()
+            for batch in window:
+                sums, _ = terms(loss(model, batch))
+                (_num_processes() * (sums / counts).sum()).backward()
+            _average_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -36,24 +34,22 @@ def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
 
 def trainer_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
     """As transformers 5.23's Trainer: a forward with **kwargs gets `num_items_in_batch`, and its loss is not divided by k."""
-    plain = model
     takes_number = getattr(
-        plain,
+        model,
         "accepts_loss_kwargs",
-        any(of.kind == inspect.Parameter.VAR_KEYWORD for of in inspect.signature(plain.forward).parameters.values()),
+        any(of.kind == inspect.Parameter.VAR_KEYWORD for of in inspect.signature(model.forward).parameters.values()),
     )
-    model, num_processes = _parallel(model)
     for window in _windows(batches, k):
-        first = 1 if _shifts_labels(plain) else 0
+        first = 1 if _shifts_labels(model) else 0
         labels = [batch["labels"][..., first:] for batch in window]
         num_items = _reduced(sum((of != IGNORED).sum() for of in labels))
-        for q, batch in enumerate(window, 1):
-            with _no_sync(model, q < len(window)):
-                if takes_number:
-                    value = model(**batch, num_items_in_batch=num_items).loss * num_processes
-                else:
-                    value = model(**batch).loss / len(window)
-                value.backward()
+        for batch in window:
+            if takes_number:
+                value = model(**batch, num_items_in_batch=num_items).loss * _num_processes()
+            else:
+                value = model(**batch).loss / len(window)
+            value.backward()
+        _average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -103,10 +99,8 @@ def _windows(batches: Iterable, k: int) -> Iterable[list]:
         yield window
 
 
-def _parallel(model: nn.Module) -> tuple[nn.Module, int]:
-    if not torch.distributed.is_initialized():
-        return model, 1
-    return DistributedDataParallel(model, find_unused_parameters=True), torch.distributed.get_world_size()
+def _num_processes() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _reduced(counts: torch.Tensor) -> torch.Tensor:
@@ -115,12 +109,19 @@ def _reduced(counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def _no_sync(model: nn.Module, is_wanted: bool) -> contextlib.AbstractContextManager:
-    return model.no_sync() if is_wanted and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+def _average_gradients(model: nn.Module) -> None:
+    """What DistributedDataParallel does, whatever a model returns and whichever of its parameters are used."""
+    for parameter in model.parameters() if torch.distributed.is_initialized() else []:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= _num_processes()
 
 
 def _shifts_labels(model: nn.Module) -> bool:
     """As Trainer decides whether the first label of each row is left out of the number."""
+    if "transformers" not in sys.modules:
+        return False
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is LOSS_MAPPING["ForCausalLM"]
