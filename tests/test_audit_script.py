@@ -37,6 +37,7 @@ ONE_PROCESS = {
     "zero_grad_per_micro_step": {"emptied_between"},
     "scheduler_per_micro_step": {"ticks_per_micro_step"},
     "shuffles_per_layout": {"other_samples"},
+    "draws_per_layout": {"other_inputs"},
     "trainer_bert_for_pretraining": {"ignores_num_items", "logged_loss"},
     "trainer_bert_classifier": {"ignores_num_items", "logged_loss"},
     "trainer_gpt2": {"shifted_labels"},

@@ -46,6 +46,7 @@ CAUSES = {
     "duplicated": "samples are used twice",
     "dropped": "samples are left out",
     "other_samples": "the samples of a step depend on the layout",
+    "other_inputs": "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",
     "changed_between": "the gradient is changed between micro-steps, before it is complete (clipping?)",
     "emptied_between": "the gradient is emptied between micro-steps: only the last one counts",
     "leak": "the gradient of the step before is still there (zero_grad is missing)",
@@ -140,7 +141,9 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
             miscount = _miscount(other, t)  # explains a factor, but no more
             true_gradient = r.gradient * (miscount[1] / miscount[0] if miscount else 1)
             if not _relative(g.gradient - true_gradient, norm) <= tolerance:
-                findings += _why(other, t, true_gradient, loss / true_loss if true_loss else 1.0, tolerance)
+                others = _other_rows(reference, other, t)
+                loss_ratio = loss / true_loss if true_loss else 1.0
+                findings += [others] if others else _why(other, t, true_gradient, loss_ratio, tolerance)
         rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
         if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
             findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
@@ -346,6 +349,22 @@ def _other_samples(reference: list[Recording], other: list[Recording], t: int) -
         shown = ", ".join(map(str, sorted(twice)[:5]))
         return Finding("duplicated", f"step {t + 1}", f"{twice.total()} more than once: {shown}...")
     return Finding("other_samples", f"step {t + 1}", f"{more.total()} of its samples are others")
+
+
+def _other_rows(reference: list[Recording], other: list[Recording], t: int) -> Finding | None:
+    """Whether the model was given other rows, where no samples are known, and padding does not change the rows."""
+    micro_steps = [
+        [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
+        for processes in (reference, other)
+    ]
+    if any(m.samples is not None or not m.rows for of in micro_steps for m in of):
+        return None
+    if len({shape for of in micro_steps for m in of for shape, _ in m.rows}) > 1:
+        return None
+    true, ours = (Counter(name for m in of for _, name in m.rows) for of in micro_steps)
+    if true == ours:
+        return None
+    return Finding("other_inputs", f"step {t + 1}", f"{(ours - true).total()} of {ours.total()} rows are others")
 
 
 def _used(processes: list[Recording], t: int) -> Counter:

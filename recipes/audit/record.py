@@ -7,6 +7,7 @@ schedulers' ticks. Of Trainer and Accelerator only the losses that they log.
 import contextlib
 import functools
 import gc
+import hashlib
 import os
 import sys
 from collections import deque
@@ -264,6 +265,7 @@ class Recorder:
             if not tensors:
                 continue
             micro_step.num_rows = len(tensors[0])
+            micro_step.rows = [_named(row) for row in tensors[0]]
             labels = given.get("labels", batch.get("labels") if isinstance(batch, dict) else None)
             if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
                 micro_step.num_labels = int((labels != -100).sum())
@@ -282,6 +284,13 @@ def _number(tensors: Any) -> float | None:
     """The sum of what a backward starts from, where these are single numbers."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     return sum(float(tensor.detach()) for tensor in tensors) if all(tensor.numel() == 1 for tensor in tensors) else None
+
+
+def _named(row: torch.Tensor) -> list[str]:
+    """Shape and hash."""
+    row = row.detach().cpu()
+    content = (row.double() if row.is_floating_point() else row).contiguous().numpy().tobytes()
+    return [str(tuple(row.shape)), hashlib.blake2b(content, digest_size=8).hexdigest()]
 
 
 def _alive(kind: type) -> list:

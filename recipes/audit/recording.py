@@ -20,6 +20,7 @@ class MicroStep:
         loss: what the backward started from; None if that was not one number.
         samples: indices in the dataset, when a DataLoader made the batch of them; else None.
         num_rows: samples given to the model; None if unknown.
+        rows: of each, shape and hash of its row in the first tensor that the model was given; None if unknown.
         num_labels: labels that are not -100, None if unknown; `num_shifted` without the first of each row.
         num_items: the `num_items_in_batch` that the model was given.
         counts: [terms], targets of each loss term, where these are known.
@@ -32,6 +33,7 @@ class MicroStep:
     loss: float | None = None
     samples: list[int] | None = None
     num_rows: int | None = None
+    rows: list[list[str]] | None = None
     num_labels: int | None = None
     num_shifted: int | None = None
     num_items: float | None = None
