@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
 
 from recipes.audit import script
-from recipes.audit.judge import CAUSES, HARMLESS, alone, compare
+from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
 from recipes.audit.record import Enough, Recorder, _honours
 from recipes.audit.recording import Recording
 from recipes.audit.script import Variation, audit_script, record, variations
@@ -176,6 +176,23 @@ def test_numbers_that_are_not_finite_and_other_models(run):
     assert [of.cause for of in other.findings] == ["parameters"]
     v = Variation({}, 1)
     assert "not compared" in table([v, v], [], [other])
+
+
+def test_the_table_shows_the_numbers():
+    leak, tail = Finding("leak", "step 2", "norm 1"), Finding("tail", "step 3", "2/4")
+    comparisons = [
+        Comparison([1e-9, 0.5], [1.0, 2.0], [1.0, 0.5], [1e-9, 0.25], [0, 0], "a.weight", 0.4, [leak, tail]),
+        Comparison([2e-9], [1.0], [1.0], [3e-9], [0], "a.weight", 2e-9, []),
+        Comparison([0.1], [1.0], [1.0], [0.1], [0], "b", 0.1, [Finding("tail", "step 9", "7/8")]),
+    ]
+    heading, reference, in_itself, first, second, third, *causes = table("rxyz", [leak], comparisons).splitlines()
+    assert reference == "r  the reference"
+    assert in_itself == f"  {leak}"
+    assert first.split() == "x 2 1e-09, 0.5 1 1.0000 0.25 a.weight 0.4 [1] [2]".split()
+    assert second.split() == "y 1 2e-09, 2e-09 1 1.0000 3e-09".split()
+    assert third.split()[-3:] == ["b", "0.1", "[2]"]
+    assert causes == [f"[1] {leak}", f"[2] {tail}"]
+    assert heading.index("loss error") + len("loss error") == first.index("0.25") + len("0.25")
 
 
 def test_processes_that_take_different_gradients(run):

@@ -5,6 +5,7 @@ import os
 import sys
 import types
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -455,6 +456,7 @@ def test_two_processes(samples):
         audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, hidden.loss, cuts=cuts)
     finally:
         del sys.modules["cannot_be_imported"]
+    assert "cannot_be_imported" not in cloudpickle.list_registry_pickle_by_value()
     assert audit.is_exact
     assert max(of.errors[0] for of in audit.comparisons) < 1e-13
     of_trainer = audit_step(WithLabels(), samples, collate, cuts=cuts)

@@ -1,10 +1,12 @@
 """What the documentation says is run."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from common import ROOT
 
+from recipes import audit
 from recipes.audit import CAUSES
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
@@ -24,6 +26,15 @@ def test_the_examples_of_the_audit(pytester):
     assert said in result.outlines
     assert "NOT exact" in result.outlines
     assert not [line for line in result.outlines if "Traceback" in line or line.startswith(">")]
+
+
+def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, monkeypatch, request):
+    given = []
+    monkeypatch.setattr(audit, "audit_step", lambda **kwargs: given.append(kwargs) or SimpleNamespace(is_exact=True))
+    monkeypatch.setattr(request.config.option, "audit_processes", [1, 2])
+    for kwargs in ({}, {"cuts": []}, {"processes": (3,)}):
+        assert_same_step(**kwargs)
+    assert given == [{"processes": [1, 2]}, {"cuts": []}, {"processes": (3,)}]
 
 
 def test_every_cause_is_explained():

@@ -13,13 +13,13 @@ def table(labels: Sequence[object], in_itself: list[Finding], comparisons: list[
         in_itself: findings of the reference.
         comparisons: with the reference, of the other labels.
     """
-    width = max(len(str(label)) for label in labels)
+    width = max(len(str(label)) for label in ["layout", *labels])
     findings: dict[str, Finding] = {}  # of each cause the first one
     for finding in (finding for of in comparisons for finding in of.findings):
         findings.setdefault(finding.cause, finding)
     causes = list(findings)
     lines = [
-        f"{'layout':{width}}  steps  error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
+        f"{'layout':{width}}  steps   error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
         f"{labels[0]!s:{width}}  the reference",
     ]
     lines += [f"  {finding}" for finding in in_itself]
