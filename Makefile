@@ -6,7 +6,7 @@ PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo n
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-shakespeare chaos
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -44,8 +44,14 @@ check: venv ## lint and formatting
 bench: venv ## time the loop against the barest one; writes benchmarks/results/
 	$(BIN)/python benchmarks/overhead.py
 
+bench-loops: venv ## measure documented loops beside the exact step; writes benchmarks/results/loops.*
+	$(BIN)/python benchmarks/loops.py
+
 bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a checkout TRAIN_FILE=its text
 	$(BIN)/python benchmarks/shakespeare.py --nanogpt $(NANOGPT) --train_file $(TRAIN_FILE)
+
+audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
+	$(BIN)/python benchmarks/audit.py
 
 chaos: venv ## kill runs at random moments, damage checkpoints, time saves; writes benchmarks/results/reliability.*
 	$(BIN)/python benchmarks/reliability.py

@@ -1,0 +1,323 @@
+"""The audit, turned on this repository: is every script exact, and what does it cost to find out?
+
+    make audit
+
+- scripts: each is run unchanged on a tiny model under several layouts, as `python -m recipes audit-script` does, and compared
+  with its run that computes the whole global batch in one forward. Clipping is off: it would hide a factor. A documented loop
+  that takes the mean of means is the control, which must fail.
+- recording: steps of GPT-2 124M, each once plain and once recorded, by turns in one process.
+- audit_step: seconds for two tiny models, with its default cuts.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HOME = tempfile.TemporaryDirectory(prefix="audit-benchmark-")
+# Before torch and datasets are imported; the runs inherit it.
+os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import accelerate
+import torch
+import transformers
+from common import metrics, tiny_argv, write_corpus
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from recipes.audit import audit_step
+from recipes.audit.judge import Comparison, compare
+from recipes.audit.record import Recorder
+from recipes.audit.script import BATCH, WINDOW, Variation, record
+
+TOLERANCE = 1e-5
+TIMEOUT = 200  # seconds for a run
+# Name -> program, its B, and flags beside its tiny model's.
+SCRIPTS = {
+    "BERT": ("pretrain_bert", 32, "--epoch_end keep"),
+    "GPT-2, packed": ("pretrain_gpt2", 16, "--epoch_end keep"),
+    "GPT-2, packed, document mask": ("pretrain_gpt2", 16, "--document_mask true"),
+    "GPT-2, a document per sample": ("pretrain_gpt2", 32, "--packing false"),
+}
+# Of all: documents so short that epochs end within the steps.
+FLAGS = "--train_file CORPUS/short.jsonl --max_train_steps 8 --max_grad_norm 1e9"
+LAYOUTS = [(5, 1), (1, 1), (3, 2), (4, 3)]  # b, N
+CONTROL = "accelerate_documented"
+PAIRS, WARM_UP = 5, 1
+TOKENS = 1024  # in a step of GPT-2 124M
+REPEATS = 3  # of every audit_step
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+# ------------------------------------------------------------------------------------------------ exactness
+
+
+def run_script(name: str, b: int, num_processes: int, corpus: Path) -> tuple:
+    """How it is cut, what was recorded, what the script itself logged."""
+    program, batch, more = SCRIPTS[name]
+    output_dir = corpus.parent / f"{name}-{b}-{num_processes}"
+    argv = tiny_argv(program, corpus, output_dir, f"{FLAGS} --global_batch_size {batch} {more}")
+    variation = Variation({BATCH: str(b)}, num_processes)
+    recordings = record([str(ROOT / "scripts" / f"{program}.py"), *argv], variation, 0, TIMEOUT)
+    return variation, recordings, metrics(output_dir)
+
+
+def audit_scripts(folder: Path) -> list[dict]:
+    corpus, rows = write_corpus(folder), []
+    for name, (program, batch, more) in SCRIPTS.items():
+        reference, true, lines = run_script(name, batch, 1, corpus)
+        for layout in LAYOUTS:
+            variation, recordings, _ = run_script(name, *layout, corpus)
+            row = {
+                "script": name,
+                "command": f"scripts/{program}.py --global_batch_size {batch} {more}",
+                "smallest_step": min(line["samples"] for line in lines),
+                "epochs": lines[-1]["epoch"],
+                "reference": str(reference),
+                "layout": str(variation),
+                **numbers(compare(true, recordings, TOLERANCE)),
+            }
+            print(name, row["layout"], max(row["errors"]), row["exact"], file=sys.stderr, flush=True)
+            rows.append(row)
+    return rows
+
+
+def control() -> dict:
+    """The mean of means of Accelerate's guide, on samples of different lengths."""
+
+    def run(loop: str, b: int, k: int) -> tuple:
+        program = str(ROOT / "benchmarks" / "loops" / f"{loop}.py")
+        variation = Variation({BATCH: str(b), WINDOW: str(k)}, 1)
+        return variation, record([program, "--model", "gpt2"], variation, 0, TIMEOUT)
+
+    reference, true = run("exact", 32, 1)
+    variation, recordings = run(CONTROL, 8, 4)
+    named = {"script": f"`benchmarks/loops/{CONTROL}.py`", "reference": f"benchmarks/loops/exact.py, {reference}"}
+    return named | {"layout": str(variation), **numbers(compare(true, recordings, TOLERANCE))}
+
+
+def numbers(comparison: Comparison) -> dict:
+    return {
+        "errors": list(map(float, comparison.errors)),
+        "loss_errors": list(map(float, comparison.loss_errors)),
+        "worst": comparison.worst,
+        "worst_error": float(comparison.worst_error),
+        "findings": [dataclasses.asdict(finding) for finding in comparison.findings],
+        "exact": comparison.is_exact and max(comparison.loss_errors) <= TOLERANCE,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+def recording_overhead(k: int) -> dict:
+    """Seconds of a step of GPT-2 124M in k micro-steps, plain and recorded."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other wherever something else runs
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**NO_DROPOUT)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batches = torch.randint(50257, (k, 1, TOKENS // k))
+    recorder = Recorder()
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch).loss / k
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def recorded() -> float:
+        with recorder:
+            return seconds()
+
+    pairs = []
+    for number in range(WARM_UP + PAIRS):
+        if number % 2:
+            with_it, plain = recorded(), seconds()
+        else:
+            plain, with_it = seconds(), recorded()
+        pairs.append((plain, with_it))
+        print(f"k {k}: {plain:.2f} s plain, {with_it:.2f} s recorded", file=sys.stderr, flush=True)
+    torch.set_num_threads(threads)
+    assert len(recorder.recording.steps) == WARM_UP + PAIRS
+    pairs = pairs[WARM_UP:]
+    ratios = [with_it / plain for plain, with_it in pairs]
+    return {
+        "k": k,
+        "plain": statistics.median(plain for plain, _ in pairs),
+        "recorded": statistics.median(with_it for _, with_it in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+    }
+
+
+class Plain(nn.Module):
+    """Two layers over ragged samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(200, 32)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 200)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+def padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    pad = nn.utils.rnn.pad_sequence
+    labels = pad(samples, batch_first=True, padding_value=-100)
+    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
+
+
+def sum_and_count(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    output, labels = model(batch["input_ids"]), batch["labels"][:, 1:]
+    logits = (output if isinstance(output, torch.Tensor) else output.logits)[:, :-1]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    shape = {"vocab_size": 200, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, **NO_DROPOUT, bos_token_id=0, eos_token_id=0))
+
+
+# Name -> model, loss.
+SUBJECTS = {
+    "plain module, sums and counts": (Plain, sum_and_count),
+    "GPT2LMHeadModel, sums and counts": (gpt2, sum_and_count),
+    "GPT2LMHeadModel, its own loss as Trainer accumulates it": (gpt2, None),
+}
+
+
+def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
+    torch.manual_seed(0)
+    samples = [torch.randint(200, (length,)) for length in torch.randint(3, 40, (16,)).tolist()]
+    build, loss = SUBJECTS[title]
+    model, seconds = build(), []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        audit = audit_step(model, samples, padded, loss, processes=processes)
+        seconds.append(time.perf_counter() - start)
+        print(f"audit_step, {title}, {processes}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+    return {
+        "subject": title,
+        "processes": list(processes),
+        "cuts": len(audit.cuts),
+        "seconds": statistics.median(seconds),
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "exact": audit.is_exact,
+        "causes": sorted(audit.causes),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "audit")
+    arguments = parser.parse_args()
+
+    results = {
+        "about": {
+            "command": "make audit",
+            "tolerance": TOLERANCE,
+            "pairs": PAIRS,
+            "repeats": REPEATS,
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+            "python": platform.python_version(),
+            "versions": {of.__name__: of.__version__ for of in (torch, accelerate, transformers)},
+        },
+        "scripts": audit_scripts(Path(HOME.name)),
+        "control": control(),
+        "recording": [recording_overhead(k) for k in (1, 4)],
+        "audit_step": [audit_step_seconds(title, processes) for title in SUBJECTS for processes in ((1,), (1, 2))],
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+    return 0 if is_as_promised(results) else 1
+
+
+def is_as_promised(results: dict) -> bool:
+    """Every script is exact, and the control is not."""
+    return all(row["exact"] for row in results["scripts"]) and not results["control"]["exact"]
+
+
+def _verdict(is_exact: bool, causes: list[str]) -> str:
+    return "exact" if is_exact else f"NOT exact: {', '.join(f'`{cause}`' for cause in causes)}"
+
+
+def _row(row: dict, title: str) -> str:
+    errors = f"{row['errors'][0]:.1e}, {row['errors'][-1]:.1e} | {max(row['loss_errors']):.1e}"
+    worst = f"{row['worst_error']:.1e} `{row['worst']}`"
+    verdict = _verdict(row["exact"], [found["cause"] for found in row["findings"]])
+    return f"| {title} | {row['layout']} | {len(row['errors'])} | {errors} | {worst} | {verdict} |\n"
+
+
+def markdown(results: dict) -> str:
+    about, scripts, failed = results["about"], results["scripts"], results["control"]
+    head = (
+        "| script | layout | steps | error of the first, last step | loss error | worst parameter | verdict |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    of_scripts = {row["script"]: row for row in scripts}
+    runs = "".join(
+        f"- {title}: `{row['command']}`, in {row['reference']}. {len(row['errors'])} steps are {row['epochs']:.2f} "
+        f"epochs; samples in the smallest: {row['smallest_step']}.\n"
+        for title, row in of_scripts.items()
+    )
+    recording = "".join(
+        f"| {row['k']} x {TOKENS // row['k']} | {row['plain']:.2f} | {row['recorded']:.2f} | {row['ratio']:.3f} "
+        f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f}) |\n"
+        for row in results["recording"]
+    )
+    steps = "".join(
+        f"| {row['subject']} | {' and '.join(map(str, row['processes']))} | {row['cuts']} | {row['seconds']:.1f} "
+        f"({row['seconds_min']:.1f} to {row['seconds_max']:.1f}) | {_verdict(row['exact'], row['causes'])} |\n"
+        for row in results["audit_step"]
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        "# The audit, turned on this repository\n\n"
+        f"Generated by `{about['command']}` (benchmarks/audit.py, which says what is compared); do not edit.\n\n"
+        "## Scripts\n\n"
+        "Relative errors of what the optimizer gets, in fp32, beside a run that takes the whole global batch in one forward.\n"
+        f"Exact: gradient and loss of every step within {about['tolerance']:g}, and nothing found.\n\n"
+        f"{head}{''.join(_row(row, row['script']) for row in scripts)}\n"
+        f"The references:\n\n{runs}\n"
+        "Models are tiny and without dropout; gradients are not clipped, as that would hide a factor.\n\n"
+        "The control, which must fail:\n\n"
+        f"{head}{_row(failed, failed['script'])}\n"
+        f"Its reference is {failed['reference']}.\n\n"
+        "## Costs\n\n"
+        f"Recording a step of GPT-2 124M, {TOKENS} tokens, bf16, fused AdamW, one thread, in seconds:\n\n"
+        "| micro-steps x tokens | plain | recorded | recorded / plain |\n|---|---|---|---|\n"
+        f"{recording}\n"
+        f"Medians of {about['pairs']} pairs (smallest to largest), by turns in one process.\n\n"
+        "`audit_step` with its default cuts of 16 ragged samples, tiny models, in seconds:\n\n"
+        "| model and loss | processes | cuts | seconds | verdict |\n|---|---|---|---|---|\n"
+        f"{steps}\n"
+        f"Medians of {about['repeats']} (smallest to largest).\n\n"
+        f"{about['machine']}, Python {about['python']}, {versions}.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""benchmarks/results/audit.md shows what was measured, and its verdicts follow from the numbers."""
+
+import copy
+import importlib.util
+import json
+
+import pytest
+from common import ROOT
+
+from recipes.audit.judge import HARMLESS
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("audit_benchmark", ROOT / "benchmarks" / "audit.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    return json.loads((RESULTS / "audit.json").read_text())
+
+
+def test_the_tables_show_what_was_measured(benchmark, measured):
+    assert (RESULTS / "audit.md").read_text() == benchmark.markdown(measured)
+
+
+def test_verdicts_follow_from_the_numbers(measured):
+    tolerance = measured["about"]["tolerance"]
+    for row in [*measured["scripts"], measured["control"]]:
+        within = max(row["errors"] + row["loss_errors"]) <= tolerance
+        assert row["exact"] == (within and all(found["cause"] in HARMLESS for found in row["findings"]))
+
+
+def test_every_script_in_every_layout_takes_all_steps(benchmark, measured):
+    rows = [(row["script"], row["layout"], len(row["errors"])) for row in measured["scripts"]]
+    layouts = [f"b {b}, N {num_processes}" for b, num_processes in benchmark.LAYOUTS]
+    assert rows == [(script, layout, 8) for script in benchmark.SCRIPTS for layout in layouts]
+
+
+def test_a_script_that_is_not_exact_or_a_control_that_passes_fails(benchmark, measured):
+    assert benchmark.is_as_promised(measured)
+    wrong, passing = copy.deepcopy(measured), copy.deepcopy(measured)
+    wrong["scripts"][-1]["exact"] = False
+    passing["control"]["exact"] = True
+    assert not benchmark.is_as_promised(wrong)
+    assert not benchmark.is_as_promised(passing)
