@@ -127,23 +127,27 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
             for column in (errors, ratios, cosines, loss_errors, update_errors):
                 column.append(float("nan"))
             continue
-        norm = np.linalg.norm(r.gradient)
-        error = _relative(g.gradient - r.gradient, norm)
+        # Clipping can hide a factor, and can itself be wrong: the larger error counts.
+        pairs = (r.unclipped, g.unclipped), (r.gradient, g.gradient)
+        error, true_gradient, gradient = max(
+            ((_relative(b - a, _norm(a)), a, b) for a, b in pairs), key=lambda of: np.nan_to_num(of[0], nan=np.inf)
+        )
+        norm = _norm(true_gradient)
         errors.append(error)
-        ratios.append(_relative(g.gradient, norm))
-        cosines.append(float(_relative(r.gradient @ g.gradient, norm * np.linalg.norm(g.gradient))))
+        ratios.append(_relative(gradient, norm))
+        cosines.append(_relative(true_gradient @ gradient, norm * _norm(gradient)))
         loss, true_loss = _loss(other, t), _loss(reference, t)
         loss_errors.append(_relative(abs(loss - true_loss), abs(true_loss)))
         update_errors.append(_relative(g.change - r.change, _norm(r.change)))
-        name, of_name = _worst_parameter(ours, g.gradient - r.gradient, norm)
+        name, of_name = _worst_parameter(ours, gradient - true_gradient, norm)
         worst = max(worst, (name, of_name), key=lambda pair: pair[1])
         if not error <= tolerance and not known & {"changed_between", "leak"}:
             miscount = _miscount(other, t)  # explains a factor, but no more
-            true_gradient = r.gradient * (miscount[1] / miscount[0] if miscount else 1)
-            if not _relative(g.gradient - true_gradient, norm) <= tolerance:
+            true_gradient = true_gradient * (miscount[1] / miscount[0] if miscount else 1)
+            if not _relative(gradient - true_gradient, norm) <= tolerance:
                 others = _other_rows(reference, other, t)
                 loss_ratio = loss / true_loss if true_loss else 1.0
-                findings += [others] if others else _why(other, t, true_gradient, loss_ratio, tolerance)
+                findings += [others] if others else _why(other, t, true_gradient, gradient, loss_ratio, tolerance)
         rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
         if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
             findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
@@ -200,19 +204,21 @@ def alone(processes: list[Recording]) -> list[Finding]:
     return list({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _why(processes: list[Recording], t: int, true: np.ndarray, loss_ratio: float, tolerance: float) -> list[Finding]:
+def _why(
+    processes: list[Recording], t: int, true: np.ndarray, gradient: np.ndarray, loss_ratio: float, tolerance: float
+) -> list[Finding]:
     """Why the gradient of step t + 1 is not `true`; `loss_ratio`: the loss that it belongs to, as a part of the true one."""
     first, step = processes[0], processes[0].steps[t]
     num_processes, k = first.num_processes, max(len(_window(step)) for step in first.steps)
     window, where, close = len(_window(step)), f"step {t + 1}", max(SMALL, 10 * tolerance)
-    if not np.isfinite([true, step.gradient]).all():
+    if not np.isfinite([true, gradient]).all():
         return [Finding("not_finite", where, "there or in the reference")]
-    ratio = float(true @ step.gradient / (true @ true))
+    ratio = float(true @ gradient / (true @ true))
     if window < len(step.micro_steps):
         return [
             Finding("emptied_between", where, f"{len(step.micro_steps) - window} of {len(step.micro_steps)} are lost")
         ]
-    is_multiple = _relative(step.gradient - ratio * true, _norm(step.gradient)) <= close
+    is_multiple = _relative(gradient - ratio * true, _norm(gradient)) <= close
     suspects = [
         Finding(cause, listed(modules), where)
         for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))

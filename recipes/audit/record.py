@@ -28,6 +28,12 @@ from torch.utils.data import dataloader
 from recipes.audit.recording import MicroStep, Recording, Step
 from recipes.audit.sketch import size, sketch
 
+CLIPPING = {
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "_clip_grads_with_norm_",
+    "clip_grad_value_",
+}  # of torch.nn.utils
 # Module -> a class with .log({...}), and what a step's loss is called there. Trainer's train_loss is the mean of a whole run.
 LOGS = {
     "transformers.trainer": ("Trainer", ("loss",)),
@@ -65,6 +71,7 @@ class Recorder:
         self.versions: list[tuple[int, int] | None] = []
         self.num_ticks = self.depth = 0
         self.before: list[torch.Tensor] = []
+        self.unclipped: np.ndarray | None = None
         self.logs = set(LOGS)
 
     def __enter__(self) -> "Recorder":
@@ -77,6 +84,9 @@ class Recorder:
             stack.enter_context(_replaced(torch.autograd, "backward", self._backward))
             stack.enter_context(_replaced(nn.Module, "__call__", self._call))
             stack.enter_context(_replaced(LRScheduler, "step", self._tick))
+            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+                for name in CLIPPING & vars(module).keys():
+                    stack.enter_context(_replaced(module, name, self._clip))
             stack.enter_context(_replaced(dataloader._BaseDataLoaderIter, "_next_index", self._index))
             stack.enter_context(_replaced(dataloader._BaseDataLoaderIter, "__next__", self._batch))
             self.stack = stack.pop_all()
@@ -125,6 +135,7 @@ class Recorder:
         )
         self._note_batch(micro_step)
         self.micro_steps.append(micro_step)
+        self.unclipped = None
         self.calls.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -132,28 +143,38 @@ class Recorder:
             self._find_parameters(optimizer)
         if not self._is_watched(optimizer):
             return
-        self.before = [parameter.detach().clone() for parameter in self.parameters]
+        if not self.before:
+            self.before = [torch.empty_like(parameter, requires_grad=False) for parameter in self.parameters]
+        with torch.no_grad():
+            for value, parameter in zip(self.before, self.parameters, strict=True):
+                value.copy_(parameter)  # new memory would cost several times as much
         self.has_closure = bool(args or kwargs.get("closure"))
         if not self.has_closure:
-            self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
+            self.gradient = self._gradient()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if not self._is_watched(optimizer):
             return
         if self.has_closure:
-            self.gradient = self._sketch([parameter.grad for parameter in self.parameters])
+            self.gradient = self._gradient()
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         with torch.no_grad():
             pairs = list(zip(self.parameters, self.before, strict=True))
-            change = self._sketch(parameter - value for parameter, value in pairs)
+            subtract = torch.Tensor.sub_ if self.keep_parameters else torch.Tensor.sub
+            change = self._sketch(subtract(parameter, value) for parameter, value in pairs)
             for parameter, value in pairs if self.keep_parameters else []:
                 parameter.copy_(value)
-        self.before = []
-        self.recording.steps.append(Step(self.gradient, change, rates, self.num_ticks, self.micro_steps))
-        self.micro_steps, self.num_ticks = [], 0
+        unclipped = self.gradient if self.unclipped is None else self.unclipped
+        self.recording.steps.append(Step(self.gradient, unclipped, change, rates, self.num_ticks, self.micro_steps))
+        self.micro_steps, self.num_ticks, self.unclipped = [], 0, None
         self.versions = self._versions()
         if len(self.recording.steps) == self.num_steps:
             raise Enough
+
+    def _clip(self, clip: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.micro_steps and self.unclipped is None:
+            self.unclipped = self._gradient()
+        return clip(*args, **kwargs)
 
     def _tick(self, tick: Callable, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
         self.num_ticks += 1
@@ -228,6 +249,12 @@ class Recorder:
         ):
             self.optimizer = optimizer
         return optimizer is self.optimizer
+
+    def _gradient(self) -> np.ndarray:
+        """Of now; that of the last backward, if nothing has changed it since."""
+        if self.micro_steps and self.versions == self._versions():
+            return self.micro_steps[-1].gradient
+        return self._sketch([parameter.grad for parameter in self.parameters])
 
     def _sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
         return sketch(tensors, self.parameters).numpy()

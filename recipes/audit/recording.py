@@ -46,6 +46,7 @@ class Step:
 
     Attributes:
         gradient: float64 [numbers of the sketch], as the optimizer takes it.
+        unclipped: the same, before torch clipped it; `gradient` where nothing was clipped.
         change: float64 [numbers of the sketch], what the optimizer adds to the parameters.
         learning_rates: of the parameter groups.
         num_ticks: steps of learning rate schedulers since the step before.
@@ -54,6 +55,7 @@ class Step:
     """
 
     gradient: np.ndarray
+    unclipped: np.ndarray
     change: np.ndarray
     learning_rates: list[float]
     num_ticks: int
@@ -113,7 +115,7 @@ class Recording:
 
         def step(plain: dict) -> Step:
             micro_steps = [micro_step(of) for of in plain["micro_steps"]]
-            vectors = {name: arrays[str(plain[name]["array"])] for name in ("gradient", "change")}
+            vectors = {name: arrays[str(plain[name]["array"])] for name in ("gradient", "unclipped", "change")}
             return Step(**plain | vectors | {"micro_steps": micro_steps})
 
         record["steps"] = [step(plain) for plain in record["steps"]]
