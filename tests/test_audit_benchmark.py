@@ -3,6 +3,9 @@
 import copy
 import importlib.util
 import json
+import os
+import sys
+from unittest import mock
 
 import pytest
 from common import ROOT
@@ -16,7 +19,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 def benchmark():
     spec = importlib.util.spec_from_file_location("audit_benchmark", ROOT / "benchmarks" / "audit.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", list(sys.path)):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -27,6 +31,8 @@ def measured() -> dict:
 
 def test_the_tables_show_what_was_measured(benchmark, measured):
     assert (RESULTS / "audit.md").read_text() == benchmark.markdown(measured)
+    shown = (ROOT / "README.md").read_text().split(benchmark.BEGIN)[1].split(benchmark.END)[0]
+    assert shown == benchmark.overview(measured)
 
 
 def test_verdicts_follow_from_the_numbers(measured):
