@@ -6,14 +6,18 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError, exit_code, nearest
+from recipes.hardware import parse
 from recipes.memory import model_of, planned_memory
+from recipes.placement import BAND, RESERVED, Placement, place
 from recipes.plan import solve_layout
 from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
 
 USAGE = """usage: python -m recipes list
+       python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
                                      [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
                                      [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
@@ -24,10 +28,16 @@ USAGE = """usage: python -m recipes list
 class PlanSettings:
     """How many processes, how the step is cut, and what else decides the memory of one process."""
 
-    num_processes: int = setting("N", POSITIVE, default=1)
+    on: str | None = setting(
+        "hardware, as [NODESx]COUNTxNAME: chooses N, b, k, precision and how it fits", default=None
+    )
+    write_config: str | None = setting("launch file to write for it", default=None)
+    num_processes: int | None = setting("N [1]; not with --on", POSITIVE, default=None)
     per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
     gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
-    mixed_precision: str = setting("of the launch", one_of("no", "bf16", "fp16"), default="bf16")
+    mixed_precision: str | None = setting(
+        "of the launch [bf16, or the best that the hardware has]", one_of("no", "bf16", "fp16"), default=None
+    )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     sharded: bool = setting(
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
@@ -48,21 +58,33 @@ def plan(name: str, argv: list[str]) -> None:
     names = {field.name for field in dataclasses.fields(PlanSettings)}
     settings = build(PlanSettings, {key: value for key, value in flags.items() if key in names}, "flags")
     recipe = recipes.load(name, {key: value for key, value in flags.items() if key not in names})
-    layout = solve_layout(
-        num_processes=settings.num_processes,
-        global_batch_size=recipe.global_batch_size,
-        per_device_train_batch_size=settings.per_device_train_batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-    )
-    scaled = dataclasses.asdict(recipe.scaled())
-    model = model_of(recipe)
-    tokens_per_step = recipe.global_batch_size * model.length
+    cut = {
+        "per_device_train_batch_size": settings.per_device_train_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+    }
     options = {
         "mixed_precision": settings.mixed_precision,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
     }
-    memory = planned_memory(recipe, layout, **options)
+    placement = None
+    if settings.on is not None:
+        if settings.num_processes is not None:
+            raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
+        placement = place(recipe, parse(settings.on), **cut, **options)
+        layout, memory = placement.layout, placement.memory
+        options = {option: getattr(placement, option) for option in options}
+    else:
+        if settings.write_config is not None:
+            raise UsageError("--write_config needs hardware to write it for: add --on HARDWARE")
+        num_processes, batch = settings.num_processes or 1, recipe.global_batch_size
+        layout = solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
+        options["mixed_precision"] = settings.mixed_precision or "bf16"
+        memory = planned_memory(recipe, layout, **options)
+    config_file = _write_config(placement, settings.write_config) if settings.write_config else None
+    scaled = dataclasses.asdict(recipe.scaled())
+    model = model_of(recipe)
+    tokens_per_step = recipe.global_batch_size * model.length
     if settings.json:
         answer = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, **scaled}
         answer |= dataclasses.asdict(layout) | {"shares": layout.shares}
@@ -72,7 +94,18 @@ def plan(name: str, argv: list[str]) -> None:
             "flops_per_sample": model.flops_per_sample,
             "tokens_per_step": tokens_per_step,
         }
-        print(json.dumps(answer | options | {"memory": dataclasses.asdict(memory) | {"total": memory.total}}))
+        answer |= options | {"memory": dataclasses.asdict(memory) | {"total": memory.total}}
+        if placement is not None:
+            answer |= {
+                "hardware": str(placement.hardware),
+                "strategy": placement.strategy,
+                "reason": placement.reason,
+                "warnings": placement.warnings,
+                "memory_needed": placement.needed,
+                "memory_of_device": placement.hardware.device.memory_bytes,
+                "command": placement.command(config_file),
+            }
+        print(json.dumps(answer))
         return
     print(f"{recipe.name}: {recipe.description}\n  source     {recipe.source}\n  expect     {recipe.expect}")
     print(f"  layout     {layout}")
@@ -82,9 +115,33 @@ def plan(name: str, argv: list[str]) -> None:
         f"  compute    {model.flops_per_token / 1e9:.4g} GFLOP per token, {model.flops_per_sample / 1e9:.1f} per sample of "
         f"{model.length}, forward and backward; at most {tokens_per_step:,} tokens per step"
     )
-    used = [f"mixed_precision {settings.mixed_precision}"]
+    used = [f"mixed_precision {options['mixed_precision']}"]
     used += [name for name in ("gradient_checkpointing", "sharded") if options[name]]
     print(f"  memory     {memory} ({', '.join(used)})")
+    if placement is None:
+        return
+    needed, there = placement.needed / 1e9, placement.hardware.device.memory_bytes / 1e9
+    print(
+        f"  fits       {needed:.1f} GB of {there:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and"
+    )
+    print(f"             {RESERVED / 1e9:g} GB left alone")
+    print(f"  strategy   {placement.strategy}: {placement.reason}")
+    for warning in placement.warnings:
+        print(f"  note       {warning}")
+    print(f"  launch     {placement.command(config_file)}")
+    if config_file is None and placement.config_file is None:
+        print("             FILE.yaml: add --write_config FILE.yaml to this command")
+
+
+def _write_config(placement: Placement, name: str) -> str:
+    path = Path(name)
+    if path.exists():
+        raise UsageError(f"--write_config {name}: it exists already, and is left alone: give another name")
+    try:
+        path.write_text(placement.config, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--write_config {name}: {error.strerror}") from None
+    return name
 
 
 def main() -> int | None:

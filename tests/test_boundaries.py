@@ -20,6 +20,8 @@ FLOORS = [
         "order",
         "partition",
         "memory",
+        "hardware",
+        "placement",
         "plan",
         "run",
         "__init__",

@@ -1,0 +1,239 @@
+"""A recipe on given hardware: what it is computed in, how the step is cut, what fits, and how to launch it.
+
+Nothing here changes the optimizer's steps: it chooses among ways to compute the same ones.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from recipes.errors import UsageError
+from recipes.hardware import Hardware
+from recipes.memory import Memory, planned_memory
+from recipes.plan import Layout, shares, solve_layout
+from recipes.recipe import Recipe
+
+CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
+RESERVED = 1.2e9
+"""Bytes of a device that a plan leaves alone: context, libraries' workspaces, buffers of collectives. Assumed."""
+BAND = 0.10
+"""What a plan may be too small by: formulas were 0.92 to 1.04 of what a CPU allocated; no GPU was measured."""
+FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a recipe is computed on some hardware.
+
+    Attributes:
+        mixed_precision: no, fp16 or bf16.
+        gradient_checkpointing: activations are computed again in the backward.
+        sharded: weights, gradients and moments are divided between the processes (FSDP2).
+        memory: planned, of one process.
+        strategy: direct, accumulate, data parallel, or data parallel and accumulate.
+        reason: why this one, in words.
+        warnings: what to know before it is started.
+    """
+
+    recipe: Recipe
+    hardware: Hardware
+    layout: Layout
+    mixed_precision: str
+    gradient_checkpointing: bool
+    sharded: bool
+    memory: Memory
+    strategy: str
+    reason: str
+    warnings: tuple[str, ...]
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a device should have for it: the plan, its error band, and what is reserved."""
+        return _needed(self.memory)
+
+    @property
+    def config_file(self) -> Path | None:
+        """The launch file that ships for this hardware; None: it has to be written (`config`)."""
+        names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
+        files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
+        return next((file for file in files if file.exists()), None)
+
+    def command(self, config_file: str | None = None) -> str:
+        """To paste: launches the recipe's script."""
+        file = (
+            config_file or f"accelerate_configs/{self.config_file.name}"
+            if self.config_file or config_file
+            else "FILE.yaml"
+        )
+        kind, _, verb = self.recipe.task.partition("_")
+        words = [
+            *("accelerate launch --config_file", file),
+            *(f"scripts/{verb.removesuffix('ing')}_{kind}.py --recipe", self.recipe.name),
+            *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
+        ]
+        return " ".join([*words, *(["--gradient_checkpointing"] if self.gradient_checkpointing else [])])
+
+    @property
+    def config(self) -> str:
+        """A launch file for Accelerate, as YAML."""
+        hardware = self.hardware
+        kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
+        lines = [
+            f"# {hardware}: {hardware.device.description}",
+            f"# {self.command('THIS_FILE')}",
+            "# No key here changes the step beyond its rounding.",
+            "compute_environment: LOCAL_MACHINE",
+            f"distributed_type: {kind}",
+            f"num_machines: {hardware.num_nodes}",
+            f"num_processes: {hardware.num_processes} # of all machines",
+            f'mixed_precision: "{self.mixed_precision}"',
+        ]
+        if hardware.num_nodes > 1:
+            lines += [
+                "machine_rank: 0 # 0 on the first machine, 1 on the next",
+                "main_process_ip: 127.0.0.1 # of the first machine: to be filled in",
+                "main_process_port: 29500",
+            ]
+        elif hardware.num_processes > 1:
+            lines.append("main_process_port: 0 # any free port")
+        if self.sharded:
+            lines += [
+                "fsdp_config:",
+                "  fsdp_version: 2",
+                "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+                "  fsdp_reshard_after_forward: true",
+                "  fsdp_cpu_ram_efficient_loading: false",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def place(
+    recipe: Recipe,
+    hardware: Hardware,
+    *,
+    per_device_train_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    mixed_precision: str | None = None,
+    gradient_checkpointing: bool = False,
+    sharded: bool = False,
+) -> Placement:
+    """The fastest way that fits: the largest micro-batch, activations kept and weights whole as long as one sample fits so.
+
+    Args:
+        recipe: of a task that `memory.model_of` knows.
+        hardware: where.
+        per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-steps.
+        gradient_accumulation_steps: k; None: what b leaves.
+        mixed_precision: None: bf16, fp16 or no, the first that the hardware has.
+        gradient_checkpointing, sharded: True asks for it; False leaves it to what fits.
+
+    Raises:
+        UsageError: the hardware lacks the precision, or it does not fit; the message says what would.
+    """
+    device, num_processes = hardware.device, hardware.num_processes
+    precision = mixed_precision or next(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+    if device.tflops(precision) is None:
+        has = " and ".join(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+        raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
+    if sharded and num_processes == 1:
+        raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
+    share = shares(recipe.global_batch_size, num_processes)[0]
+
+    def try_out(b: int, checkpointing: bool, is_sharded: bool) -> tuple[Layout, Memory]:
+        layout = solve_layout(
+            num_processes=num_processes,
+            global_batch_size=recipe.global_batch_size,
+            per_device_train_batch_size=b,
+        )
+        options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": is_sharded}
+        return layout, planned_memory(recipe, layout, **options)
+
+    def fits(b: int, *options: bool) -> bool:
+        return _needed(try_out(b, *options)[1]) <= device.memory_bytes
+
+    asked = solve_layout(
+        num_processes=num_processes,
+        global_batch_size=recipe.global_batch_size,
+        per_device_train_batch_size=per_device_train_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    is_free = per_device_train_batch_size is None and gradient_accumulation_steps is None
+    least = 1 if is_free else asked.per_device_train_batch_size
+    ways = [
+        (checkpointing, is_sharded)
+        for is_sharded in ([True] if sharded else [False, True] if num_processes > 1 else [False])
+        for checkpointing in ([True] if gradient_checkpointing else [False, True])
+    ]
+    way = next((way for way in ways if fits(least, *way)), None)
+    if way is None:
+        needed = {b: min(_needed(try_out(b, *way)[1]) for way in ways) / 1e9 for b in (least, 1)}
+        size = f"{needed[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
+        if needed[1] * 1e9 > device.memory_bytes:
+            raise UsageError(f"{recipe.name} needs {size} on {hardware}, at the least: take more or larger devices")
+        problem = (
+            f"{recipe.name} needs {needed[least]:.1f} GB for {least} samples in a forward, and {size}, on {hardware}"
+        )
+        most = _largest(lambda b: any(fits(b, *way) for way in ways), share)
+        raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {most} or less")
+    b = least
+    if is_free:
+        b = _largest(lambda b: fits(b, *way), share)
+        b = -(-share // -(-share // b))
+    layout, memory = try_out(b, *way)
+    names = {"gradient checkpointing": way[0] > gradient_checkpointing, "sharded weights (FSDP2)": way[1] > sharded}
+    strategy, reason = _strategy(layout, try_out(share, *way)[1], hardware)
+    if any(names.values()):
+        reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
+    return Placement(
+        recipe=recipe,
+        hardware=hardware,
+        layout=layout,
+        mixed_precision=precision,
+        gradient_checkpointing=way[0],
+        sharded=way[1],
+        memory=memory,
+        strategy=strategy,
+        reason=reason,
+        warnings=tuple(_warnings(recipe, layout, precision, hardware)),
+    )
+
+
+def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:
+    """The decision tree: one device and it fits, direct; one and it does not, accumulate; several: data parallel, or both."""
+    share, k, is_one = layout.shares[0], layout.gradient_accumulation_steps, layout.num_processes == 1
+    size = f"{share} samples at once need {_needed(whole) / 1e9:.1f} GB of {hardware.device.memory_bytes / 1e9:.1f}"
+    what = "the step" if is_one else "a process's share"
+    if k == 1:
+        return "direct" if is_one else "data parallel", f"{what} fits in one forward: {size}"
+    return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"
+
+
+def _warnings(recipe: Recipe, layout: Layout, precision: str, hardware: Hardware) -> list[str]:
+    found, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
+    if layout.shares[-1] == 0:
+        idle = layout.shares.count(0)
+        found.append(
+            f"{idle} of {layout.num_processes} devices get none of {layout.global_batch_size} samples in a step"
+        )
+    if b < FEW_SAMPLES:
+        found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+    if precision == "fp16":
+        found.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
+    if hardware.num_processes > 1 and "PCIe" in hardware.device.link:
+        found.append(
+            f"gradients are reduced over {hardware.device.link}: the fewer steps per second, the less it shows"
+        )
+    return found
+
+
+def _needed(memory: Memory) -> float:
+    return memory.total * (1 + BAND) + RESERVED
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number in [1, most] for which `holds`, which holds for 1 and, once it fails, fails for all larger ones."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

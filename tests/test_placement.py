@@ -1,0 +1,180 @@
+"""What a recipe does on given hardware: the decision tree, what fits, what is refused, launch files."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes import __main__ as program
+from recipes.errors import UsageError, exit_code
+from recipes.hardware import device_names, parse
+from recipes.placement import place
+from recipes.plan import shares
+from recipes.recipe import catalog_names, load
+
+
+def on(recipe: str, hardware: str, changes: dict | None = None, **asked):
+    return place(load(recipe, changes), parse(hardware), **asked)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "strategy", "cut"),  # cut: N, b, k
+    [
+        ("bert_large_3090", "1x3090", "direct", (1, 32, 1)),  # 128 tokens; at length 512 it needs a cut, below
+        ("bert_large_2080ti", "1x2080ti", "accumulate", (1, 22, 6)),
+        ("bert_base", "4xt4", "data parallel", (4, 64, 1)),
+        ("bert_base", "4xv100-16", "data parallel", (4, 64, 1)),
+        ("gpt2_xl_8xa100", "8xa100-80", "data parallel and accumulate", (8, 16, 4)),
+        ("bert_large_phase1", "2x8xa100-80", "data parallel", (16, 16, 1)),
+    ],
+)
+def test_the_decision_tree(recipe, hardware, strategy, cut):
+    placement = on(recipe, hardware)
+    layout = placement.layout
+    assert placement.strategy == strategy
+    assert (layout.num_processes, layout.per_device_train_batch_size, layout.gradient_accumulation_steps) == cut
+    assert (placement.gradient_checkpointing, placement.sharded) == (False, False)
+    assert layout.global_batch_size == load(recipe).global_batch_size
+    assert ("cut into" in placement.reason) == (layout.gradient_accumulation_steps > 1)
+
+
+def test_a_micro_batch_is_as_large_as_fits_and_evened_out():
+    long = {"max_seq_length": 512}
+    placement = on("bert_large_3090", "1x2080ti", long)
+    b, k = placement.layout.per_device_train_batch_size, placement.layout.gradient_accumulation_steps
+    assert placement.needed <= placement.hardware.device.memory_bytes
+    assert k > 1
+    assert b == -(-32 // k)
+    with pytest.raises(UsageError, match=r"needs .* GB for 256 samples in a forward.*or set it to \d+ or less"):
+        on("bert_large_3090", "1x2080ti", {"global_batch_size": 256} | long, per_device_train_batch_size=256)
+
+
+def test_precision_is_what_the_hardware_has():
+    assert [on("bert_base", name).mixed_precision for name in ("t4", "3090", "v100-32")] == ["fp16", "bf16", "fp16"]
+    assert on("bert_base", "3090", mixed_precision="no").mixed_precision == "no"
+    with pytest.raises(
+        UsageError, match=r"mixed_precision is bf16, which NVIDIA T4.* does not have: it has fp16 and no"
+    ):
+        on("bert_base", "4xt4", mixed_precision="bf16")
+    assert any("fp16's loss scaling" in warning for warning in on("bert_base", "4xt4").warnings)
+
+
+def test_checkpointing_and_sharding_come_only_when_nothing_else_fits():
+    assert not on("gpt2_xl_8xa100", "8xa100-40").sharded
+    placement = on("gpt2_xl_8xa100", "8x3090")
+    assert (placement.gradient_checkpointing, placement.sharded) == (False, True)
+    assert placement.reason.endswith("it fits only with sharded weights (FSDP2)")
+    placement = on("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32)
+    assert (placement.gradient_checkpointing, placement.sharded) == (True, False)
+    assert on("bert_base", "8xa100-80", sharded=True).sharded
+    assert on("bert_base", "1x3090", gradient_checkpointing=True).gradient_checkpointing
+    with pytest.raises(
+        UsageError, match=r"for a single sample, of 25.8 GB on 1x3090, at the least: take more or larger"
+    ):
+        on("gpt2_xl_8xa100", "1x3090")
+    with pytest.raises(UsageError, match="sharded needs several devices"):
+        on("bert_base", "1x3090", sharded=True)
+
+
+def test_warnings():
+    few = on("bert_base", "64xh100", {"global_batch_size": 4})
+    assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
+    assert any(w.startswith("4 samples in a forward") for w in on("bert_base", "64xh100").warnings)
+    assert any("PCIe 3.0" in w for w in on("bert_base", "4xt4").warnings)
+    assert on("bert_large_phase1", "8xa100-80").warnings == ()
+
+
+@given(
+    name=st.sampled_from(catalog_names()),
+    device=st.sampled_from(device_names()),
+    num=st.integers(1, 70),
+    batch=st.integers(1, 3000),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_fits_leaves_its_error_band(name, device, num, batch):
+    """And every sample of the step is computed once."""
+    try:
+        placement = on(name, f"{num}x{device}", {"global_batch_size": batch})
+    except UsageError:
+        return
+    assert placement.memory.total < placement.needed <= placement.hardware.device.memory_bytes
+    layout = placement.layout
+    assert layout.shares == shares(batch, num)
+    assert layout.per_device_train_batch_size * layout.gradient_accumulation_steps >= layout.shares[0]
+
+
+# ---------------------------------------------------------------------------------------------- launch files, the command
+
+
+@pytest.mark.parametrize("hardware", ["1x4090", "8x3090", "2x8xa100-80", "3xa100-40"])
+@pytest.mark.parametrize("recipe", ["bert_base", "gpt2_xl_8xa100"])
+def test_a_launch_file_is_read_by_accelerate(recipe, hardware, tmp_path):
+    if (recipe, hardware) == ("gpt2_xl_8xa100", "1x4090"):
+        recipe = "gpt2_124m"
+    placement = on(recipe, hardware)
+    file = tmp_path / "written.yaml"
+    file.write_text(placement.config)
+    config = load_config_from_file(str(file))
+    assert config.num_processes == placement.layout.num_processes
+    assert config.num_machines == placement.hardware.num_nodes
+    assert config.mixed_precision == placement.mixed_precision
+    kind = config.distributed_type.value
+    assert kind == ("FSDP" if placement.sharded else "NO" if placement.layout.num_processes == 1 else "MULTI_GPU")
+    assert (yaml.safe_load(placement.config).get("fsdp_config", {}).get("fsdp_version") == 2) == placement.sharded
+
+
+def test_files_that_ship_are_named():
+    assert on("bert_base", "4xt4").config_file.name == "4xt4.yaml"
+    assert on("gpt2_xl_8xa100", "8xa100-80").config_file.name == "8xa100.yaml"
+    assert on("gpt2_xl_8xa100", "8xa100-80", sharded=True).config_file.name == "fsdp2_8xa100.yaml"
+    assert on("bert_base", "2x8xa100-80").config_file is None
+    command = on("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32).command()
+    assert command == (
+        "accelerate launch --config_file accelerate_configs/8xa100.yaml scripts/pretrain_gpt2.py --recipe gpt2_xl_8xa100 "
+        "--per_device_train_batch_size 32 --gradient_checkpointing"
+    )
+
+
+def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    code = exit_code(program.main)
+    return code, *capsys.readouterr()
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "mine.yaml"
+    code, out, _ = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
+    assert code == 0
+    assert "(mixed_precision bf16, sharded)" in out
+    assert out.splitlines()[-1].startswith(
+        f"  launch     accelerate launch --config_file {file} scripts/pretrain_gpt2.py"
+    )
+    assert load_config_from_file(str(file)).num_processes == 8
+    code, _, err = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
+    assert (code, "it exists already, and is left alone" in err) == (2, True)
+    code, out, _ = run(monkeypatch, capsys, "plan bert_base --on 8x3090")
+    assert out.splitlines()[-1].endswith("add --write_config FILE.yaml to this command")
+    answer = json.loads(run(monkeypatch, capsys, "plan bert_large_2080ti --on 1x2080ti --json")[1])
+    assert (answer["hardware"], answer["strategy"]) == ("1x2080ti", "accumulate")
+    assert answer["memory"]["total"] < answer["memory_needed"] <= answer["memory_of_device"]
+    assert "--per_device_train_batch_size 22" in answer["command"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--on 4xt5", "unknown device 't5'"),
+        ("--on 4xt4 --num_processes 4", "--num_processes 4 with --on 4xt4: leave out one of them"),
+        ("--write_config x.yaml", "--write_config needs hardware"),
+        ("--on 4xt4 --write_config /nowhere/x.yaml", "--write_config /nowhere/x.yaml: No such file or directory"),
+        ("--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3", "need 8 micro-step(s)"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, flags, message):
+    code, _, err = run(monkeypatch, capsys, f"plan bert_base {flags}")
+    assert code == 2
+    assert message in err
