@@ -90,6 +90,7 @@ def plan(name: str, argv: list[str]) -> None:
         answer |= dataclasses.asdict(layout) | {"shares": layout.shares}
         answer |= {
             "num_parameters": model.num_parameters,
+            "states": 16 * model.num_parameters,
             "flops_per_token": model.flops_per_token,
             "flops_per_sample": model.flops_per_sample,
             "tokens_per_step": tokens_per_step,
@@ -110,7 +111,11 @@ def plan(name: str, argv: list[str]) -> None:
     print(f"{recipe.name}: {recipe.description}\n  source     {recipe.source}\n  expect     {recipe.expect}")
     print(f"  layout     {layout}")
     print("  optimizer  " + ", ".join(f"{key} {value:.6g}" for key, value in scaled.items() if value is not None))
-    print(f"  model      {model.num_parameters:,} parameters")
+    states = 16 * model.num_parameters
+    print(
+        f"  model      {model.num_parameters:,} parameters; with gradients and moments {states / 1e9:.3f} GB "
+        f"({states / 2**30:.3f} GiB) in float32"
+    )
     print(
         f"  compute    {model.flops_per_token / 1e9:.4g} GFLOP per token, {model.flops_per_sample / 1e9:.1f} per sample of "
         f"{model.length}, forward and backward; at most {tokens_per_step:,} tokens per step"

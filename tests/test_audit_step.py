@@ -482,7 +482,7 @@ def test_processes_that_fail_or_wait(samples, monkeypatch):
             raise KeyError("mine")
         return loss(model, batch)
 
-    with pytest.raises(UsageError, match=r"process 1 of 2 failed:(.|\n)*KeyError: 'mine'"):
+    with pytest.raises(UsageError, match=r"failed \(process 1 of 2\):(.|\n)*KeyError: 'mine'"):
         audit_step(Tagger(), samples, collate, failing, cuts=[Cut(4, num_processes=2)])
 
     def waiting(model, batch):

@@ -30,6 +30,7 @@ def test_plan(monkeypatch, capsys):
     assert answer["learning_rate"] == pytest.approx(1e-4 * 2**0.5)
     code, out, _ = run(monkeypatch, capsys, "plan bert_large_3090 --per_device_train_batch_size 8")
     assert (code, "4 micro-step(s) of at most 8" in out) == (0, True)
+    assert "336,226,108 parameters; with gradients and moments 5.380 GB (5.010 GiB) in float32" in out
 
 
 def test_plan_of_memory(monkeypatch, capsys):

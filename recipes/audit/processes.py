@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -22,48 +23,62 @@ from recipes.errors import UsageError
 TIMEOUT = 300  # seconds for all cuts of one number of processes
 
 
-def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:
-    """Of each cut the recordings of all processes, which talk over gloo. Functions need not be importable: they are sent."""
-    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        (Path(folder) / "subject").write_bytes(
-            _sent((dataclasses.replace(subject, model=copy.deepcopy(subject.model).cpu()), cuts))
-        )
-        free.close()
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
-            "WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "ACCELERATE_USE_CPU": "true",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+def run(command: list[str], num_processes: int, what: str, timeout: float) -> None:
+    """Run a command, in `num_processes` processes in the environment that torchrun gives; the first failure ends them all.
+
+    Raises:
+        UsageError: one failed (the end of what it wrote), or it took longer than `timeout` seconds.
+    """
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    if not torch.cuda.is_available():
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if num_processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "audit"}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-        command = [sys.executable, "-c", "from recipes.audit import processes; processes.work()", folder]
-        with contextlib.ExitStack() as stack:
-            logs = [Path(folder) / f"{rank}.log" for rank in range(num_processes)]
-            processes = []
-            for rank, log in enumerate(logs):
-                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                output = stack.enter_context(log.open("w"))
-                processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=output))
-                stack.callback(processes[-1].wait)
-                stack.callback(processes[-1].kill)
-            deadline = time.monotonic() + TIMEOUT
-            while None in (codes := [process.poll() for process in processes]) and not any(codes):
-                if time.monotonic() > deadline:
-                    raise UsageError(f"{num_processes} processes took longer than {TIMEOUT} seconds (a process waits?)")
-                time.sleep(0.02)
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder, contextlib.ExitStack() as stack:
+        logs, processes = [Path(folder) / str(rank) for rank in range(num_processes)], []
+        for rank, log in enumerate(logs):
+            own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_processes > 1 else {})
+            output = stack.enter_context(log.open("w"))
+            processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + timeout
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"{what} took longer than {timeout:g} seconds: does a process wait, or is more time needed?"
+                )
+            time.sleep(0.02)
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
-            last = "\n  ".join(logs[rank].read_text().strip().splitlines()[-12:])
-            raise UsageError(f"process {rank} of {num_processes} failed:\n  {last}")
-        return [
-            [Recording.load(Path(folder) / f"{number}-{rank}.npz") for rank in range(num_processes)]
-            for number in range(len(cuts))
-        ]
+            where = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
+            last = "\n  ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-12:])
+            raise UsageError(f"{what} failed{where}:\n  {last}")
+
+
+def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:
+    """Of each cut the recordings of all processes, which talk over gloo. Functions need not be importable: they are sent."""
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        sent = dataclasses.replace(subject, model=copy.deepcopy(subject.model).cpu()), cuts
+        (Path(folder) / "subject").write_bytes(_sent(sent))
+        (Path(folder) / "path").write_text(json.dumps(sys.path))
+        command = [sys.executable, "-c", "from recipes.audit import processes; processes.work()", folder]
+        run(command, num_processes, f"the audit on {num_processes} processes", TIMEOUT)
+        return load(Path(folder), len(cuts), num_processes)
+
+
+def load(folder: Path, num_runs: int, num_processes: int) -> list[list[Recording]]:
+    """What `num_processes` wrote for each run: RUN-RANK.npz."""
+    runs, ranks = range(num_runs), range(num_processes)
+    return [[Recording.load(folder / f"{number}-{rank}.npz") for rank in ranks] for number in runs]
 
 
 def _sent(value: Any) -> bytes:
@@ -85,6 +100,8 @@ def work() -> None:
     """What one of the processes does: the environment and FOLDER say which."""
     folder, code = Path(sys.argv[1]), 0
     try:
+        sys.path[:] = json.loads((folder / "path").read_text())
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.distributed.init_process_group("gloo")
         subject, cuts = cloudpickle.loads((folder / "subject").read_bytes())
         rank = torch.distributed.get_rank()

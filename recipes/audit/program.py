@@ -26,7 +26,7 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    recorder.recording.save(Path(folder) / f"{recorder.recording.process_index}.npz")
+    recorder.recording.save(Path(folder) / f"0-{recorder.recording.process_index}.npz")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # what the program would do after its end (threads, process groups) does not concern us

@@ -4,16 +4,13 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from recipes.audit.judge import HARMLESS, alone, compare
+from recipes.audit.processes import load, run
 from recipes.audit.recording import Recording
 from recipes.audit.table import table
 from recipes.errors import UsageError
@@ -80,28 +77,13 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
     Raises:
         UsageError: it failed, or took no step.
     """
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    if not torch.cuda.is_available():
-        environment["ACCELERATE_USE_CPU"] = "true"
-    launch = [sys.executable]
-    if variation.num_processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(variation.num_processes)]
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // variation.num_processes)))
+    what = f"{program[0]} ({variation})"
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        command = [*launch, "-m", "recipes.audit.program", folder, str(num_steps), *program, *variation.argv]
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise UsageError(f"{program[0]} ({variation}) took longer than --timeout {timeout:g} seconds") from None
-        if done.returncode:
-            last = "\n  ".join(done.stderr.strip().splitlines()[-12:])
-            raise UsageError(f"{program[0]} ({variation}) failed:\n  {last}")
-        recordings = [Recording.load(Path(folder) / f"{number}.npz") for number in range(variation.num_processes)]
+        words = ["-m", "recipes.audit.program", folder, str(num_steps), *program, *variation.argv]
+        run([sys.executable, *words], variation.num_processes, what, timeout)
+        (recordings,) = load(Path(folder), 1, variation.num_processes)
     if not recordings[0].steps:
-        raise UsageError(f"{program[0]} ({variation}) ended without a step of an optimizer of torch.optim")
+        raise UsageError(f"{what} ended without a step of an optimizer of torch.optim")
     return recordings
 
 
@@ -140,17 +122,17 @@ def audit_script(argv: list[str]) -> int:
             f"audit-script: one run has nothing to be compared with: give another --vary, or --processes 1,2\nusage: {USAGE}"
         )
     recordings = []
-    for run in runs:
+    for variation in runs:
         if not flags.json:
-            print(f"{program[0]}: {run}", file=sys.stderr, flush=True)
-        recordings.append(record(program, run, flags.steps, flags.timeout))
+            print(f"{program[0]}: {variation}", file=sys.stderr, flush=True)
+        recordings.append(record(program, variation, flags.steps, flags.timeout))
     in_itself = alone(recordings[0])
     comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
     is_exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
     if flags.json:
         rows = [
-            {"layout": str(run)} | _for_json(dataclasses.asdict(comparison)) | {"is_exact": comparison.is_exact}
-            for run, comparison in zip(runs[1:], comparisons, strict=True)
+            {"layout": str(variation)} | _for_json(dataclasses.asdict(comparison)) | {"is_exact": comparison.is_exact}
+            for variation, comparison in zip(runs[1:], comparisons, strict=True)
         ]
         answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
         print(json.dumps(answer | {"findings": [dataclasses.asdict(of) for of in in_itself], "comparisons": rows}))
