@@ -29,7 +29,9 @@ class Device:
     link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", POSITIVE)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
     network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", POSITIVE, default=25.0)
-    network_latency_us: float = setting("latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0)
+    network_latency_us: float = setting(
+        "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
+    )
     watts: float = setting("power limit, W", POSITIVE)
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
@@ -99,7 +101,9 @@ def load_device(name_or_file: str) -> Device:
     """
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in device_names():
-        raise UsageError(f"unknown device {name_or_file!r}: {nearest(name_or_file, device_names())}; or give a .yaml file")
+        raise UsageError(
+            f"unknown device {name_or_file!r}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+        )
     path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
     values = _mapping(path)
     return build(Device, {"name": path.stem} | values, f"device {name_or_file}")

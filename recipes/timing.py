@@ -17,7 +17,7 @@ from recipes.plan import Layout
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
 KERNELS_PER_LAYER = 68
-"""Kernels of one layer's forward and backward: operators but views of transformers' BERT, counted (torch 2.13); GPT-2 has 66."""
+"""Kernels of a layer's forward and backward: operators but views of transformers' BERT, counted (torch 2.13); GPT-2 has 66."""
 BACKWARD = 2 / 3
 """Share of a micro-step that is backward, in which gradients can be reduced."""
 
@@ -37,18 +37,18 @@ class Calibration:
     loading: float  # seconds of one core to decode and crop an ImageNet photograph
 
 
-# `make bench-timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to two digits; the test
-# of this module holds them to what it finds.
+# `make bench-timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
+# tests/test_timing.py holds them to what it finds.
 CALIBRATION = Calibration(
-    traffic_eager=12.0,
-    traffic_compiled=5.0,
-    traffic_channels_last=9.0,
-    traffic_channels_first=12.0,
-    stall=3e-12,
-    launch=5e-6,
-    reachable_fp32=0.87,
-    reachable_link=0.8,
-    loading=4.8e-3,
+    traffic_eager=12.6,
+    traffic_compiled=11.3,
+    traffic_channels_last=8.19,
+    traffic_channels_first=14.8,
+    stall=3.53e-12,
+    launch=9.75e-6,
+    reachable_fp32=0.899,
+    reachable_link=0.44,
+    loading=4.75e-3,
 )
 
 
@@ -184,7 +184,7 @@ def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = 
 def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = CALIBRATION) -> float:
     """Seconds until every process has the `num_bytes` that all hold together; a reduce-scatter takes the same: half a ring.
 
-        (p - 1) (a + S / p / Bw),   over one ring through all devices, which crosses the network where there are nodes
+    (p - 1) (a + S / p / Bw),   over one ring through all devices, which crosses the network where there are nodes
     """
     device, p = hardware.device, hardware.num_processes
     bandwidth, latency = device.link_gb_per_s, device.link_latency_us

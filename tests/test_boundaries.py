@@ -20,6 +20,8 @@ FLOORS = [
         "order",
         "partition",
         "memory",
+        "hardware",
+        "timing",
         "plan",
         "run",
         "__init__",

@@ -77,7 +77,8 @@ def test_all_bad_values_at_once():
 
 
 @pytest.mark.parametrize(
-    "module", ["plan", "recipe", "order", "partition", "schedule", "scaling", "run", "errors", "__main__"]
+    "module",
+    ["plan", "recipe", "order", "partition", "schedule", "scaling", "run", "errors", "hardware", "timing", "__main__"],
 )
 def test_floor_0_imports_no_torch(module):
     program = f"import recipes.{module}, sys; assert not {{'torch', 'transformers', 'datasets'}} & sys.modules.keys()"

@@ -1,0 +1,259 @@
+"""Predict published throughputs with recipes/timing.py, and fit its constants to them.
+
+    make bench-timing
+
+Every row of benchmarks/published.yaml is predicted three times: with the constants as they are in recipes/timing.py; fitted
+to all rows but this one; fitted to all rows but those of its machine, all numbers of one publisher on one kind of device.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from recipes import hardware, memory, timing
+from recipes.plan import solve_layout
+from recipes.recipe import load
+from recipes.timing import CALIBRATION, Calibration, Software, StepTime, Work
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = ROOT / "benchmarks" / "published.yaml"
+RESULTS = ROOT / "benchmarks" / "results" / "timing"
+DIGITS = 3  # of the constants in recipes/timing.py
+MEDIAN, WORST = 0.15, 0.35  # what is promised of the two errors without the row
+REMARKABLE = 0.2  # rows further off say why
+START = Calibration(10.0, 5.0, 10.0, 10.0, 3e-12, 5e-6, 0.9, 0.8, 5e-3)
+MEANING = {
+    "traffic_eager": "bytes moved per byte saved, a kernel per operator",
+    "traffic_compiled": "the same, element-wise kernels fused",
+    "traffic_channels_last": "the same, convolutional networks",
+    "traffic_channels_first": "the same, channels first",
+    "stall": "seconds per byte saved that no bandwidth shortens, convolutional networks",
+    "launch": "seconds per kernel",
+    "reachable_fp32": "part of the float32 peak that products reach",
+    "reachable_link": "part of a link's bandwidth that collectives reach",
+    "loading": "seconds of a core per photograph",
+}
+KINDS = {"error": "fitted to it too", "without_row": "fitted without the row", "without_machine": "without its machine"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published throughput, ready to be predicted."""
+
+    published: dict
+    value: float  # samples per second
+    batch: int
+    step: tuple  # arguments of timing.step_time
+    options: dict
+
+    def predict(self, calibration: Calibration) -> StepTime:
+        return timing.step_time(*self.step, **self.options, calibration=calibration)
+
+    def ratio(self, calibration: Calibration) -> float:
+        """Predicted over published."""
+        return self.predict(calibration).samples_per_second(self.batch) / self.value
+
+
+def work_of(shape: dict, row: dict) -> Work:
+    """The work for a sample of a published row.
+
+    Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
+    (Korthikanti et al., 2022, arXiv:2205.05198, section 4), and 6 or 8 bytes per logit.
+    """
+    mixed_precision = row["mixed_precision"]
+    if "recipe" in shape:
+        model = memory.model_of(load(shape["recipe"]))
+        assert model.length == row["length"]
+        return timing.work_of(model, mixed_precision)
+    size = {"num_parameters": shape["parameters"], "num_layers": shape["layers"]}
+    if "flops" in shape:
+        loaded = 1 if "cores" in row else 0
+        saved = shape["saved_bytes"][mixed_precision]
+        return Work(shape["flops"], saved, **size, kernels_per_layer=shape["kernels_per_layer"], loaded=loaded)
+    vocab, h, layers, length = shape["vocabulary"], shape["hidden"], shape["layers"], row["length"]
+    linear, square, logits = (66, 9, 8) if mixed_precision == "no" else (34, 5, 6)
+    saved = layers * (linear * length * h + square * shape["heads"] * length**2)
+    return Work(
+        memory.bert_flops(vocab, h, shape["feed_forward"], layers, length, row["predicted"]),
+        saved + logits * row["predicted"] * vocab,
+        **size,
+    )
+
+
+def read(path: Path = PUBLISHED) -> list[Row]:
+    """All published rows."""
+    published = yaml.safe_load(path.read_text())
+    rows = []
+    for row in published["rows"]:
+        on = hardware.parse(row["hardware"])
+        if "network_gb_per_s" in row:
+            on = dataclasses.replace(
+                on, device=dataclasses.replace(on.device, network_gb_per_s=row["network_gb_per_s"])
+            )
+        layout = solve_layout(
+            num_processes=on.num_processes,
+            per_device_train_batch_size=row["b"],
+            gradient_accumulation_steps=row.get("k", 1),
+        )
+        software = Software(**published["software"][row["software"]])
+        step = work_of(published["works"][row["work"]], row), layout, on, row["mixed_precision"], software
+        value = row["value"] / (row["length"] if row.get("unit") == "tokens" else 1)
+        options = {"cores": row["cores"]} if "cores" in row else {}
+        rows.append(Row(row, value, layout.global_batch_size, step, options))
+    return rows
+
+
+def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
+    """Constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
+
+    In logarithms of the constants, each row weighted by 1 / sqrt(|error|), at most 1 / sqrt(0.05): a robust fit, which a
+    few wrong rows do not move much.
+    """
+    names = [field.name for field in dataclasses.fields(Calibration)]
+
+    def constants(logarithms: np.ndarray) -> Calibration:
+        return Calibration(**dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
+
+    def errors(logarithms: np.ndarray) -> np.ndarray:
+        calibration = constants(logarithms)
+        return np.log([row.ratio(calibration) for row in rows])
+
+    at = np.log(dataclasses.astuple(start))
+    for _ in range(num_rounds):
+        now = errors(at)
+        slopes = np.stack([(errors(at + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        weights = np.maximum(0.05, np.abs(now)) ** -0.5
+        damped = np.vstack([slopes * weights[:, None], 1e-2 * np.eye(len(at))])
+        step = np.linalg.lstsq(damped, np.concatenate([-now * weights, np.zeros(len(at))]), rcond=None)[0]
+        at = at + np.clip(step, -0.3, 0.3)
+    return constants(at)
+
+
+def rounded(calibration: Calibration) -> Calibration:
+    """To the digits that recipes/timing.py holds."""
+    values = dataclasses.asdict(calibration).items()
+    return Calibration(**{name: float(f"{value:.{DIGITS}g}") for name, value in values})
+
+
+def measure(rows: list[Row]) -> dict:
+    """The fit and every prediction."""
+    fitted = fit(rows, START, 60)
+    machines = [row.published["machine"] for row in rows]
+    without = {of: fit([r for r, m in zip(rows, machines, strict=True) if m != of], fitted, 20) for of in set(machines)}
+    lines = []
+    for index, row in enumerate(rows):
+        alone = fit(rows[:index] + rows[index + 1 :], fitted, 10)
+        step = row.predict(CALIBRATION)
+        lines.append(
+            row.published
+            | {
+                "samples_per_second": row.value,
+                "predicted": step.samples_per_second(row.batch),
+                "error": row.ratio(CALIBRATION) - 1,
+                "without_row": row.ratio(alone) - 1,
+                "without_machine": row.ratio(without[machines[index]]) - 1,
+                "seconds": dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak},
+            }
+        )
+    return {"command": "make bench-timing", "fitted": dataclasses.asdict(fitted), "rows": lines}
+
+
+def summary(rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """Median and largest absolute error of each kind."""
+    sizes = {kind: [abs(row[kind]) for row in rows] for kind in KINDS}
+    return {kind: (statistics.median(of), max(of)) for kind, of in sizes.items()}
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
+
+
+def _label(row: dict) -> str:
+    length = f", {row['length']}" if "length" in row else ""
+    return f"{row['work']}{length}"
+
+
+def markdown(results: dict) -> str:
+    rows = results["rows"]
+    errors = _table(
+        ["constants", "median", "worst"],
+        [[KINDS[kind], f"{middle:.1%}", f"{most:.1%}"] for kind, (middle, most) in summary(rows).items()],
+    )
+    constants = _table(
+        ["constant", "value", "meaning"],
+        [[f"`{name}`", f"{value:.{DIGITS}g}", MEANING[name]] for name, value in results["fitted"].items()],
+    )
+    predictions = _table(
+        [
+            "source",
+            "machine",
+            "work",
+            "hardware",
+            "precision",
+            "b",
+            "k",
+            "published",
+            "predicted",
+            *KINDS.values(),
+            "of peak",
+        ],
+        [
+            [
+                row["source"],
+                row["machine"],
+                _label(row),
+                row["hardware"],
+                {"no": "fp32"}.get(row["mixed_precision"], row["mixed_precision"]),
+                str(row["b"]),
+                str(row.get("k", 1)),
+                f"{row['samples_per_second']:,.1f}",
+                f"{row['predicted']:,.1f}",
+                *(f"{row[kind]:+.0%}" for kind in KINDS),
+                f"{row['seconds']['share_of_peak']:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+    far = [row for row in rows if max(abs(row[kind]) for kind in KINDS) > REMARKABLE]
+    far.sort(key=lambda row: -abs(row["without_machine"]))
+    reasons = _table(
+        ["source", "work", "hardware", "without its machine", "why"],
+        [[row["source"], _label(row), row["hardware"], f"{row['without_machine']:+.0%}", row["why"]] for row in far],
+    )
+    machines = len({row["machine"] for row in rows})
+    return (
+        "# Predicted beside published throughput\n\n"
+        f"Generated by `{results['command']}`; do not edit.\n\n"
+        f"{len(rows)} published numbers from {machines} machines, each predicted by recipes/timing.py. Nine constants are "
+        "fitted;\nto be honest about that, also without the row itself, and without all rows of its machine.\n\n"
+        f"{errors}\n"
+        f"{constants}\n"
+        f"Samples per second. Error: predicted over published, less 1. Sources and what their programs do: "
+        "benchmarks/published.yaml.\n\n"
+        f"{predictions}\n"
+        f"Further off than {REMARKABLE:.0%}:\n\n"
+        f"{reasons}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    results = measure(read())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    fitted = rounded(Calibration(**results["fitted"]))
+    print(markdown(results).split("\nSamples per second")[0])
+    if fitted != CALIBRATION:
+        print(f"recipes/timing.py must hold {fitted}; then run this again")
+
+
+if __name__ == "__main__":
+    main()
