@@ -74,7 +74,7 @@ def test_a_device_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4xt5", "unknown device 't5': did you mean t4"),
+        ("4xa100", "unknown device 'a100': did you mean h100 or a100-80 or a100-40"),
         ("gpu", "unknown device 'gpu'"),
         ("", "is not \\[NODESx\\]COUNTxNAME"),
         ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),

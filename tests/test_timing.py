@@ -103,21 +103,22 @@ def test_a_step_of_gpt2_xl_on_eight_a100():
         + ours.exposed_communication
     )
     assert ours.at_peak == pytest.approx(512 * work.flops / (8 * 312e12))
-    assert 0.2 < ours.share_of_peak == pytest.approx(ours.at_peak / ours.total) < 0.6
+    assert ours.share_of_peak == pytest.approx(ours.at_peak / ours.total)
+    assert 0.2 < ours.share_of_peak < 0.6
     assert ours.samples_per_second(512) == pytest.approx(512 / ours.total)
     assert ours.tokens_per_second(512, 1024) == pytest.approx(512 * 1024 / ours.total)
 
 
 def test_communication_hides_behind_the_backward_but_its_last_bucket():
-    ours = step("8xa100-80", k=1)
+    ours = step("8xa100-80", b=64, k=1)
     bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
     assert ours.exposed_communication == pytest.approx(bucket)
-    slow = on("8xa100-80", link_gb_per_s=1.0)
-    ours = step(slow, k=1)
+    slow = on("8xa100-80", link_gb_per_s=5.0)
+    ours = step(slow, b=64, k=1)
     backward = 2 / 3 * (ours.products + ours.memory_traffic + ours.weights + ours.launches)
     bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
     assert ours.exposed_communication == pytest.approx(ours.communication - backward + bucket)
-    late = step(slow, k=1, software=dataclasses.replace(software_of("fp16"), overlapped=False))
+    late = step(slow, b=64, k=1, software=dataclasses.replace(software_of("fp16"), overlapped=False))
     assert late.exposed_communication == late.communication
 
 
@@ -131,13 +132,13 @@ def test_recomputing_is_a_second_forward():
 
 def test_sharding_gathers_weights_in_every_micro_step():
     hardware = parse("8xa100-80")
-    ours = step(hardware, k=4, sharded=True)
+    ours = step(hardware, b=64, k=4, sharded=True)
     once = 3 * 24 * all_gather(hardware, 4 * BERT.num_parameters / 24)
     assert ours.communication == pytest.approx(4 * once)
     assert ours.optimizer == pytest.approx(step(hardware, k=4).optimizer / 8)
     assert ours.exposed_communication == pytest.approx(4 * once * 2 / 3 / 24)
-    slow = on("8xa100-80", link_gb_per_s=1.0)
-    ours = step(slow, k=4, sharded=True)
+    slow = on("8xa100-80", link_gb_per_s=5.0)
+    ours = step(slow, b=64, k=4, sharded=True)
     computing = ours.products + ours.memory_traffic + ours.weights + ours.launches
     assert ours.exposed_communication == pytest.approx(ours.communication * (1 + 2 / 3 / 24) - computing)
 
@@ -175,8 +176,8 @@ def test_every_recipe_has_a_time(name, hardware):
 def test_what_cannot_be():
     with pytest.raises(UsageError, match="t4 has no bf16 products: use --mixed_precision fp16 or no"):
         step("4xt4", k=1, mixed_precision="bf16")
+    layout = solve_layout(num_processes=2, global_batch_size=8)
     with pytest.raises(UsageError, match=r"4xt4 has 4 process\(es\), the layout 2"):
-        layout = solve_layout(num_processes=2, global_batch_size=8)
         step_time(BERT, layout, parse("4xt4"), "fp16", software_of("fp16"))
 
 
@@ -216,7 +217,9 @@ def test_twice_the_devices_lengthen_nothing_but_communication(name, nodes, count
 def test_time_grows_with_the_micro_batch(name, nodes, count, b, k, sharded):
     hardware = Hardware(load_device(name), count, nodes)
     ours, larger = (step(hardware, of, k, sharded=sharded) for of in (b, b + 1))
-    assert larger.total > ours.total
+    assert larger.products > ours.products
+    assert larger.memory_traffic > ours.memory_traffic
+    assert larger.total >= ours.total * (1 - 1e-9)
     assert larger.samples_per_second(b + 1) > ours.samples_per_second(b)
 
 
@@ -252,14 +255,14 @@ def test_the_constants_are_those_that_the_fit_finds():
 def test_the_results_are_what_the_code_predicts():
     assert [row["value"] for row in RESULTS["rows"]] == [row.published["value"] for row in ROWS]
     for row, result in zip(ROWS, RESULTS["rows"], strict=True):
-        assert result.items() >= row.published.items()
+        assert row.published == {name: result[name] for name in row.published}
         ours = row.predict(CALIBRATION)
         assert ours.samples_per_second(row.batch) == pytest.approx(result["predicted"], rel=1e-9)
         assert result["error"] == pytest.approx(result["predicted"] / result["samples_per_second"] - 1)
     assert benchmark.RESULTS.with_suffix(".md").read_text() == benchmark.markdown(RESULTS)
 
 
-@pytest.mark.parametrize("index", [0, 30, 61, 86])
+@pytest.mark.parametrize("index", [0, 30, 61, len(ROWS) - 1])
 def test_errors_without_a_row_are_those_of_a_fit_without_it(index):
     start = timing.Calibration(**RESULTS["fitted"])
     alone = benchmark.fit(ROWS[:index] + ROWS[index + 1 :], start, 10)
@@ -271,6 +274,8 @@ def test_no_row_is_further_off_than_promised():
     for kind, (median, worst) in benchmark.summary(RESULTS["rows"]).items():
         assert median <= benchmark.MEDIAN, kind
         assert worst <= benchmark.WORST, kind
+    middles = sorted(middle for _, middle, _ in benchmark.by_machine(RESULTS["rows"]).values())
+    assert middles[len(middles) // 2] <= benchmark.MEDIAN
 
 
 def test_rows_are_complete():
