@@ -63,7 +63,7 @@ def work_of(shape: dict, row: dict) -> Work:
     """The work for a sample of a published row.
 
     Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
-    (Korthikanti et al., 2022, arXiv:2205.05198, section 4), and 6 or 8 bytes per logit.
+    (Korthikanti et al., 2022, arXiv:2205.05198, section 4).
     """
     mixed_precision = row["mixed_precision"]
     if "recipe" in shape:
@@ -76,12 +76,12 @@ def work_of(shape: dict, row: dict) -> Work:
         saved = shape["saved_bytes"][mixed_precision]
         return Work(shape["flops"], saved, **size, kernels_per_layer=shape["kernels_per_layer"], loaded=loaded)
     vocab, h, layers, length = shape["vocabulary"], shape["hidden"], shape["layers"], row["length"]
-    linear, square, logits = (66, 9, 8) if mixed_precision == "no" else (34, 5, 6)
-    saved = layers * (linear * length * h + square * shape["heads"] * length**2)
+    linear, square = (66, 9) if mixed_precision == "no" else (34, 5)
     return Work(
         memory.bert_flops(vocab, h, shape["feed_forward"], layers, length, row["num_predicted"]),
-        saved + logits * row["num_predicted"] * vocab,
+        layers * (linear * length * h + square * shape["heads"] * length**2),
         **size,
+        num_logits=row["num_predicted"] * vocab,
     )
 
 

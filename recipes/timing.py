@@ -18,6 +18,10 @@ BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
 KERNELS_PER_LAYER = 68
 """Kernels of a layer's forward and backward: operators but views of transformers' BERT, counted (torch 2.13); GPT-2 has 66."""
+LOGIT_EAGER, LOGIT_COMPILED = {"no": 40, "fp16": 46, "bf16": 46}, {"no": 28, "fp16": 14, "bf16": 14}
+"""Bytes moved per logit in both passes, counted. A kernel per operator, in 16 bits: the product writes it (2), a cast (2 + 4),
+log-softmax reads it twice (4 + 4 + 4), the gradient of the labels (4), of log-softmax (4 + 4 + 4), a cast (4 + 2), two products
+read it (2 + 2); in float32 without the casts. Compiled: written, read twice, read and written as its gradient, read by two."""
 BACKWARD = 2 / 3
 """Share of a micro-step that is backward, in which gradients can be reduced."""
 
@@ -40,14 +44,14 @@ class Calibration:
 # `make bench-timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
 # tests/test_timing.py holds them to what it finds.
 CALIBRATION = Calibration(
-    traffic_eager=12.7,
-    traffic_compiled=11.3,
-    traffic_channels_last=8.23,
-    traffic_channels_first=14.8,
-    stall=3.53e-12,
-    launch=9.42e-6,
+    traffic_eager=12.9,
+    traffic_compiled=12.0,
+    traffic_channels_last=8.19,
+    traffic_channels_first=14.7,
+    stall=3.54e-12,
+    launch=1.05e-5,
     reachable_fp32=0.903,
-    reachable_link=0.414,
+    reachable_link=0.411,
     loading=4.75e-3,
 )
 
@@ -87,10 +91,11 @@ class Work:
 
     Attributes:
         flops: of the products of forward and backward, a multiply-add counted as two.
-        saved_bytes: what the forward saves for the backward, logits included.
+        saved_bytes: what the forward saves for the backward, logits excluded.
         num_parameters: of the model.
         num_layers: of the model.
         kernels_per_layer: of forward and backward, none fused.
+        num_logits: over the vocabulary, at the places where the head scores it.
         loaded: photographs to decode.
     """
 
@@ -99,28 +104,28 @@ class Work:
     num_parameters: int
     num_layers: int
     kernels_per_layer: int = KERNELS_PER_LAYER
+    num_logits: int = 0
     loaded: float = 0
 
 
 def work_of(model: Model, mixed_precision: str) -> Work:
     """The work for a whole sample of a recipe's model, with sdpa attention.
 
-        saved_bytes = T (L a + 8 h) + num_predicted V (8 in float32, 2 + 4 under autocast),   a = activations_per_layer
+        saved_bytes = T (L a + 8 h),   num_logits = num_predicted V,   a = activations_per_layer
 
     >>> from recipes.memory import model_of
     >>> from recipes.recipe import load
     >>> work = work_of(model_of(load("gpt2_124m")), "bf16")
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
-    (876, 655)
+    (876, 346)
     """
-    autocast = mixed_precision != "no"
-    layers = model.num_layers * activations_per_layer(model, autocast=autocast) + 8 * model.hidden_size
-    logits = model.num_predicted * model.vocab_size * (6 if autocast else 8)
+    layer = activations_per_layer(model, autocast=mixed_precision != "no")
     return Work(
         flops=model.flops_per_sample,
-        saved_bytes=model.length * layers + logits,
+        saved_bytes=model.length * (model.num_layers * layer + 8 * model.hidden_size),
         num_parameters=model.num_parameters,
         num_layers=model.num_layers,
+        num_logits=model.num_predicted * model.vocab_size,
     )
 
 
@@ -258,7 +263,8 @@ def step_time(
     """Seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
 
         products         s flops / (peak x reachable)
-        memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only
+        memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
+                         and s num_logits times what is moved for each / memory bandwidth
         weights          k N_parameters weight_bytes / memory bandwidth
         launches         k kernels launch; none when compiled
         optimizer        N_parameters optimizer_bytes / memory bandwidth, sharded: divided by N
@@ -296,7 +302,8 @@ def step_time(
     traffic = getattr(calibration, f"traffic_{software.kernels}")
 
     products = passes * share * work.flops / reachable_flops(device, mixed_precision, calibration)
-    memory_traffic = passes * share * work.saved_bytes * (traffic / bandwidth + stall)
+    logits = work.num_logits * (LOGIT_COMPILED if fused else LOGIT_EAGER)[mixed_precision] / bandwidth
+    memory_traffic = share * (passes * work.saved_bytes * (traffic / bandwidth + stall) + logits)
     weights = passes * k * work.num_parameters * software.weight_bytes / bandwidth
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
     computing = products + memory_traffic + weights + launches
