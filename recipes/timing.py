@@ -147,11 +147,11 @@ def tree(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
 
 
 def recursive_doubling(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
-    """Exchange everything with a partner twice as far in every round: ceil(log2 p) (a + S / Bw).
+    """Exchange everything with a partner twice as far in every round: floor(log2 p) (a + S / Bw).
 
-    Two more messages where p is no power of two. Reference: Thakur et al., 2005, section 4.5.
+    Two more where p is no power of two, before and after. Reference: Thakur et al., 2005, section 4.5.
     """
-    rounds = (p - 1).bit_length() if p & (p - 1) == 0 else (p - 1).bit_length() + 1
+    rounds = p.bit_length() - 1 + (2 if p & (p - 1) else 0)
     return rounds * (latency + num_bytes / bandwidth)
 
 
