@@ -22,6 +22,7 @@ FLOORS = [
         "memory",
         "hardware",
         "placement",
+        "timing",
         "plan",
         "run",
         "__init__",

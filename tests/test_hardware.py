@@ -1,77 +1,120 @@
-"""Devices: every number has a source; spellings and mistakes."""
+"""Devices with their sources, spellings of hardware, and what is refused."""
 
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipes.errors import UsageError
-from recipes.hardware import Device, device_names, load_device, parse
+from recipes.hardware import DEVICES, Device, Hardware, device_names, load_device, parse
 
-ASSUMED = {"network_gb_per_s", "network_latency_us"}  # defaults, said to be assumptions in their help
+NUMBERS = [
+    field.name
+    for field in dataclasses.fields(Device)
+    if field.type not in (str, tuple[str, ...]) and field.default is dataclasses.MISSING
+]
 
 
 @pytest.mark.parametrize("name", device_names())
-def test_every_number_has_a_source(name):
+def test_every_number_of_a_device_has_a_source(name):
     device = load_device(name)
-    numbers = {field.name for field in dataclasses.fields(Device) if isinstance(getattr(device, field.name), float)}
-    sourced = {word for source in device.sources for word in source.partition(":")[0].split(", ")}
-    assert numbers - ASSUMED == sourced - {"link"}
-    assert device.memory_bytes == device.memory_mib * 2**20
+    assert device.name == name
+    named = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
+    assert set(named) <= set(NUMBERS)
+    assert len(named) == len(set(named))
+    assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(named)
+    assert all(line.split(": ", 1)[1].strip() for line in device.sources)
 
 
-def test_what_ships():
-    assert {"t4", "v100-16", "v100-32", "2080ti", "3090", "4090", "a100-40", "a100-80", "h100", "h200", "l4"} <= set(
-        device_names()
-    )
-    assert load_device("t4").tflops("bf16") is None
-    assert load_device("a100-80").tflops("bf16") == 312
-    assert load_device("3090").tflops("no") == 35.6
+def test_the_devices_that_are_promised():
+    promised = "t4 v100-16 v100-32 2080ti 3090 4090 a100-40 a100-40-sxm a100-80 h100 h200 l4"
+    assert set(device_names()) == set(promised.split())
+    assert len(NUMBERS) == 9
 
 
-def test_spellings(tmp_path):
-    for text, shape in {"4xt4": (1, 4), "2x8xa100-80": (2, 8), "3090": (1, 1), "16x2080ti": (1, 16)}.items():
-        hardware = parse(text)
-        assert (hardware.num_nodes, hardware.num_devices) == shape
-        assert hardware.num_processes == shape[0] * shape[1]
+@pytest.mark.parametrize("name", device_names())
+def test_numbers_are_plausible(name):
+    device = load_device(name)
+    assert 8e9 < device.memory_bytes < 200e9
+    assert device.fp32_tflops < device.fp16_tflops
+    assert device.bf16_tflops in (None, device.fp16_tflops)
+    assert 0.5 < device.reachable < 1
+    assert device.link_gb_per_s < device.memory_gb_per_s
+    flops_per_byte = device.fp16_tflops * 1e3 / device.memory_gb_per_s
+    assert 50 < flops_per_byte < 500
+
+
+def test_turing_and_volta_have_no_bfloat16():
+    without = {name for name in device_names() if load_device(name).tflops("bf16") is None}
+    assert without == {"t4", "2080ti", "v100-16", "v100-32"}
+    assert load_device("t4").tflops("no") == 8.1
+
+
+@given(name=st.sampled_from(device_names()), num_devices=st.integers(1, 64), num_nodes=st.integers(1, 999))
+def test_spellings(name, num_devices, num_nodes):
+    hardware = parse(f"{num_nodes}x{num_devices}x{name}")
+    assert hardware == Hardware(load_device(name), num_devices, num_nodes)
+    assert hardware.num_processes == num_devices * num_nodes
+    assert parse(str(hardware)) == hardware
+
+
+def test_counts_may_be_left_out():
+    assert str(parse("h200")) == str(parse("1xh200")) == str(parse("1x1xh200")) == "1xh200"
+    assert parse("8xa100-80").num_nodes == 1
+
+
+def test_a_device_of_ones_own(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("".join(f"{k}: {v}\n" for k, v in yaml_of("t4", watts=35).items()))
-    assert parse(f"2x{file}").device.watts == 35
-    assert str(parse(f"2x{file}")) == "2xmine"
-
-
-def yaml_of(name: str, **changes) -> dict:
-    values = {k: v for k, v in dataclasses.asdict(load_device(name)).items() if k != "name"} | changes
-    return {k: "null" if v is None else list(v) if isinstance(v, tuple) else repr(v) for k, v in values.items()}
+    file.write_text((DEVICES / "t4.yaml").read_text() + "network_gb_per_s: 1.25\n")
+    hardware = parse(f"2x4x{file}")
+    assert (hardware.num_processes, hardware.device.name, hardware.device.network_gb_per_s) == (8, "mine", 1.25)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4xt5", "unknown device 't5': valid names: 2080ti, "),
+        ("4xa100", "unknown device 'a100': did you mean h100 or a100-80 or a100-40"),
+        ("gpu", "unknown device 'gpu'"),
+        ("", "is not \\[NODESx\\]COUNTxNAME"),
+        ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),
         ("0xt4", "counts 0 devices or nodes"),
-        ("2x2x2xt4", r"is not \[NODESx\]COUNTxNAME"),
-        ("", r"is not \[NODESx\]COUNTxNAME"),
-        ("2xnowhere.yaml", "device nowhere.yaml cannot be read"),
+        ("2x0xt4", "counts 0 devices or nodes"),
+        ("-1xt4", "unknown device '-1xt4'"),
+        ("4xt4x", "unknown device 't4x'"),
+        ("1xnowhere.yaml", "device nowhere.yaml cannot be read: No such file"),
     ],
 )
-def test_mistakes(text, message):
+def test_bad_spellings_give_one_clear_message(text, message):
     with pytest.raises(UsageError, match=message) as error:
         parse(text)
     assert len(error.value.problems) == 1
 
 
-def test_a_file_with_mistakes_lists_them_all(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("memory_gb_per_s: 320", "memory_gb_per_s: 0"), "memory_gb_per_s is 0.0, must be greater than 0"),
+        (("memory_gb_per_s: 320", "memory_gb_per_s: fast"), "memory_gb_per_s is 'fast', must be float"),
+        (("memory_gb_per_s: 320", "memory_gb_per_s: .nan"), "memory_gb_per_s is nan"),
+        (("memory_gb_per_s: 320\n", ""), "memory_gb_per_s is missing"),
+        (("memory_gb_per_s", "memory_gb_s"), "unknown key 'memory_gb_s': did you mean memory_gb_per_s"),
+        (("reachable: 0.6", "reachable: 1.6"), "reachable is 1.6, must lie in"),
+        (("reachable: 0.6", "reachable: [0.6"), "is not valid YAML"),
+    ],
+)
+def test_bad_files_give_clear_messages(change, message, tmp_path):
     file = tmp_path / "mine.yaml"
-    values = yaml_of("t4", watts=-1, reachable=1.5) | {"memory": 3}
-    del values["link"]
-    file.write_text("".join(f"{k}: {v}\n" for k, v in values.items()))
-    with pytest.raises(UsageError) as error:
+    file.write_text((DEVICES / "t4.yaml").read_text().replace(*change))
+    with pytest.raises(UsageError, match=message):
         load_device(str(file))
-    named = [problem.split(": ", 1)[1].split(" ")[0] for problem in error.value.problems]
-    assert named == ["unknown", "reachable", "link", "watts"]
-    file.write_text("[")
-    with pytest.raises(UsageError, match="is not valid YAML"):
-        load_device(str(file))
-    file.write_text("- 1")
+
+
+def test_a_file_that_is_no_mapping(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("- t4\n")
     with pytest.raises(UsageError, match="must be a mapping"):
+        load_device(str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read"):
         load_device(str(file))

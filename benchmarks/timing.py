@@ -1,0 +1,300 @@
+"""Predict published throughputs with recipes/timing.py, and fit its constants to them.
+
+    make bench-timing
+
+Every row of benchmarks/published.yaml is predicted with the constants as they are in recipes/timing.py, and with constants
+fitted to all rows but this one; but those of its machine (a publisher's numbers on one kind of device); but those of its
+chip, whoever published them; but those of its source, one table of one program.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from recipes import hardware, memory, timing
+from recipes.plan import solve_layout
+from recipes.recipe import load
+from recipes.timing import CALIBRATION, Calibration, Software, StepTime, Work
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = ROOT / "benchmarks" / "published.yaml"
+RESULTS = ROOT / "benchmarks" / "results" / "timing"
+DIGITS = 3  # of the constants in recipes/timing.py
+MEDIAN, WORST = 0.15, 0.35  # what is promised of the two errors without the row
+REMARKABLE = 0.2  # rows further off say why
+START = Calibration(10.0, 5.0, 10.0, 10.0, 3e-12, 5e-6, 0.9, 0.8, 5e-3)
+MEANING = {
+    "traffic_eager": "bytes moved per byte saved, a kernel per operator",
+    "traffic_compiled": "the same, element-wise kernels fused",
+    "traffic_channels_last": "the same, convolutional networks",
+    "traffic_channels_first": "the same, channels first",
+    "stall": "seconds per byte saved that no bandwidth shortens, convolutional networks",
+    "launch": "seconds per kernel",
+    "reachable_fp32": "part of the float32 peak that products reach",
+    "reachable_link": "part of a link's bandwidth that collectives reach",
+    "loading": "seconds of a core per photograph",
+}
+KINDS = {
+    "error": "fitted to it too",
+    "without_row": "without the row",
+    "without_machine": "without its machine",
+    "without_chip": "without its chip",
+    "without_source": "without its source",
+}
+CHIPS = {"v100": "V100", "a100": "A100", "h100": "Hopper", "h200": "Hopper"}  # others by their own names
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published throughput, ready to be predicted."""
+
+    published: dict
+    value: float  # samples per second
+    batch: int
+    step: tuple  # arguments of timing.step_time
+    options: dict
+
+    def predict(self, calibration: Calibration) -> StepTime:
+        return timing.step_time(*self.step, **self.options, calibration=calibration)
+
+    def ratio(self, calibration: Calibration) -> float:
+        """Predicted over published."""
+        return self.predict(calibration).samples_per_second(self.batch) / self.value
+
+
+def work_of(shape: dict, row: dict) -> Work:
+    """The work for a sample of a published row.
+
+    Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
+    (Korthikanti et al., 2022, arXiv:2205.05198, section 4).
+    """
+    mixed_precision = row["mixed_precision"]
+    if "recipe" in shape:
+        model = memory.model_of(load(shape["recipe"]))
+        assert model.length == row["length"]
+        return timing.work_of(model, mixed_precision)
+    size = {"num_parameters": shape["parameters"], "num_layers": shape["layers"]}
+    if "flops" in shape:
+        loaded = 1 if "cores" in row else 0
+        saved = shape["saved_bytes"][mixed_precision]
+        return Work(shape["flops"], saved, **size, kernels_per_layer=shape["kernels_per_layer"], loaded=loaded)
+    vocab, h, layers, length = shape["vocabulary"], shape["hidden"], shape["layers"], row["length"]
+    linear, square = (66, 9) if mixed_precision == "no" else (34, 5)
+    return Work(
+        memory.bert_flops(vocab, h, shape["feed_forward"], layers, length, row["num_predicted"]),
+        layers * (linear * length * h + square * shape["heads"] * length**2),
+        **size,
+        num_logits=row["num_predicted"] * vocab,
+    )
+
+
+def read(path: Path = PUBLISHED) -> list[Row]:
+    """All published rows."""
+    published = yaml.safe_load(path.read_text())
+    rows = []
+    for row in published["rows"]:
+        on = hardware.parse(row["hardware"])
+        if "network_gb_per_s" in row:
+            on = dataclasses.replace(
+                on, device=dataclasses.replace(on.device, network_gb_per_s=row["network_gb_per_s"])
+            )
+        layout = solve_layout(
+            num_processes=on.num_processes,
+            per_device_train_batch_size=row["b"],
+            gradient_accumulation_steps=row.get("k", 1),
+        )
+        software = Software(**published["software"][row["software"]])
+        step = work_of(published["works"][row["work"]], row), layout, on, row["mixed_precision"], software
+        value = row["value"] / (row["length"] if row.get("unit") == "tokens" else 1)
+        options = {"cores": row["cores"]} if "cores" in row else {}
+        rows.append(Row(row, value, layout.global_batch_size, step, options))
+    return rows
+
+
+def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
+    """Constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
+
+    In logarithms of the constants, each row weighted by 1 / sqrt(|error|), at most 1 / sqrt(0.05): a robust fit, which a
+    few wrong rows do not move much.
+    """
+    names = [field.name for field in dataclasses.fields(Calibration)]
+
+    def constants(logarithms: np.ndarray) -> Calibration:
+        return Calibration(**dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
+
+    def errors(logarithms: np.ndarray) -> np.ndarray:
+        calibration = constants(logarithms)
+        return np.log([row.ratio(calibration) for row in rows])
+
+    at = np.log(dataclasses.astuple(start))
+    for _ in range(num_rounds):
+        now = errors(at)
+        slopes = np.stack([(errors(at + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        weights = np.maximum(0.05, np.abs(now)) ** -0.5
+        damped = np.vstack([slopes * weights[:, None], 1e-2 * np.eye(len(at))])
+        step = np.linalg.lstsq(damped, np.concatenate([-now * weights, np.zeros(len(at))]), rcond=None)[0]
+        at = at + np.clip(step, -0.3, 0.3)
+    return constants(at)
+
+
+def rounded(calibration: Calibration) -> Calibration:
+    """To the digits that recipes/timing.py holds."""
+    values = dataclasses.asdict(calibration).items()
+    return Calibration(**{name: float(f"{value:.{DIGITS}g}") for name, value in values})
+
+
+def groups(row: Row) -> dict[str, str]:
+    """What else is left out with a row."""
+    name = row.step[2].device.name
+    chip = CHIPS.get(name.split("-")[0], name)
+    return {"machine": row.published["machine"], "chip": chip, "source": row.published["source"]}
+
+
+def measure(rows: list[Row]) -> dict:
+    """The fit and every prediction."""
+    fitted = fit(rows, START, 60)
+    of_rows = [groups(row) for row in rows]
+    without = {
+        group: fit([row for row, of in zip(rows, of_rows, strict=True) if group not in of.items()], START, 60)
+        for group in sorted({group for of in of_rows for group in of.items()})
+    }
+    lines = []
+    for index, (row, of) in enumerate(zip(rows, of_rows, strict=True)):
+        alone = fit(rows[:index] + rows[index + 1 :], fitted, 10)
+        step = row.predict(CALIBRATION)
+        lines.append(
+            row.published
+            | {
+                "samples_per_second": row.value,
+                "predicted": step.samples_per_second(row.batch),
+                "error": row.ratio(CALIBRATION) - 1,
+                "without_row": row.ratio(alone) - 1,
+                **{f"without_{group[0]}": row.ratio(without[group]) - 1 for group in of.items()},
+                "seconds": dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak},
+            }
+        )
+    return {"command": "make bench-timing", "fitted": dataclasses.asdict(fitted), "rows": lines}
+
+
+def is_far(row: dict) -> bool:
+    """Whether a prediction is so far off that the row must say why; without its source, constants are guesses."""
+    return max(abs(row[kind]) for kind in ("error", "without_row", "without_machine", "without_chip")) > REMARKABLE
+
+
+def summary(rows: list[dict]) -> dict[str, tuple[float, float]]:
+    """Median and largest absolute error of each kind."""
+    sizes = {kind: [abs(row[kind]) for row in rows] for kind in KINDS}
+    return {kind: (statistics.median(of), max(of)) for kind, of in sizes.items()}
+
+
+def by_machine(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
+    """Number of rows, median and largest absolute error of each machine, its rows unseen."""
+    sizes = {}
+    for row in rows:
+        sizes.setdefault(row["machine"], []).append(abs(row["without_machine"]))
+    return {machine: (len(of), statistics.median(of), max(of)) for machine, of in sorted(sizes.items())}
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
+
+
+def _label(row: dict) -> str:
+    length = f", {row['length']}" if "length" in row else ""
+    return f"{row['work']}{length}"
+
+
+def markdown(results: dict) -> str:
+    rows = results["rows"]
+    errors = _table(
+        ["constants", "median", "worst"],
+        [[KINDS[kind], f"{middle:.1%}", f"{most:.1%}"] for kind, (middle, most) in summary(rows).items()],
+    )
+    constants = _table(
+        ["constant", "value", "meaning"],
+        [[f"`{name}`", f"{value:.{DIGITS}g}", MEANING[name]] for name, value in results["fitted"].items()],
+    )
+    predictions = _table(
+        [
+            "source",
+            "machine",
+            "work",
+            "hardware",
+            "precision",
+            "b",
+            "k",
+            "published",
+            "predicted",
+            *KINDS.values(),
+            "of peak",
+        ],
+        [
+            [
+                row["source"],
+                row["machine"],
+                _label(row),
+                row["hardware"],
+                {"no": "fp32"}.get(row["mixed_precision"], row["mixed_precision"]),
+                str(row["b"]),
+                str(row.get("k", 1)),
+                f"{row['samples_per_second']:,.1f}",
+                f"{row['predicted']:,.1f}",
+                *(f"{row[kind]:+.0%}" for kind in KINDS),
+                f"{row['seconds']['share_of_peak']:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+    far = [row for row in rows if is_far(row)]
+    far.sort(key=lambda row: -abs(row["without_machine"]))
+    reasons = _table(
+        ["source", "work", "hardware", "without its machine", "why"],
+        [[row["source"], _label(row), row["hardware"], f"{row['without_machine']:+.0%}", row["why"]] for row in far],
+    )
+    of_machines = by_machine(rows)
+    middle = statistics.median(middle for _, middle, _ in of_machines.values())
+    machines = _table(
+        ["machine, unseen", "rows", "median", "worst"],
+        [[name, str(count), f"{half:.1%}", f"{most:.1%}"] for name, (count, half, most) in of_machines.items()],
+    )
+    guesses = ", ".join(f"{value:g}" for value in dataclasses.astuple(START))
+    return (
+        "# Predicted beside published throughput\n\n"
+        f"Generated by `{results['command']}`; do not edit.\n\n"
+        f"{len(rows)} published numbers from {len(of_machines)} machines, each predicted by recipes/timing.py. "
+        "Nine constants are fitted:\nto all rows; to all but the predicted one; to all but those of its machine, "
+        "its chip, its source.\nA constant that only the rows left out decide stays at a first guess: "
+        f"{guesses}.\n\n"
+        f"{errors}\n"
+        f"Most rows are V100s. Every machine counted once, the median error is {middle:.1%}:\n\n"
+        f"{machines}\n"
+        f"{constants}\n"
+        f"Samples per second. Error: predicted over published, less 1. Sources and what their programs do: "
+        "benchmarks/published.yaml.\n\n"
+        f"{predictions}\n"
+        f"Further off than {REMARKABLE:.0%}:\n\n"
+        f"{reasons}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    results = measure(read())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    fitted = rounded(Calibration(**results["fitted"]))
+    print(markdown(results).split("\nSamples per second")[0])
+    if fitted != CALIBRATION:
+        print(f"recipes/timing.py must hold {fitted}; then run this again")
+
+
+if __name__ == "__main__":
+    main()

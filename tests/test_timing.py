@@ -1,0 +1,297 @@
+"""Seconds of a step: the arithmetic by hand, how it moves with what it is given, and beside published throughputs."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+from common import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes import timing
+from recipes.errors import UsageError
+from recipes.hardware import Hardware, device_names, load_device, parse
+from recipes.memory import model_of
+from recipes.plan import solve_layout
+from recipes.recipe import catalog_names, load
+from recipes.timing import ALL_REDUCE, BUCKET, CALIBRATION, StepTime, all_gather, all_reduce, software_of, step_time
+
+specification = importlib.util.spec_from_file_location("benchmark_timing", ROOT / "benchmarks" / "timing.py")
+benchmark = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(benchmark)
+
+BERT = timing.work_of(model_of(load("bert_large_phase1")), "fp16")
+
+
+def step(hardware: str | Hardware, b: int = 8, k: int | None = None, batch: int | None = None, **options) -> StepTime:
+    hardware = parse(hardware) if isinstance(hardware, str) else hardware
+    layout = solve_layout(
+        num_processes=hardware.num_processes,
+        global_batch_size=batch,
+        per_device_train_batch_size=b,
+        gradient_accumulation_steps=k,
+    )
+    work, software = options.pop("work", BERT), options.pop("software", software_of("fp16"))
+    return step_time(work, layout, hardware, options.pop("mixed_precision", "fp16"), software, **options)
+
+
+def on(hardware: str, **changes) -> Hardware:
+    of = parse(hardware)
+    return dataclasses.replace(of, device=dataclasses.replace(of.device, **changes))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All-reduce
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("naive", 70), ("tree", 30), ("recursive_doubling", 15), ("ring", 8.75)])
+def test_five_megabytes_over_eight_nodes_at_one_megabyte_per_second(name, seconds):
+    assert ALL_REDUCE[name](8, 5e6, 1e6, 0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("name", "messages"), [("naive", 14), ("tree", 6), ("recursive_doubling", 3), ("ring", 14)])
+def test_messages_one_after_the_other(name, messages):
+    assert ALL_REDUCE[name](8, 0, 1, 1e-6) == pytest.approx(messages * 1e-6)
+
+
+@pytest.mark.parametrize(("p", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (9, 5), (16, 4)])
+def test_rounds_of_recursive_doubling(p, rounds):
+    assert timing.recursive_doubling(p, 0, 1, 1) == rounds
+    assert timing.tree(p, 0, 1, 1) == 2 * math.ceil(math.log2(p))
+
+
+def test_the_fastest_algorithm_is_taken():
+    hardware = on("8xh100", link_latency_us=10.0)
+    bandwidth = hardware.device.link_gb_per_s * 1e9 * CALIBRATION.reachable_link
+    assert all_reduce(hardware, 1) == pytest.approx(timing.recursive_doubling(8, 1, bandwidth, 1e-5))
+    assert all_reduce(hardware, 1e9) == pytest.approx(timing.ring(8, 1e9, bandwidth, 1e-5))
+    assert all_reduce(parse("1xh100"), 1e9) == all_gather(parse("1xh100"), 1e9) == 0
+    assert all_gather(hardware, 1e9) == pytest.approx(timing.ring(8, 1e9, bandwidth, 1e-5) / 2)
+
+
+def test_several_nodes_sum_inside_and_between():
+    device = load_device("h100")
+    inside = all_reduce(parse("8xh100"), 1e9)
+    between = timing.ring(4, 1e9, device.network_gb_per_s * 1e9 * CALIBRATION.reachable_link, 20e-6)
+    assert all_reduce(parse("4x8xh100"), 1e9) == pytest.approx(inside + between)
+    slowest = timing.ring(32, 1e9, device.network_gb_per_s * 1e9 * CALIBRATION.reachable_link, 20e-6)
+    assert all_gather(parse("4x8xh100"), 1e9) == pytest.approx(slowest / 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step by hand
+
+
+def test_a_step_of_gpt2_xl_on_eight_a100():
+    recipe = load("gpt2_xl_8xa100")
+    model, n = model_of(recipe), 1_557_611_200
+    work = timing.work_of(model, "bf16")
+    assert work.flops == model.flops_per_sample
+    assert work.saved_bytes == 1024 * (48 * 36 + 8) * 1600
+    assert work.num_logits == 1024 * 50257
+    ours = step("8xa100-80", b=4, batch=512, work=work, mixed_precision="bf16")
+    bandwidth = 2039e9
+    assert ours.products == pytest.approx(64 * work.flops / (312e12 * 0.869))
+    moved = work.saved_bytes * CALIBRATION.traffic_eager + 46 * work.num_logits
+    assert ours.memory_traffic == pytest.approx(64 * moved / bandwidth)
+    assert ours.weights == pytest.approx(16 * 30 * n / bandwidth)
+    assert ours.launches == pytest.approx(16 * 48 * 68 * CALIBRATION.launch)
+    assert ours.optimizer == pytest.approx(40 * n / bandwidth)
+    num_buckets = -(-4 * n // BUCKET)
+    assert ours.communication == pytest.approx(num_buckets * all_reduce(parse("8xa100-80"), 4 * n / num_buckets))
+    assert 0 < ours.exposed_communication < ours.communication
+    assert ours.loading == 0
+    assert ours.total == pytest.approx(
+        ours.products
+        + ours.memory_traffic
+        + ours.weights
+        + ours.launches
+        + ours.optimizer
+        + ours.loading
+        + ours.exposed_communication
+    )
+    assert ours.at_peak == pytest.approx(512 * work.flops / (8 * 312e12))
+    assert ours.share_of_peak == pytest.approx(ours.at_peak / ours.total)
+    assert 0.2 < ours.share_of_peak < 0.6
+    assert ours.samples_per_second(512) == pytest.approx(512 / ours.total)
+    assert ours.tokens_per_second(512, 1024) == pytest.approx(512 * 1024 / ours.total)
+
+
+def test_communication_hides_behind_the_backward_but_its_last_bucket():
+    ours = step("8xa100-80", b=64, k=1)
+    bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
+    assert ours.exposed_communication == pytest.approx(bucket)
+    slow = on("8xa100-80", link_gb_per_s=5.0)
+    ours = step(slow, b=64, k=1)
+    backward = 2 / 3 * (ours.products + ours.memory_traffic + ours.weights + ours.launches)
+    bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
+    assert ours.exposed_communication == pytest.approx(ours.communication - backward + bucket)
+    late = step(slow, b=64, k=1, software=dataclasses.replace(software_of("fp16"), overlapped=False))
+    assert late.exposed_communication == late.communication
+
+
+def test_recomputing_is_a_second_forward():
+    ours, again = step("8xa100-80", k=2), step("8xa100-80", k=2, recomputed=True)
+    for name in ("products", "weights", "launches"):
+        assert getattr(again, name) == pytest.approx(4 / 3 * getattr(ours, name))
+    traffic = 16 * BERT.saved_bytes * CALIBRATION.traffic_eager / 2039e9
+    assert again.memory_traffic - ours.memory_traffic == pytest.approx(traffic / 3)
+    assert again.optimizer == ours.optimizer
+    assert again.share_of_peak < ours.share_of_peak
+
+
+def test_sharding_gathers_weights_in_every_micro_step():
+    hardware = parse("8xa100-80")
+    ours = step(hardware, b=64, k=4, sharded=True)
+    once = 3 * 24 * all_gather(hardware, 4 * BERT.num_parameters / 24)
+    assert ours.communication == pytest.approx(4 * once)
+    assert ours.optimizer == pytest.approx(step(hardware, k=4).optimizer / 8)
+    assert ours.exposed_communication == pytest.approx(4 * once * 2 / 3 / 24)
+    slow = on("8xa100-80", link_gb_per_s=5.0)
+    ours = step(slow, b=64, k=4, sharded=True)
+    computing = ours.products + ours.memory_traffic + ours.weights + ours.launches
+    assert ours.exposed_communication == pytest.approx(ours.communication * (1 + 2 / 3 / 24) - computing)
+
+
+def test_photographs_must_be_loaded_in_time():
+    images = timing.Work(24.5e9, 43.8e6, 25_557_032, 53, 8, loaded=1)
+    software = timing.Software("channels_last", 30, 20)
+    ours = [step("1xa100-80", b=256, k=1, work=images, software=software, cores=cores) for cores in (1, 4, 64)]
+    computing = ours[0].total - ours[0].loading - ours[0].optimizer
+    assert ours[0].loading == pytest.approx(256 * CALIBRATION.loading - computing)
+    assert ours[0].loading > ours[1].loading > ours[2].loading == 0
+
+
+def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fused():
+    without = dataclasses.replace(CALIBRATION, stall=0.0)
+    assert step("1xt4", k=1) == step("1xt4", k=1, calibration=without)
+    convolutional = timing.Software("channels_last", 30, 20)
+    stalled, free = (step("1xt4", k=1, software=convolutional, calibration=of) for of in (CALIBRATION, without))
+    assert stalled.memory_traffic - free.memory_traffic == pytest.approx(8 * BERT.saved_bytes * CALIBRATION.stall)
+    compiled = step("1xt4", k=1, software=software_of("fp16", compiled=True))
+    assert compiled.launches == 0 < step("1xt4", k=1).launches
+    assert compiled.memory_traffic < step("1xt4", k=1).memory_traffic
+
+
+@pytest.mark.parametrize("name", catalog_names())
+@pytest.mark.parametrize("hardware", ["4xt4", "8xa100-80"])
+def test_every_recipe_has_a_time(name, hardware):
+    recipe = load(name)
+    for precision in ("no", "fp16"):
+        work = timing.work_of(model_of(recipe), precision)
+        ours = step(hardware, 1, batch=recipe.global_batch_size, work=work, mixed_precision=precision)
+        assert 0 < ours.share_of_peak < 1
+
+
+def test_what_cannot_be():
+    with pytest.raises(UsageError, match="t4 has no bf16 products: use --mixed_precision fp16 or no"):
+        step("4xt4", k=1, mixed_precision="bf16")
+    layout = solve_layout(num_processes=2, global_batch_size=8)
+    with pytest.raises(UsageError, match=r"4xt4 has 4 process\(es\), the layout 2"):
+        step_time(BERT, layout, parse("4xt4"), "fp16", software_of("fp16"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it moves
+
+sizes = {
+    "name": st.sampled_from(device_names()),
+    "nodes": st.sampled_from([1, 2, 16]),
+    "count": st.integers(1, 16),
+    "b": st.integers(1, 64),
+    "k": st.integers(1, 32),
+    "sharded": st.booleans(),
+}
+
+
+@given(**sizes, faster=st.floats(1, 100))
+def test_more_of_anything_is_never_slower(name, nodes, count, b, k, sharded, faster):
+    hardware = Hardware(load_device(name), count, nodes)
+    slow = step(hardware, b, k, sharded=sharded).total
+    for field in ("memory_gb_per_s", "link_gb_per_s", "network_gb_per_s", "fp16_tflops"):
+        device = dataclasses.replace(hardware.device, **{field: getattr(hardware.device, field) * faster})
+        better = dataclasses.replace(hardware, device=device)
+        assert step(better, b, k, sharded=sharded).total <= slow * (1 + 1e-9)
+
+
+@given(**sizes, batch=st.integers(1, 4096))
+def test_twice_the_devices_lengthen_nothing_but_communication(name, nodes, count, b, k, sharded, batch):
+    one = step(Hardware(load_device(name), count, nodes), b, batch=batch, sharded=sharded)
+    for two in (Hardware(load_device(name), 2 * count, nodes), Hardware(load_device(name), count, 2 * nodes)):
+        more = step(two, b, batch=batch, sharded=sharded)
+        limit = (one.total - one.exposed_communication) * (1 + 1e-9)
+        assert more.total - more.exposed_communication <= limit
+
+
+@given(**sizes)
+def test_time_grows_with_the_micro_batch(name, nodes, count, b, k, sharded):
+    hardware = Hardware(load_device(name), count, nodes)
+    ours, larger = (step(hardware, of, k, sharded=sharded) for of in (b, b + 1))
+    assert larger.products > ours.products
+    assert larger.memory_traffic > ours.memory_traffic
+    assert larger.total >= ours.total * (1 - 1e-9)
+    assert larger.samples_per_second(b + 1) > ours.samples_per_second(b)
+
+
+@given(**sizes)
+def test_communication_is_once_per_step_or_k_times(name, nodes, count, b, k, sharded):
+    hardware = Hardware(load_device(name), count, nodes)
+    once, every = (step(hardware, b, k, reduced_every_micro_step=of) for of in (False, True))
+    assert once.communication == step(hardware, b, 1).communication
+    assert every.communication == pytest.approx(k * once.communication)
+    assert once.exposed_communication <= once.communication
+    assert every.exposed_communication <= every.communication * (1 + 1e-9)
+
+
+def test_no_sync_at_k_4_saves_three_quarters_against_every_micro_step_and_nothing_against_itself():
+    every, once = (step("4xt4", k=4, reduced_every_micro_step=of).communication for of in (True, False))
+    assert 1 - once / every == pytest.approx(0.75)
+    assert once == step("4xt4", k=1).communication
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside published throughputs
+
+ROWS = benchmark.read()
+RESULTS = json.loads(benchmark.RESULTS.with_suffix(".json").read_text())
+
+
+def test_the_constants_are_those_that_the_fit_finds():
+    fitted = benchmark.fit(ROWS, benchmark.START, 60)
+    assert benchmark.rounded(timing.Calibration(**RESULTS["fitted"])) == CALIBRATION
+    assert dataclasses.astuple(fitted) == pytest.approx(tuple(RESULTS["fitted"].values()), rel=1e-3)
+
+
+def test_the_results_are_what_the_code_predicts():
+    assert [row["value"] for row in RESULTS["rows"]] == [row.published["value"] for row in ROWS]
+    for row, result in zip(ROWS, RESULTS["rows"], strict=True):
+        assert row.published == {name: result[name] for name in row.published}
+        ours = row.predict(CALIBRATION)
+        assert ours.samples_per_second(row.batch) == pytest.approx(result["predicted"], rel=1e-9)
+        assert result["error"] == pytest.approx(result["predicted"] / result["samples_per_second"] - 1)
+    assert benchmark.RESULTS.with_suffix(".md").read_text() == benchmark.markdown(RESULTS)
+
+
+@pytest.mark.parametrize("index", [0, 30, 61, len(ROWS) - 1])
+def test_errors_without_a_row_are_those_of_a_fit_without_it(index):
+    start = timing.Calibration(**RESULTS["fitted"])
+    alone = benchmark.fit(ROWS[:index] + ROWS[index + 1 :], start, 10)
+    assert ROWS[index].ratio(alone) - 1 == pytest.approx(RESULTS["rows"][index]["without_row"], abs=1e-3)
+
+
+def test_no_row_is_further_off_than_promised():
+    assert len(ROWS) >= 12
+    for kind, (median, worst) in benchmark.summary(RESULTS["rows"]).items():
+        assert median <= benchmark.MEDIAN, kind
+        assert worst <= benchmark.WORST, kind
+    middles = sorted(middle for _, middle, _ in benchmark.by_machine(RESULTS["rows"]).values())
+    assert middles[len(middles) // 2] <= benchmark.MEDIAN
+
+
+def test_rows_are_complete():
+    sources = benchmark.yaml.safe_load(benchmark.PUBLISHED.read_text())["sources"]
+    assert {row.published["source"] for row in ROWS} == set(sources)
+    for row, result in zip(ROWS, RESULTS["rows"], strict=True):
+        assert benchmark.is_far(result) <= ("why" in row.published)
