@@ -1,4 +1,4 @@
-"""`python -m recipes list | plan RECIPE | audit-script`; the first two answer without torch.
+"""`python -m recipes list | plan RECIPE | scale RECIPE | audit-script`; all but the last answer without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -10,17 +10,20 @@ from pathlib import Path
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError, exit_code, nearest
+from recipes.growth import Row, grow, remarks
 from recipes.hardware import parse
 from recipes.memory import model_of, planned_memory
 from recipes.placement import BAND, RESERVED, Placement, place
 from recipes.plan import solve_layout
 from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
 
+TIMES = "products memory_traffic weights launches optimizer loading exposed_communication".split()
 USAGE = """usage: python -m recipes list
        python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
                                      [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
                                      [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
+       python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--json] [--FIELD VALUE ...]
        python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
 
 
@@ -104,6 +107,10 @@ def plan(name: str, argv: list[str]) -> None:
                 "warnings": placement.warnings,
                 "memory_needed": placement.needed,
                 "memory_of_device": placement.hardware.device.memory_bytes,
+                "time": dataclasses.asdict(placement.time) | {"total": placement.time.total},
+                "samples_per_second": placement.time.samples_per_second(recipe.global_batch_size),
+                "share_of_peak": placement.time.share_of_peak,
+                "seconds_to_end": placement.seconds_to_end,
                 "command": placement.command(config_file),
             }
         print(json.dumps(answer))
@@ -131,11 +138,94 @@ def plan(name: str, argv: list[str]) -> None:
     )
     print(f"             {RESERVED / 1e9:g} GB left alone")
     print(f"  strategy   {placement.strategy}: {placement.reason}")
+    for line in _time_lines(placement, model.length):
+        print(line)
     for warning in placement.warnings:
         print(f"  note       {warning}")
     print(f"  launch     {placement.command(config_file)}")
     if config_file is None and placement.config_file is None:
         print("             FILE.yaml: add --write_config FILE.yaml to this command")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSettings:
+    """Devices of one kind, more and more of them."""
+
+    on: str = setting("device")
+    up_to: int = setting("largest number of devices", POSITIVE, default=4096)
+    json: bool = setting("print one JSON object", default=False)
+
+
+def scale(name: str, argv: list[str]) -> None:
+    cls = type(recipes.load(name))
+    flags = parse_flags([ScaleSettings, cls], argv, USAGE)
+    names = {field.name for field in dataclasses.fields(ScaleSettings)}
+    settings = build(ScaleSettings, {key: value for key, value in flags.items() if key in names}, "flags")
+    recipe = recipes.load(name, {key: value for key, value in flags.items() if key not in names})
+    rows = grow(recipe, settings.on, settings.up_to)
+    if settings.json:
+        answer = {"recipe": recipe.name, "device": settings.on, "remarks": remarks(rows)}
+        print(json.dumps(answer | {"rows": [_scale_numbers(row) for row in rows]}))
+        return
+    batch, shared = recipe.global_batch_size, "   s/step   samples/s  efficiency  waiting"
+    print(f"{recipe.name} on {settings.on}, predicted: the global batch of {batch} (strong), and one that grows (weak)")
+    print(f"devices       b    k {shared} |    batch {shared}")
+    for row in rows:
+        strong, weak = f"{'does not fit, or leaves devices idle':>55}", ""
+        if row.strong:
+            layout = row.strong.layout
+            cut = f"{layout.per_device_train_batch_size:7} {layout.gradient_accumulation_steps:4}"
+            strong = f"{cut} {_speed(row.strong, row.strong_efficiency)}"
+        if row.weak:
+            weak = f"{row.weak.recipe.global_batch_size:9} {_speed(row.weak, row.weak_efficiency)}"
+        print(f"{row.num_devices:7} {strong} |{weak}".rstrip())
+    for remark in remarks(rows):
+        print(f"- {remark}")
+
+
+def _speed(placement: Placement, efficiency: float) -> str:
+    time = placement.time
+    waiting = time.exposed_communication / time.total
+    speed = time.samples_per_second(placement.recipe.global_batch_size)
+    return f"{time.total:9.3g} {speed:11,.0f} {efficiency:11.0%} {waiting:8.0%}"
+
+
+def _scale_numbers(row: Row) -> dict:
+    def numbers(placement: Placement | None, efficiency: float | None) -> dict | None:
+        if placement is None:
+            return None
+        layout, time = placement.layout, placement.time
+        return dataclasses.asdict(layout) | {
+            "gradient_checkpointing": placement.gradient_checkpointing,
+            "sharded": placement.sharded,
+            "seconds": time.total,
+            "samples_per_second": time.samples_per_second(layout.global_batch_size),
+            "efficiency": efficiency,
+            "exposed_communication": time.exposed_communication,
+        }
+
+    return {
+        "num_devices": row.num_devices,
+        "strong": numbers(row.strong, row.strong_efficiency),
+        "weak": numbers(row.weak, row.weak_efficiency),
+    }
+
+
+def _time_lines(placement: Placement, length: int) -> list[str]:
+    """Predicted speed, what takes the time, and how long the recipe takes."""
+    time, batch, hardware = placement.time, placement.recipe.global_batch_size, placement.hardware
+    parts = {name: getattr(time, name) for name in TIMES if getattr(time, name) > 0.005 * time.total}
+    speed = f"{time.samples_per_second(batch):,.4g} samples/s, {time.tokens_per_second(batch, length):,.0f} tokens/s"
+    lines = [
+        f"  time       {time.total:.3g} s per step: {speed}, {time.share_of_peak:.0%} of the peak; predicted, padding counted",
+        "             "
+        + ", ".join(f"{name.replace('_', ' ')} {part / time.total:.0%}" for name, part in parts.items()),
+    ]
+    if placement.seconds_to_end is not None:
+        hours, steps = placement.seconds_to_end / 3600, placement.recipe.max_train_steps
+        energy = hours * hardware.num_processes * hardware.device.watts / 1000
+        lines.append(f"             {steps:,} steps take {hours:,.1f} hours, {energy:,.0f} kWh at the power limit")
+    return lines
 
 
 def _write_config(placement: Placement, name: str) -> str:
@@ -159,10 +249,13 @@ def main() -> int | None:
             return audit_script(argv)
         case ["plan", name, *argv] if not name.startswith("-"):
             plan(name, argv)
+        case ["scale", name, *argv] if not name.startswith("-"):
+            scale(name, argv)
         case [] | ["-h"] | ["--help"]:
             print(USAGE)
         case [command, *_]:
-            hint = "it needs a recipe" if command == "plan" else nearest(command, ["list", "plan", "audit-script"])
+            commands = ["list", "plan", "scale", "audit-script"]
+            hint = "it needs a recipe" if command in ("plan", "scale") else nearest(command, commands)
             raise UsageError(f"python -m recipes {command}: {hint}\n{USAGE}")
     return None
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from recipes.errors import UsageError
 from recipes.hardware import Hardware
-from recipes.memory import Memory, planned_memory
+from recipes.memory import Memory, model_of, planned_memory
 from recipes.plan import Layout, shares, solve_layout
 from recipes.recipe import Recipe
+from recipes.timing import StepTime, software_of, step_time, work_of
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 RESERVED = 1.2e9
 """Bytes of a device that a plan leaves alone: context, libraries' workspaces, buffers of collectives. Assumed."""
 BAND = 0.10
 """What a plan may be too small by: formulas were 0.92 to 1.04 of what a CPU allocated; no GPU was measured."""
+WAITING = 0.05  # share of a step that is worth a word
 FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
 
 
@@ -33,6 +35,7 @@ class Placement:
         strategy: direct, accumulate, data parallel, or data parallel and accumulate.
         reason: why this one, in words.
         warnings: what to know before it is started.
+        time: seconds of a step, by what takes them; predicted for this repository's scripts without --torch_compile.
     """
 
     recipe: Recipe
@@ -45,6 +48,13 @@ class Placement:
     strategy: str
     reason: str
     warnings: tuple[str, ...]
+    time: StepTime
+
+    @property
+    def seconds_to_end(self) -> float | None:
+        """Of the whole recipe; None where its number of steps depends on the data. Evaluations and saving not counted."""
+        steps = self.recipe.max_train_steps
+        return None if steps is None else steps * self.time.total
 
     @property
     def needed(self) -> float:
@@ -180,6 +190,15 @@ def place(
         b = _largest(lambda b: fits(b, *way), share)
         b = -(-share // -(-share // b))
     layout, memory = try_out(b, *way)
+    time = step_time(
+        work_of(model_of(recipe), precision),
+        layout,
+        hardware,
+        precision,
+        software_of(precision),
+        recomputed=way[0],
+        sharded=way[1],
+    )
     names = {"gradient checkpointing": way[0] > gradient_checkpointing, "sharded weights (FSDP2)": way[1] > sharded}
     strategy, reason = _strategy(layout, try_out(share, *way)[1], hardware)
     if any(names.values()):
@@ -194,7 +213,8 @@ def place(
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(_warnings(recipe, layout, precision, hardware)),
+        warnings=tuple(_warnings(layout, precision, hardware, time)),
+        time=time,
     )
 
 
@@ -208,7 +228,7 @@ def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, s
     return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"
 
 
-def _warnings(recipe: Recipe, layout: Layout, precision: str, hardware: Hardware) -> list[str]:
+def _warnings(layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
     found, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
     if layout.shares[-1] == 0:
         idle = layout.shares.count(0)
@@ -219,9 +239,11 @@ def _warnings(recipe: Recipe, layout: Layout, precision: str, hardware: Hardware
         found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
     if precision == "fp16":
         found.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
-    if hardware.num_processes > 1 and "PCIe" in hardware.device.link:
+    if time.exposed_communication > WAITING * time.total:
+        network = "the network" if hardware.num_nodes > 1 else hardware.device.link
+        waiting = time.exposed_communication / time.total
         found.append(
-            f"gradients are reduced over {hardware.device.link}: the fewer steps per second, the less it shows"
+            f"{waiting:.0%} of a step is waiting for {network}: larger global batches and fewer devices wait less"
         )
     return found
 

@@ -20,6 +20,7 @@ FLOORS = [
         "order",
         "partition",
         "memory",
+        "growth",
         "hardware",
         "placement",
         "timing",

@@ -84,7 +84,8 @@ def test_warnings():
     few = on("bert_base", "64xh100", {"global_batch_size": 4})
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
     assert any(w.startswith("4 samples in a forward") for w in on("bert_base", "64xh100").warnings)
-    assert any("PCIe 3.0" in w for w in on("bert_base", "4xt4").warnings)
+    assert any("of a step is waiting for PCIe 4.0" in w for w in on("gpt2_xl_8xa100", "8x3090").warnings)
+    assert any("is waiting for the network" in w for w in on("gpt2_xl_8xa100", "4x8xa100-80").warnings)
     assert on("bert_large_phase1", "8xa100-80").warnings == ()
 
 
@@ -162,6 +163,20 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert (answer["hardware"], answer["strategy"]) == ("1x2080ti", "accumulate")
     assert answer["memory"]["total"] < answer["memory_needed"] <= answer["memory_of_device"]
     assert "--per_device_train_batch_size 22" in answer["command"]
+
+
+def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
+    answer = json.loads(run(monkeypatch, capsys, "plan gpt2_xl_8xa100 --on 8xa100-80 --json")[1])
+    time = answer["time"]
+    assert time["total"] == pytest.approx(sum(time[name] for name in program.TIMES))
+    assert answer["samples_per_second"] == pytest.approx(512 / time["total"])
+    assert answer["seconds_to_end"] == pytest.approx(load("gpt2_xl_8xa100").max_train_steps * time["total"])
+    out = run(monkeypatch, capsys, "plan gpt2_xl_8xa100 --on 8xa100-80")[1]
+    assert f"{time['total']:.3g} s per step" in out
+    assert f"{512 * 1024 / time['total']:,.0f} tokens/s" in out
+    assert "64,000 steps take" in out
+    assert "kWh at the power limit" in out
+    assert "steps take" not in run(monkeypatch, capsys, "plan bert_base --on 4xt4 --num_train_epochs 3")[1]
 
 
 @pytest.mark.parametrize(

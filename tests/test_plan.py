@@ -78,7 +78,7 @@ def test_all_bad_values_at_once():
 
 @pytest.mark.parametrize(
     "module",
-    "plan placement hardware timing recipe order partition schedule scaling run errors __main__".split(),
+    "plan placement growth hardware timing recipe order partition schedule scaling run errors __main__".split(),
 )
 def test_floor_0_imports_no_torch(module):
     program = f"import recipes.{module}, sys; assert not {{'torch', 'transformers', 'datasets'}} & sys.modules.keys()"

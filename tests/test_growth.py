@@ -1,0 +1,79 @@
+"""A recipe on more and more devices, on paper."""
+
+import itertools
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes import __main__ as program
+from recipes.errors import UsageError, exit_code
+from recipes.growth import grow, remarks
+from recipes.hardware import device_names
+from recipes.recipe import catalog_names, load
+
+
+def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    code = exit_code(program.main)
+    return code, *capsys.readouterr()
+
+
+def test_gpt2_xl_from_one_device_to_thousands():
+    rows = grow(load("gpt2_xl_8xa100"), "a100-80", 4096)
+    assert [row.num_devices for row in rows] == [2**i for i in range(13)]
+    assert [row.strong.layout.gradient_accumulation_steps for row in rows[:6]] == [32, 16, 8, 4, 2, 1]
+    assert [row.strong is None for row in rows[9:]] == [False, True, True, True]
+    assert [row.weak.recipe.global_batch_size // row.num_devices for row in rows] == [512] * 13
+    assert str(rows[-1].weak.hardware) == "512x8xa100-80"
+    assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
+    found = remarks(rows)
+    assert found[0].startswith("k falls to 1 at 32 devices")
+    assert found[-1] == "more than 512 devices do not help: the step has 512 samples"
+
+
+@given(name=st.sampled_from(catalog_names()), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))
+@settings(max_examples=25, deadline=None)
+def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
+    try:
+        rows = grow(load(name), device, up_to)
+    except UsageError:
+        return
+    placed = [row.strong.time for row in rows if row.strong]
+    computing = [time.total - time.exposed_communication for time in placed]
+    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(computing))
+    efficiencies = [of for row in rows for of in (row.strong_efficiency, row.weak_efficiency) if of is not None]
+    assert all(of > 0 for of in efficiencies)  # above 1 where one device must cut into the smallest micro-batches
+
+
+def test_the_command(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "scale bert_base --on t4 --up_to 16")
+    lines = out.splitlines()
+    assert code == 0
+    assert [line.split()[0] for line in lines[2:7]] == ["1", "2", "4", "8", "16"]
+    assert lines[1].index("|") == lines[2].index("|")
+    assert lines[-1].startswith(
+        "- with this batch, waiting for communication takes more than 10 % of a step from 8 devices on"
+    )
+    answer = json.loads(run(monkeypatch, capsys, "scale bert_base --on t4 --up_to 4 --global_batch_size 2 --json")[1])
+    assert [row["strong"] is None for row in answer["rows"]] == [False, False, True]
+    assert answer["rows"][1]["weak"]["global_batch_size"] == 4
+    assert answer["remarks"][-1] == "more than 2 devices do not help: the step has 2 samples"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("scale", "it needs a recipe"),
+        ("scale bert_base", "on is missing"),
+        ("scale bert_base --on t5", "unknown device 't5'"),
+        ("scale bert_base --on t4 --up_to 0", "up_to is 0, must be greater than 0"),
+        ("scale gpt2_xl_8xa100 --on t4 --up_to 2", "does not fit up to 2 x t4: take larger devices, or raise --up_to"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, line, message):
+    code, _, err = run(monkeypatch, capsys, line)
+    assert code == 2
+    assert message in err
