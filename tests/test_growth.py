@@ -29,6 +29,10 @@ def test_gpt2_xl_from_one_device_to_thousands():
     assert [row.weak.recipe.global_batch_size // row.num_devices for row in rows] == [512] * 13
     assert str(rows[-1].weak.hardware) == "512x8xa100-80"
     assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
+    assert 0.95 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
+    first, *later = (row for row in grow(load("gpt2_xl_8xa100"), "3090", 8) if row.weak)
+    assert (first.num_devices, first.weak.recipe.global_batch_size) == (2, 512)
+    assert [row.weak.recipe.global_batch_size for row in later] == [1024, 2048]
     found = remarks(rows)
     assert found[0].startswith("k falls to 1 at 32 devices")
     assert found[-1] == "more than 512 devices do not help: the step has 512 samples"

@@ -71,7 +71,9 @@ def test_checkpointing_and_sharding_come_only_when_nothing_else_fits():
     placement = on("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32)
     assert (placement.gradient_checkpointing, placement.sharded) == (True, False)
     assert on("bert_base", "8xa100-80", sharded=True).sharded
-    assert on("bert_base", "1x3090", gradient_checkpointing=True).gradient_checkpointing
+    kept, recomputed = (on("bert_base", "1x3090", gradient_checkpointing=asked) for asked in (False, True))
+    assert recomputed.gradient_checkpointing
+    assert recomputed.time.products == pytest.approx(4 / 3 * kept.time.products)
     with pytest.raises(
         UsageError, match=r"for a single sample, of 25.8 GB on 1x3090, at the least: take more or larger"
     ):
@@ -84,6 +86,7 @@ def test_warnings():
     few = on("bert_base", "64xh100", {"global_batch_size": 4})
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
     assert any(w.startswith("4 samples in a forward") for w in on("bert_base", "64xh100").warnings)
+    assert not any("samples in a forward" in w for w in on("bert_base", "32xh100").warnings)  # 8
     assert any("of a step is waiting for PCIe 4.0" in w for w in on("gpt2_xl_8xa100", "8x3090").warnings)
     assert any("is waiting for the network" in w for w in on("gpt2_xl_8xa100", "4x8xa100-80").warnings)
     assert on("bert_large_phase1", "8xa100-80").warnings == ()
@@ -175,7 +178,8 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
     assert f"{time['total']:.3g} s per step" in out
     assert f"{512 * 1024 / time['total']:,.0f} tokens/s" in out
     assert "64,000 steps take" in out
-    assert "kWh at the power limit" in out
+    hours = 64_000 * time["total"] / 3600
+    assert f"{hours:,.1f} hours, {hours * 8 * 400 / 1000:,.0f} kWh at the power limit" in out
     assert "steps take" not in run(monkeypatch, capsys, "plan bert_base --on 4xt4 --num_train_epochs 3")[1]
 
 
