@@ -261,12 +261,24 @@ def test_modules_that_do_nothing_are_no_suspects():
 
 def test_asking_a_loss_about_num_items_leaves_no_trace():
     class Noisy(torch.nn.Module):
-        def forward(self, x, num_items_in_batch):
-            return types.SimpleNamespace(loss=torch.rand(()) / num_items_in_batch)
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
 
-    state = torch.get_rng_state()
-    assert _honours(Noisy(), (), {"x": torch.ones(1), "num_items_in_batch": torch.tensor(4)})
+        def forward(self, x, num_items_in_batch):
+            return types.SimpleNamespace(loss=self.norm(x).sum() * 0 + torch.rand(()) / num_items_in_batch)
+
+    state, model = torch.get_rng_state(), Noisy()
+    assert _honours(model, (), {"x": torch.ones(3, 1), "num_items_in_batch": torch.tensor(4)})
     assert torch.get_rng_state().equal(state)
+    assert (model.norm.running_mean.item(), model.norm.num_batches_tracked.item()) == (0, 0)
+
+
+def test_a_multiple_of_the_gradient_is_not_put_down_to_batch_norm(run):
+    reference, other = run("trainer_bert_classifier", 16, 1), run("trainer_bert_classifier", 4, 4)
+    other[0].batch_norms = ["somewhere"]
+    causes = {of.cause for of in compare(reference, other, TOLERANCE).findings}
+    assert causes == {"ignores_num_items", "logged_loss"}
 
 
 @pytest.mark.parametrize("size", [WHOLE, WHOLE + 1, 40 * WHOLE + 7])

@@ -72,6 +72,22 @@ def test_accelerate_divides_the_last_window_by_k(run):
     assert (tail.where, tail.evidence) == ("step 3", "2 micro-steps are divided by 4")
 
 
+@pytest.mark.parametrize(
+    ("loop", "model", "causes"),
+    [
+        ("accelerate_documented", "bert_pretraining", {"mean_of_means", "tail"}),  # no weights fit: two counts
+        ("accelerate_documented", "resnet", {"batch_norm", "tail"}),
+        ("transformers_trainer", "resnet", {"ignores_num_items", "batch_norm"}),
+        ("transformers_trainer", "gpt2", {"shifted_labels"}),  # which explains the factor
+    ],
+)
+def test_all_causes_are_named(run, loop, model, causes):
+    findings = compare(run("exact", model, 32, 1), run(loop, model, 8, 4), TOLERANCE).findings
+    assert {of.cause for of in findings} - {"logged_loss"} == causes
+    if "mean_of_means" in causes:
+        assert findings[0].evidence == "targets of the micro-steps: 54+8, 56+8, 38+8, 36+8"
+
+
 def test_lightning_takes_the_steps_that_accelerate_takes(run):
     comparison = compare(
         run("accelerate_documented", "gpt2", 8, 4), run("lightning_documented", "gpt2", 8, 4), TOLERANCE
