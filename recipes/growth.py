@@ -3,7 +3,7 @@
 import dataclasses
 
 from recipes.errors import UsageError
-from recipes.hardware import Hardware, load_device
+from recipes.hardware import MOST, Hardware, load_device
 from recipes.placement import Placement, place
 from recipes.recipe import Recipe
 
@@ -34,8 +34,8 @@ def grow(recipe: Recipe, device: str, up_to: int) -> list[Row]:
     Raises:
         UsageError: an unknown device, `up_to` below 1, or a recipe that fits none of them.
     """
-    if up_to < 1:
-        raise UsageError(f"--up_to is {up_to}, must be 1 or more devices")
+    if not 1 <= up_to <= MOST:
+        raise UsageError(f"--up_to is {up_to}, must be 1 to {MOST:,} devices")
     one, rows, first = load_device(device), [], None
     for exponent in range(up_to.bit_length()):
         num_devices = 2**exponent

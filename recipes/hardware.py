@@ -11,6 +11,8 @@ from recipes.errors import UsageError, nearest
 from recipes.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, build, setting
 
 DEVICES = Path(__file__).parent / "devices"
+MOST = 2**17
+"""Devices that are planned for; more than any machine has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ def parse(text: str) -> Hardware:
     if 0 in counts:
         raise UsageError(f"hardware {text!r} counts 0 devices or nodes: give 1 or more")
     nodes, devices = [1, 1, *counts][-2:]
+    if nodes * devices > MOST:
+        raise UsageError(f"hardware {text!r} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
     return Hardware(load_device(name), devices, nodes)
 
 

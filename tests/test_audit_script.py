@@ -353,6 +353,10 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         (["--vary", "x", "--", "README.md"], "--vary is 'x', not FLAG=VALUE"),
         ([*VARY, "--processes", "two", "--", "README.md"], "--processes is two, not numbers with commas"),
         ([*VARY, "--processes", "3", "--", "README.md"], "neither k nor b can be divided by 3"),
+        ([*VARY, "--steps", "-1", "--", "README.md"], r"--steps is -1, must be 0 \(all\) or more"),
+        ([*VARY, "--tolerance", "-1", "--", "README.md"], "--tolerance is -1.0, must be 0 or more and below 1"),
+        ([*VARY, "--tolerance", "nan", "--", "README.md"], "--tolerance is nan"),
+        ([*VARY, "--timeout", "0", "--", "README.md"], "--timeout is 0.0, must be more than 0 seconds"),
         ([*VARY, "--what", "--", "README.md"], "unrecognized arguments: --what"),
     ],
 )
@@ -364,7 +368,12 @@ def test_bad_usage(argv, message, monkeypatch):
 
 def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file = tmp_path / "program.py"
-    for text, message in (("raise KeyError('x')", "KeyError: 'x'"), ("pass", "ended without a step of an optimizer")):
+    said = "import sys; sys.exit('what it said')"
+    for text, message in (
+        ("raise KeyError('x')", "KeyError: 'x'"),
+        (said, "what it said"),
+        ("pass", "ended without a step of an optimizer"),
+    ):
         file.write_text(text)
         with pytest.raises(UsageError, match=message):
             record([str(file)], Variation({}, 1), 1, timeout=60)

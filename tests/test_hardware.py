@@ -79,6 +79,7 @@ def test_a_device_of_ones_own(tmp_path):
         ("", "is not \\[NODESx\\]COUNTxNAME"),
         ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),
         ("0xt4", "counts 0 devices or nodes"),
+        ("1000000x8xt4", "counts 8,000,000 devices, must be 131,072 or fewer"),
         ("2x0xt4", "counts 0 devices or nodes"),
         ("-1xt4", "unknown device '-1xt4'"),
         ("4xt4x", "unknown device 't4x'"),

@@ -23,6 +23,8 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
         pass
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)  # as Python does
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -116,6 +116,12 @@ def audit_script(argv: list[str]) -> int:
         raise UsageError(f"audit-script: {program[0]} is not a file")
     if not all(number.isdigit() and int(number) > 0 for number in flags.processes.split(",")):
         raise UsageError(f"--processes is {flags.processes}, not numbers with commas: for example 1,2")
+    wrong = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
+    rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
+    if any(wrong.values()):
+        raise UsageError(
+            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in wrong.items() if is_wrong
+        )
     runs = variations(flags.vary, [int(number) for number in flags.processes.split(",")])
     if len(runs) < 2:
         raise UsageError(
