@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 RESERVED = 1.2e9
 """Bytes of a device that a plan leaves alone: context, libraries' workspaces, buffers of collectives. Assumed."""
 BAND = 0.10
-"""What a plan may be too small by: formulas were 0.92 to 1.04 of what a CPU allocated; no GPU was measured."""
+"""What a plan may be too small by: formulas were 0.92 to 1.03 of what a CPU allocated; no GPU was measured."""
 WAITING = 0.05  # share of a step that is worth a word
 FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
 
