@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from recipes import hardware, memory, timing
+from recipes import hardware, memory, timing, transformer
 from recipes.plan import solve_layout
 from recipes.recipe import load
 from recipes.timing import CALIBRATION, Calibration, Software, StepTime, Work
@@ -86,7 +86,7 @@ def work_of(shape: dict, row: dict) -> Work:
     vocab, h, layers, length = shape["vocabulary"], shape["hidden"], shape["layers"], row["length"]
     linear, square = (66, 9) if mixed_precision == "no" else (34, 5)
     return Work(
-        memory.bert_flops(vocab, h, shape["feed_forward"], layers, length, row["num_predicted"]),
+        transformer.bert_flops(vocab, h, shape["feed_forward"], layers, length, row["num_predicted"]),
         layers * (linear * length * h + square * shape["heads"] * length**2),
         **size,
         num_logits=row["num_predicted"] * vocab,

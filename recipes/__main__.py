@@ -7,17 +7,19 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from recipes import answer, text
 from recipes import recipe as recipes
 from recipes.errors import UsageError, exit_code, nearest
-from recipes.growth import Row, grow, remarks
 from recipes.hardware import parse
-from recipes.memory import model_of, planned_memory
-from recipes.placement import BAND, RESERVED, Placement, place
+from recipes.memory import planned_memory
+from recipes.placement import place
 from recipes.plan import solve_layout
+from recipes.recipe import Recipe
 from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
+from recipes.workload import Workload, of_recipe
 
-TIMES = "products memory_traffic weights launches optimizer loading exposed_communication".split()
 USAGE = """usage: python -m recipes list
        python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
@@ -25,6 +27,7 @@ USAGE = """usage: python -m recipes list
                                      [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
        python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--json] [--FIELD VALUE ...]
        python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
+CRITICAL = "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,25 +45,56 @@ class PlanSettings:
         "of the launch [bf16, or the best that the hardware has]", one_of("no", "bf16", "fp16"), default=None
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    attn_implementation: str = setting(
+        "attention of transformers: sdpa, or eager, which stores every pair of tokens",
+        one_of("sdpa", "eager"),
+        default="sdpa",
+    )
     sharded: bool = setting(
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
         default=False,
     )
+    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    json: bool = setting("print one JSON object", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What a recipe may not know of its data."""
+
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSettings:
+    """Devices of one kind, more and more of them."""
+
+    on: str = setting("device")
+    up_to: int = setting("largest number of devices", POSITIVE, default=4096)
+    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
     json: bool = setting("print one JSON object", default=False)
 
 
 def list_recipes() -> None:
     for name in recipes.catalog_names():
         recipe = recipes.load(name)
-        print(f"{name:20} B {recipe.global_batch_size:<6} {recipe.description}")
+        print(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
 
 
 def plan(name: str, argv: list[str]) -> None:
-    cls = type(recipes.load(name))
-    flags = parse_flags([PlanSettings, cls], argv, USAGE)
-    names = {field.name for field in dataclasses.fields(PlanSettings)}
-    settings = build(PlanSettings, {key: value for key, value in flags.items() if key in names}, "flags")
-    recipe = recipes.load(name, {key: value for key, value in flags.items() if key not in names})
+    recipe, settings, data = _read(name, argv, PlanSettings)
+    workload = of_recipe(
+        recipe,
+        attention=settings.attn_implementation,
+        num_train_samples=data.num_train_samples,
+        critical_batch_size=settings.critical_batch_size,
+    )
+    known = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source, "expect": recipe.expect}
+    _plan(workload, settings, known | {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled()))
+
+
+def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> None:
+    """Answer `plan`, beginning with what is known already."""
     cut = {
         "per_device_train_batch_size": settings.per_device_train_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -70,173 +104,61 @@ def plan(name: str, argv: list[str]) -> None:
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
     }
-    placement = None
-    if settings.on is not None:
-        if settings.num_processes is not None:
-            raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
-        placement = place(recipe, parse(settings.on), **cut, **options)
-        layout, memory = placement.layout, placement.memory
-        options = {option: getattr(placement, option) for option in options}
-    else:
+    if settings.on is None:
         if settings.write_config is not None:
             raise UsageError("--write_config needs hardware to write it for: add --on HARDWARE")
-        num_processes, batch = settings.num_processes or 1, recipe.global_batch_size
+        batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
-        memory = planned_memory(recipe, layout, **options)
-    config_file = _write_config(placement, settings.write_config) if settings.write_config else None
-    scaled = dataclasses.asdict(recipe.scaled())
-    model = model_of(recipe)
-    tokens_per_step = recipe.global_batch_size * model.length
+        memory = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
+        found = known | answer.planned(workload, layout, memory, options)
+    else:
+        if settings.num_processes is not None:
+            raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
+        placement = place(workload, parse(settings.on), **cut, **options)
+        if settings.write_config is not None:
+            _write(settings.write_config, placement.config, "write_config")
+        options = {option: getattr(placement, option) for option in options}
+        found = known | answer.planned(workload, placement.layout, placement.memory, options)
+        found |= answer.placed(placement, placement.command(settings.write_config))
     if settings.json:
-        answer = {"recipe": recipe.name, "fingerprint": recipe.fingerprint, **scaled}
-        answer |= dataclasses.asdict(layout) | {"shares": layout.shares}
-        answer |= {
-            "num_parameters": model.num_parameters,
-            "states": 16 * model.num_parameters,
-            "flops_per_token": model.flops_per_token,
-            "flops_per_sample": model.flops_per_sample,
-            "tokens_per_step": tokens_per_step,
-        }
-        answer |= options | {"memory": dataclasses.asdict(memory) | {"total": memory.total}}
-        if placement is not None:
-            answer |= {
-                "hardware": str(placement.hardware),
-                "strategy": placement.strategy,
-                "reason": placement.reason,
-                "warnings": placement.warnings,
-                "memory_needed": placement.needed,
-                "memory_of_device": placement.hardware.device.memory_bytes,
-                "time": dataclasses.asdict(placement.time) | {"total": placement.time.total},
-                "samples_per_second": placement.time.samples_per_second(recipe.global_batch_size),
-                "share_of_peak": placement.time.share_of_peak,
-                "seconds_to_end": placement.seconds_to_end,
-                "command": placement.command(config_file),
-            }
-        print(json.dumps(answer))
-        return
-    print(f"{recipe.name}: {recipe.description}\n  source     {recipe.source}\n  expect     {recipe.expect}")
-    print(f"  layout     {layout}")
-    print("  optimizer  " + ", ".join(f"{key} {value:.6g}" for key, value in scaled.items() if value is not None))
-    states = 16 * model.num_parameters
-    print(
-        f"  model      {model.num_parameters:,} parameters; with gradients and moments {states / 1e9:.3f} GB "
-        f"({states / 2**30:.3f} GiB) in float32"
-    )
-    print(
-        f"  compute    {model.flops_per_token / 1e9:.4g} GFLOP per token, {model.flops_per_sample / 1e9:.1f} per sample of "
-        f"{model.length}, forward and backward; at most {tokens_per_step:,} tokens per step"
-    )
-    used = [f"mixed_precision {options['mixed_precision']}"]
-    used += [name for name in ("gradient_checkpointing", "sharded") if options[name]]
-    print(f"  memory     {memory} ({', '.join(used)})")
-    if placement is None:
-        return
-    needed, there = placement.needed / 1e9, placement.hardware.device.memory_bytes / 1e9
-    print(
-        f"  fits       {needed:.1f} GB of {there:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and"
-    )
-    print(f"             {RESERVED / 1e9:g} GB left alone")
-    print(f"  strategy   {placement.strategy}: {placement.reason}")
-    for line in _time_lines(placement, model.length):
-        print(line)
-    for warning in placement.warnings:
-        print(f"  note       {warning}")
-    print(f"  launch     {placement.command(config_file)}")
-    if config_file is None and placement.config_file is None:
-        print("             FILE.yaml: add --write_config FILE.yaml to this command")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleSettings:
-    """Devices of one kind, more and more of them."""
-
-    on: str = setting("device")
-    up_to: int = setting("largest number of devices", POSITIVE, default=4096)
-    json: bool = setting("print one JSON object", default=False)
+        print(json.dumps(found))
+    else:
+        print("\n".join(text.plan_lines(found)))
 
 
 def scale(name: str, argv: list[str]) -> None:
-    cls = type(recipes.load(name))
-    flags = parse_flags([ScaleSettings, cls], argv, USAGE)
-    names = {field.name for field in dataclasses.fields(ScaleSettings)}
-    settings = build(ScaleSettings, {key: value for key, value in flags.items() if key in names}, "flags")
-    recipe = recipes.load(name, {key: value for key, value in flags.items() if key not in names})
-    rows = grow(recipe, settings.on, settings.up_to)
+    recipe, settings, _ = _read(name, argv, ScaleSettings)
+    workload = of_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+    found = answer.scaled(workload, settings.on, settings.up_to)
     if settings.json:
-        answer = {"recipe": recipe.name, "device": settings.on, "remarks": remarks(rows)}
-        print(json.dumps(answer | {"rows": [_scale_numbers(row) for row in rows]}))
-        return
-    batch, shared = recipe.global_batch_size, "   s/step   samples/s  efficiency  waiting"
-    print(f"{recipe.name} on {settings.on}, predicted: the global batch of {batch} (strong), and one that grows (weak)")
-    print(f"devices       b    k {shared} |    batch {shared}")
-    for row in rows:
-        strong, weak = f"{'does not fit, or leaves devices idle':>55}", ""
-        if row.strong:
-            layout = row.strong.layout
-            cut = f"{layout.per_device_train_batch_size:7} {layout.gradient_accumulation_steps:4}"
-            strong = f"{cut} {_speed(row.strong, row.strong_efficiency)}"
-        if row.weak:
-            weak = f"{row.weak.recipe.global_batch_size:9} {_speed(row.weak, row.weak_efficiency)}"
-        print(f"{row.num_devices:7} {strong} |{weak}".rstrip())
-    for remark in remarks(rows):
-        print(f"- {remark}")
+        print(json.dumps(found))
+    else:
+        print("\n".join(text.scale_lines(found)))
 
 
-def _speed(placement: Placement, efficiency: float) -> str:
-    time = placement.time
-    waiting = time.exposed_communication / time.total
-    speed = time.samples_per_second(placement.recipe.global_batch_size)
-    return f"{time.total:9.3g} {speed:11,.0f} {efficiency:11.0%} {waiting:8.0%}"
-
-
-def _scale_numbers(row: Row) -> dict:
-    def numbers(placement: Placement | None, efficiency: float | None) -> dict | None:
-        if placement is None:
-            return None
-        layout, time = placement.layout, placement.time
-        return dataclasses.asdict(layout) | {
-            "gradient_checkpointing": placement.gradient_checkpointing,
-            "sharded": placement.sharded,
-            "seconds": time.total,
-            "samples_per_second": time.samples_per_second(layout.global_batch_size),
-            "efficiency": efficiency,
-            "exposed_communication": time.exposed_communication,
-        }
-
-    return {
-        "num_devices": row.num_devices,
-        "strong": numbers(row.strong, row.strong_efficiency),
-        "weak": numbers(row.weak, row.weak_efficiency),
-    }
-
-
-def _time_lines(placement: Placement, length: int) -> list[str]:
-    """Predicted speed, what takes the time, and how long the recipe takes."""
-    time, batch, hardware = placement.time, placement.recipe.global_batch_size, placement.hardware
-    parts = {name: getattr(time, name) for name in TIMES if getattr(time, name) > 0.005 * time.total}
-    speed = f"{time.samples_per_second(batch):,.4g} samples/s, {time.tokens_per_second(batch, length):,.0f} tokens/s"
-    lines = [
-        f"  time       {time.total:.3g} s per step: {speed}, {time.share_of_peak:.0%} of the peak; predicted, padding counted",
-        "             "
-        + ", ".join(f"{name.replace('_', ' ')} {part / time.total:.0%}" for name, part in parts.items()),
+def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
+    """The recipe with its flags, the settings of a command, and the settings that the recipe does not have itself."""
+    cls = type(recipes.load(name))
+    own = {field.name for field in dataclasses.fields(cls)}
+    classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
+    flags = parse_flags([*classes, cls], argv, USAGE)
+    built = [
+        build(kind, {key: flags[key] for key in flags.keys() & {f.name for f in dataclasses.fields(kind)}}, "flags")
+        for kind in classes
     ]
-    if placement.seconds_to_end is not None:
-        hours, steps = placement.seconds_to_end / 3600, placement.recipe.max_train_steps
-        energy = hours * hardware.num_processes * hardware.device.watts / 1000
-        lines.append(f"             {steps:,} steps take {hours:,.1f} hours, {energy:,.0f} kWh at the power limit")
-    return lines
+    recipe = recipes.load(name, {key: value for key, value in flags.items() if key in own})
+    return recipe, *built, *([DataSettings()] * (2 - len(built)))
 
 
-def _write_config(placement: Placement, name: str) -> str:
+def _write(name: str, content: str, flag: str) -> None:
     path = Path(name)
     if path.exists():
-        raise UsageError(f"--write_config {name}: it exists already, and is left alone: give another name")
+        raise UsageError(f"--{flag} {name}: it exists already, and is left alone: give another name")
     try:
-        path.write_text(placement.config, encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--write_config {name}: {error.strerror}") from None
-    return name
+        raise UsageError(f"--{flag} {name}: {error.strerror}") from None
 
 
 def main() -> int | None:

@@ -1,11 +1,11 @@
-"""A recipe on 1, 2, 4, ... devices, on paper: the same step on more of them (strong), and a larger step (weak)."""
+"""A workload on 1, 2, 4, ... devices, on paper: the same step on more of them (strong), and a larger step (weak)."""
 
 import dataclasses
 
 from recipes.errors import UsageError
 from recipes.hardware import MOST, Hardware, load_device
 from recipes.placement import Placement, place
-from recipes.recipe import Recipe
+from recipes.workload import Workload
 
 PER_NODE = 8
 """Devices of a node, where there are more than that."""
@@ -16,7 +16,7 @@ class Row:
     """One number of devices.
 
     Attributes:
-        strong: the recipe's own global batch; None where it does not fit, or where a device would have no sample.
+        strong: the workload's own global batch; None where it does not fit, or where a device would have no sample.
         weak: so many times the samples as devices, as many for each as on the first number that fits; None if that does not.
         strong_efficiency, weak_efficiency: samples per second and device, beside the first number's.
     """
@@ -28,11 +28,11 @@ class Row:
     weak_efficiency: float | None
 
 
-def grow(recipe: Recipe, device: str, up_to: int) -> list[Row]:
+def grow(workload: Workload, device: str, up_to: int) -> list[Row]:
     """Rows for powers of two.
 
     Raises:
-        UsageError: an unknown device, `up_to` below 1, or a recipe that fits none of them.
+        UsageError: an unknown device, `up_to` below 1, or a workload that fits none of them.
     """
     if not 1 <= up_to <= MOST:
         raise UsageError(f"--up_to is {up_to}, must be 1 to {MOST:,} devices")
@@ -42,15 +42,17 @@ def grow(recipe: Recipe, device: str, up_to: int) -> list[Row]:
         nodes = -(-num_devices // PER_NODE)
         hardware = Hardware(one, num_devices // nodes, nodes)
         if first is None:
-            first = _placed(recipe, hardware)
+            first = _placed(workload, hardware)
             placements = first, first
         else:
-            batch = recipe.global_batch_size * num_devices // first.hardware.num_processes
-            weak = dataclasses.replace(recipe, global_batch_size=batch)
-            placements = _placed(recipe, hardware), _placed(weak, hardware)
+            batch = workload.global_batch_size * num_devices // first.hardware.num_processes
+            weak = dataclasses.replace(workload, global_batch_size=batch)
+            placements = _placed(workload, hardware), _placed(weak, hardware)
         rows.append(Row(num_devices, *placements, *(_efficiency(of, first) for of in placements)))
     if first is None:
-        raise UsageError(f"{recipe.name} does not fit up to {up_to} x {device}: take larger devices, or raise --up_to")
+        raise UsageError(
+            f"{workload.name} does not fit up to {up_to} x {device}: take larger devices, or raise --up_to"
+        )
     return rows
 
 
@@ -67,17 +69,27 @@ def remarks(rows: list[Row]) -> list[str]:
             found.append(
                 f"with {name}, waiting for communication takes more than 10 % of a step from {late} devices on"
             )
+    critical = next((row.weak.workload.critical_batch_size for row in rows if row.weak), None)
+    wasteful = [
+        row for row in rows if row.weak and critical is not None and row.weak.workload.global_batch_size > critical
+    ]
+    if wasteful:
+        first = wasteful[0].weak.workload.global_batch_size
+        found.append(
+            f"a batch that grows with the devices passes the critical size of {critical:g} samples at "
+            f"{wasteful[0].num_devices} devices ({first} samples)"
+        )
     if placed and placed[-1] is not rows[-1]:
-        last = placed[-1].strong.recipe.global_batch_size
+        last = placed[-1].strong.workload.global_batch_size
         found.append(f"more than {placed[-1].num_devices} devices do not help: the step has {last} samples")
     return found
 
 
-def _placed(recipe: Recipe, hardware: Hardware) -> Placement | None:
-    if recipe.global_batch_size < hardware.num_processes:
+def _placed(workload: Workload, hardware: Hardware) -> Placement | None:
+    if workload.global_batch_size < hardware.num_processes:
         return None
     try:
-        return place(recipe, hardware)
+        return place(workload, hardware)
     except UsageError:
         return None
 
@@ -86,6 +98,7 @@ def _efficiency(placement: Placement | None, first: Placement | None) -> float |
     if placement is None or first is None:
         return None
     speeds = [
-        of.time.samples_per_second(of.recipe.global_batch_size) / of.hardware.num_processes for of in (placement, first)
+        of.time.samples_per_second(of.workload.global_batch_size) / of.hardware.num_processes
+        for of in (placement, first)
     ]
     return speeds[0] / speeds[1]

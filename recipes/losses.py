@@ -11,7 +11,7 @@ whole step. A mean over each cell, averaged over cells, does not: cells differ i
 import torch
 import torch.nn.functional as F
 
-from recipes.memory import LOGITS_AT_ONCE
+from recipes.transformer import LOGITS_AT_ONCE
 
 IGNORED = -100  # label of a place where nothing is to be predicted
 

@@ -1,4 +1,4 @@
-"""A recipe on given hardware: what it is computed in, how the step is cut, what fits, and how to launch it.
+"""A workload on given hardware: what it is computed in, how the step is cut, what fits, and how to launch it.
 
 Nothing here changes the optimizer's steps: it chooses among ways to compute the same ones.
 """
@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from recipes.convnet import ConvNet
 from recipes.errors import UsageError
 from recipes.hardware import Hardware
-from recipes.memory import Memory, model_of, planned_memory
+from recipes.memory import Memory, planned_memory
 from recipes.plan import Layout, shares, solve_layout
-from recipes.recipe import Recipe
-from recipes.timing import StepTime, software_of, step_time, work_of
+from recipes.timing import ALL_REDUCE, CALIBRATION, StepTime, software_of, step_time, work_of
+from recipes.workload import Workload
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 RESERVED = 1.2e9
@@ -25,7 +26,7 @@ FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a recipe is computed on some hardware.
+    """How a workload is computed on some hardware.
 
     Attributes:
         mixed_precision: no, fp16 or bf16.
@@ -38,7 +39,7 @@ class Placement:
         time: seconds of a step, by what takes them; predicted for this repository's scripts without --torch_compile.
     """
 
-    recipe: Recipe
+    workload: Workload
     hardware: Hardware
     layout: Layout
     mixed_precision: str
@@ -52,8 +53,8 @@ class Placement:
 
     @property
     def seconds_to_end(self) -> float | None:
-        """Of the whole recipe; None where its number of steps depends on the data. Evaluations and saving not counted."""
-        steps = self.recipe.max_train_steps
+        """To the last step; None where the number of steps depends on the data. Evaluations and saving not counted."""
+        steps = self.workload.num_steps
         return None if steps is None else steps * self.time.total
 
     @property
@@ -62,26 +63,52 @@ class Placement:
         return _needed(self.memory)
 
     @property
+    def fits(self) -> bool:
+        """Whether the device has what is needed."""
+        return self.needed <= self.hardware.device.memory_bytes
+
+    def with_micro_batch(self, b: int) -> "Placement":
+        """The same in micro-batches of b samples, whether it fits or not; strategy, reason and warnings stay."""
+        options = self.mixed_precision, self.gradient_checkpointing, self.sharded
+        layout, memory = _cut(self.workload, self.hardware, b, *options)
+        time = _timed(self.workload, self.hardware, layout, *options)
+        return dataclasses.replace(self, layout=layout, memory=memory, time=time)
+
+    @property
     def config_file(self) -> Path | None:
         """The launch file that ships for this hardware; None: it has to be written (`config`)."""
         names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
         files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
         return next((file for file in files if file.exists()), None)
 
-    def command(self, config_file: str | None = None) -> str:
-        """To paste: launches the recipe's script."""
+    @property
+    def all_reduce_seconds(self) -> dict[str, float]:
+        """Seconds to sum the whole gradient over all devices by each algorithm, on links at their full rate.
+
+        Over several nodes the network is taken for every message. A broadcast takes half of `naive` or of `tree`.
+        """
+        device, num_bytes = self.hardware.device, 4 * self.workload.model.num_parameters
+        link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
+        if self.hardware.num_nodes > 1:
+            link = device.network_gb_per_s * 1e9, device.network_latency_us / 1e6
+        return {name: way(self.hardware.num_processes, num_bytes, *link) for name, way in ALL_REDUCE.items()}
+
+    def command(self, config_file: str | None = None) -> str | None:
+        """To paste: launches the recipe's script; None where this repository has none."""
+        if self.workload.script is None:
+            return None
         file = (
             config_file or f"accelerate_configs/{self.config_file.name}"
             if self.config_file or config_file
             else "FILE.yaml"
         )
-        kind, _, verb = self.recipe.task.partition("_")
         words = [
             *("accelerate launch --config_file", file),
-            *(f"scripts/{verb.removesuffix('ing')}_{kind}.py --recipe", self.recipe.name),
+            *(f"scripts/{self.workload.script} --recipe", self.workload.name),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
-        return " ".join([*words, *(["--gradient_checkpointing"] if self.gradient_checkpointing else [])])
+        words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
+        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager else [])])
 
     @property
     def config(self) -> str:
@@ -90,7 +117,7 @@ class Placement:
         kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
         lines = [
             f"# {hardware}: {hardware.device.description}",
-            f"# {self.command('THIS_FILE')}",
+            f"# {self.command('THIS_FILE') or 'accelerate launch --config_file THIS_FILE YOUR_SCRIPT'}",
             "# No key here changes the step beyond its rounding.",
             "compute_environment: LOCAL_MACHINE",
             f"distributed_type: {kind}",
@@ -118,7 +145,7 @@ class Placement:
 
 
 def place(
-    recipe: Recipe,
+    workload: Workload,
     hardware: Hardware,
     *,
     per_device_train_batch_size: int | None = None,
@@ -130,7 +157,7 @@ def place(
     """The fastest way that fits: the largest micro-batch, activations kept and weights whole as long as one sample fits so.
 
     Args:
-        recipe: of a task that `memory.model_of` knows.
+        workload: what is to be computed.
         hardware: where.
         per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-steps.
         gradient_accumulation_steps: k; None: what b leaves.
@@ -147,23 +174,23 @@ def place(
         raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
     if sharded and num_processes == 1:
         raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
-    share = shares(recipe.global_batch_size, num_processes)[0]
+    model, batch = workload.model, workload.global_batch_size
+    for name, is_asked in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
+        if is_asked and not model.layered:
+            raise UsageError(
+                f"{name} works layer by layer, and {workload.name} is a convolutional network: leave it out"
+            )
+    share = shares(batch, num_processes)[0]
 
-    def try_out(b: int, checkpointing: bool, is_sharded: bool) -> tuple[Layout, Memory]:
-        layout = solve_layout(
-            num_processes=num_processes,
-            global_batch_size=recipe.global_batch_size,
-            per_device_train_batch_size=b,
-        )
-        options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": is_sharded}
-        return layout, planned_memory(recipe, layout, **options)
+    def try_out(b: int, *way: bool) -> tuple[Layout, Memory]:
+        return _cut(workload, hardware, b, precision, *way)
 
     def fits(b: int, *options: bool) -> bool:
         return _needed(try_out(b, *options)[1]) <= device.memory_bytes
 
     asked = solve_layout(
         num_processes=num_processes,
-        global_batch_size=recipe.global_batch_size,
+        global_batch_size=batch,
         per_device_train_batch_size=per_device_train_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
@@ -171,17 +198,17 @@ def place(
     least = 1 if is_free else asked.per_device_train_batch_size
     ways = [
         (checkpointing, is_sharded)
-        for is_sharded in ([True] if sharded else [False, True] if num_processes > 1 else [False])
-        for checkpointing in ([True] if gradient_checkpointing else [False, True])
+        for is_sharded in ([True] if sharded else [False, True] if num_processes > 1 and model.layered else [False])
+        for checkpointing in ([True] if gradient_checkpointing else [False, True] if model.layered else [False])
     ]
     way = next((way for way in ways if fits(least, *way)), None)
     if way is None:
         needed = {b: min(_needed(try_out(b, *way)[1]) for way in ways) / 1e9 for b in (least, 1)}
         size = f"{needed[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
         if needed[1] * 1e9 > device.memory_bytes:
-            raise UsageError(f"{recipe.name} needs {size} on {hardware}, at the least: take more or larger devices")
+            raise UsageError(f"{workload.name} needs {size} on {hardware}, at the least: take more or larger devices")
         problem = (
-            f"{recipe.name} needs {needed[least]:.1f} GB for {least} samples in a forward, and {size}, on {hardware}"
+            f"{workload.name} needs {needed[least]:.1f} GB for {least} samples in a forward, and {size}, on {hardware}"
         )
         most = _largest(lambda b: any(fits(b, *way) for way in ways), share)
         raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {most} or less")
@@ -190,21 +217,13 @@ def place(
         b = _largest(lambda b: fits(b, *way), share)
         b = -(-share // -(-share // b))
     layout, memory = try_out(b, *way)
-    time = step_time(
-        work_of(model_of(recipe), precision),
-        layout,
-        hardware,
-        precision,
-        software_of(precision),
-        recomputed=way[0],
-        sharded=way[1],
-    )
+    time = _timed(workload, hardware, layout, precision, *way)
     names = {"gradient checkpointing": way[0] > gradient_checkpointing, "sharded weights (FSDP2)": way[1] > sharded}
     strategy, reason = _strategy(layout, try_out(share, *way)[1], hardware)
     if any(names.values()):
         reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
     return Placement(
-        recipe=recipe,
+        workload=workload,
         hardware=hardware,
         layout=layout,
         mixed_precision=precision,
@@ -213,9 +232,35 @@ def place(
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(_warnings(layout, precision, hardware, time)),
+        warnings=tuple(_warnings(workload, layout, precision, hardware, time)),
         time=time,
     )
+
+
+def _cut(
+    workload: Workload, hardware: Hardware, b: int, precision: str, checkpointing: bool, sharded: bool
+) -> tuple[Layout, Memory]:
+    """Layout and memory with micro-batches of b samples."""
+    batch = workload.global_batch_size
+    layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
+    memory = planned_memory(
+        workload.model,
+        layout,
+        mixed_precision=precision,
+        gradient_checkpointing=checkpointing,
+        sharded=sharded,
+        moment_bytes=workload.moment_bytes,
+    )
+    return layout, memory
+
+
+def _timed(
+    workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
+) -> StepTime:
+    model = workload.model
+    software = software_of(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
+    work = work_of(model, precision)
+    return step_time(work, layout, hardware, precision, software, recomputed=checkpointing, sharded=sharded)
 
 
 def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:
@@ -228,8 +273,9 @@ def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, s
     return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"
 
 
-def _warnings(layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
+def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
     found, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
+    batch, critical = layout.global_batch_size, workload.critical_batch_size
     if layout.shares[-1] == 0:
         idle = layout.shares.count(0)
         found.append(
@@ -237,6 +283,22 @@ def _warnings(layout: Layout, precision: str, hardware: Hardware, time: StepTime
         )
     if b < FEW_SAMPLES:
         found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+    if workload.batch_normalization and b < batch:
+        found.append(
+            f"batch normalisation takes its statistics from {b} samples, not from {batch}: the step is not the same on other "
+            "layouts; group normalisation is exact"
+        )
+    if critical is not None and batch > critical:
+        found.append(
+            f"the global batch of {batch} is {batch / critical:.3g} times the critical one of {critical:g}: about "
+            f"{1 + batch / critical:.3g} times the samples for the same loss (McCandlish et al., 2018, arXiv:1812.06162)"
+        )
+    if isinstance(workload.model, ConvNet) and workload.model.photographs:
+        per_device = time.samples_per_second(batch) / layout.num_processes
+        found.append(
+            f"{per_device:,.0f} photographs per second and device: to decode and crop them takes about "
+            f"{per_device * CALIBRATION.loading:.1f} cores each, not counted in the time"
+        )
     if precision == "fp16":
         found.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
     if time.exposed_communication > WAITING * time.total:

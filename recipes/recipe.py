@@ -267,7 +267,101 @@ class Gpt2Pretraining(TextPretraining):
         return self._shape("n_positions")
 
 
-TASKS: dict[str, type[Recipe]] = {"bert_pretraining": BertPretraining, "gpt2_pretraining": Gpt2Pretraining}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
+
+    # Optimizer
+    optimizer: str = setting("sgd (with momentum) or adamw", one_of("sgd", "adamw"))
+    sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", BELOW_ONE)
+    adam_beta1: float | None = setting("decay of the first moment per step; null with sgd", BELOW_ONE)
+    adam_beta2: float | None = setting("decay of the second moment per step; null with sgd", BELOW_ONE)
+    adam_epsilon: float | None = setting("added to the root of the second moment; null with sgd", POSITIVE)
+
+    # Data
+    num_train_samples: int = setting("images of the training data", POSITIVE)
+    image_height: int = setting("pixels", POSITIVE)
+    image_width: int = setting("pixels", POSITIVE)
+    num_channels: int = setting("colours of a pixel", POSITIVE)
+
+    # Model
+    normalization: str = setting(
+        "group, or batch: its statistics depend on how the step is cut, so the cut is not exact",
+        one_of("batch", "group"),
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        moments = {"sgd": ("sgd_momentum",), "adamw": ("adam_beta1", "adam_beta2", "adam_epsilon")}
+        for optimizer, names in moments.items():
+            for name in names:
+                if (getattr(self, name) is None) == (optimizer == self.optimizer):
+                    rule = "must be a number" if optimizer == self.optimizer else "must be null"
+                    problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassification(ImageRecipe):
+    """Image classification by a ResNet."""
+
+    dataset_name: str | None = setting("dataset of the hub", decides=False)
+    label_smoothing: float = setting("share of the target that all classes divide between them", BELOW_ONE)
+    num_labels: int = setting("classes", POSITIVE)
+    layer_type: str = setting(
+        "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
+    )
+    embedding_size: int = setting("channels of the first convolution", POSITIVE)
+    hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with")
+    depths: tuple[int, ...] = setting("blocks of each stage")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if len(self.hidden_sizes) != len(self.depths) or min(*self.hidden_sizes, *self.depths, 1) < 1:
+            problems.append(
+                f"hidden_sizes {list(self.hidden_sizes)} and depths {list(self.depths)} must be positive, one each per stage"
+            )
+        if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
+            problems.append(f"hidden_sizes {list(self.hidden_sizes)} must be multiples of 4 with layer_type bottleneck")
+        return problems
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.ResNetConfig` takes it; `normalization` comes on top."""
+        names = ("num_channels", "num_labels", "layer_type", "embedding_size")
+        lists = {"hidden_sizes": list(self.hidden_sizes), "depths": list(self.depths)}
+        return {name: getattr(self, name) for name in names} | lists
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptchaRecognition(ImageRecipe):
+    """Reading the characters of a captcha: convolutions, each halving height and width, and one head per character."""
+
+    alphabet: str = setting("the characters that may occur")
+    num_characters: int = setting("characters of an image", POSITIVE)
+    conv_channels: tuple[int, ...] = setting("channels of each convolution")
+    hidden_size: int = setting("width of the layer between the convolutions and the heads", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.conv_channels or min(self.conv_channels) < 1:
+            problems.append(f"conv_channels {list(self.conv_channels)} must be positive numbers, at least one")
+        elif min(self.image_height, self.image_width) < 2 ** len(self.conv_channels):
+            problems.append(
+                f"image_height {self.image_height} and image_width {self.image_width} cannot be halved by each of "
+                f"{len(self.conv_channels)} conv_channels: give fewer, or larger images"
+            )
+        if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
+            problems.append(f"alphabet {self.alphabet!r} must hold each character once, and at least one")
+        return problems
+
+
+TASKS: dict[str, type[Recipe]] = {
+    "bert_pretraining": BertPretraining,
+    "gpt2_pretraining": Gpt2Pretraining,
+    "image_classification": ImageClassification,
+    "captcha_recognition": CaptchaRecognition,
+}
 
 
 def catalog_names() -> list[str]:

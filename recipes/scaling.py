@@ -25,9 +25,9 @@ class Hyperparameters:
 
     Args:
         learning_rate: peak learning rate, at least 0.
-        adam_beta1: decay of Adam's first moment per step, in [0, 1).
-        adam_beta2: decay of Adam's second moment per step, in [0, 1).
-        adam_epsilon: Adam's epsilon, in units of the gradient, at least 0.
+        adam_beta1: decay of Adam's first moment per step, in [0, 1); None where the optimizer is not Adam.
+        adam_beta2: decay of Adam's second moment per step, in [0, 1); None likewise.
+        adam_epsilon: Adam's epsilon, in units of the gradient, at least 0; None likewise.
         warmup_epochs: length of the warm-up in epochs; None leaves the recipe's own. Only `conservative` sets it.
 
     Raises:
@@ -35,15 +35,16 @@ class Hyperparameters:
     """
 
     learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
+    adam_beta1: float | None
+    adam_beta2: float | None
+    adam_epsilon: float | None
     warmup_epochs: float | None = None
 
     def __post_init__(self):
-        ends = {"learning_rate": math.inf, "adam_beta1": 1, "adam_beta2": 1, "adam_epsilon": math.inf}
-        if self.warmup_epochs is not None:
-            ends["warmup_epochs"] = math.inf
+        ends = {"adam_beta1": 1, "adam_beta2": 1, "adam_epsilon": math.inf, "warmup_epochs": math.inf}
+        ends = {"learning_rate": math.inf} | {
+            name: end for name, end in ends.items() if getattr(self, name) is not None
+        }
         if problems := [
             f"{name} {getattr(self, name)!r} must be a number in [0, {end}): correct it."
             for name, end in ends.items()
@@ -132,6 +133,7 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     Reference: Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, 2022, arXiv:2205.10287.
     """
     ratio = kappa(tuned_batch_size, global_batch_size)
+    _need_adam("sqrt", tuned)
     rates = {name: 1 - _decimal(getattr(tuned, name)) for name in ("adam_beta1", "adam_beta2")}
     largest = {name: max(tuned_batch_size, math.ceil(tuned_batch_size / rate) - 1) for name, rate in rates.items()}
     if problems := [
@@ -161,7 +163,9 @@ def beta2_half_life(tuned: Hyperparameters, tuned_batch_size: int, global_batch_
     Reference: Marek et al., Small Batch Size Training for Language Models: When Vanilla SGD Works, and Why Gradient
     Accumulation Is Wasteful, 2025, arXiv:2507.07101.
     """
-    return replace(tuned, adam_beta2=tuned.adam_beta2 ** float(kappa(tuned_batch_size, global_batch_size)))
+    ratio = kappa(tuned_batch_size, global_batch_size)
+    _need_adam("beta2_half_life", tuned)
+    return replace(tuned, adam_beta2=tuned.adam_beta2 ** float(ratio))
 
 
 def conservative(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
@@ -221,6 +225,13 @@ def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch
     if rule not in RULES:
         raise UsageError(f"scaling rule {rule!r} is unknown: {nearest(str(rule), RULES)}")
     return RULES[rule](tuned, tuned_batch_size, global_batch_size)
+
+
+def _need_adam(rule: str, tuned: Hyperparameters) -> None:
+    if tuned.adam_beta1 is None or tuned.adam_beta2 is None or tuned.adam_epsilon is None:
+        raise UsageError(
+            f"scaling rule {rule} changes Adam's numbers, and this optimizer has none: use linear, or none"
+        )
 
 
 def _is_number(value: object, end: float) -> bool:

@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 from recipes.errors import UsageError
 from recipes.hardware import Device, Hardware
-from recipes.memory import Model, activations_per_layer
+from recipes.memory import Model
 from recipes.plan import Layout
+from recipes.transformer import Transformer
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
-KERNELS_PER_LAYER = 68
-"""Kernels of a layer's forward and backward: operators but views of transformers' BERT, counted (torch 2.13); GPT-2 has 66."""
 LOGIT_EAGER, LOGIT_COMPILED = {"no": 40, "fp16": 46, "bf16": 46}, {"no": 28, "fp16": 14, "bf16": 14}
 """Bytes moved per logit in both passes, counted. A kernel per operator, in 16 bits: the product writes it (2), a cast (2 + 4),
 log-softmax reads it twice (4 + 4 + 4), the gradient of the labels (4), of log-softmax (4 + 4 + 4), a cast (4 + 2), two products
@@ -75,14 +74,13 @@ class Software:
     overlapped: bool = True
 
 
-def software_of(mixed_precision: str, *, compiled: bool = False) -> Software:
-    """The software of this repository's programs: sdpa attention, clipping, fused AdamW, DDP or FSDP2.
+def software_of(mixed_precision: str, *, kernels: str = "eager", optimizer_bytes: float = 40) -> Software:
+    """The software of this repository's programs: sdpa attention, fused optimizers, DDP or FSDP2.
 
     weight_bytes: float32 4 + 4 to read twice, 4 for the gradient, 12 to add it; autocast 6 to cast, 2 + 2 to read, 8 for the
-    gradient and its cast, 12 to add it. optimizer_bytes: 12 to measure and clip the gradient, AdamW reads p, g, m, v and
-    writes p, m, v: 28.
+    gradient and its cast, 12 to add it. optimizer_bytes, unless given: clipping and AdamW.
     """
-    return Software("compiled" if compiled else "eager", 24 if mixed_precision == "no" else 30, 40)
+    return Software(kernels, 24 if mixed_precision == "no" else 30, optimizer_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +101,13 @@ class Work:
     saved_bytes: float
     num_parameters: int
     num_layers: int
-    kernels_per_layer: int = KERNELS_PER_LAYER
+    kernels_per_layer: int = Transformer.kernels_per_layer
     num_logits: int = 0
     loaded: float = 0
 
 
 def work_of(model: Model, mixed_precision: str) -> Work:
-    """The work for a whole sample of a recipe's model, with sdpa attention.
-
-        saved_bytes = T (L a + 8 h),   num_logits = num_predicted V,   a = activations_per_layer
+    """The work for a whole sample of a model.
 
     >>> from recipes.memory import model_of
     >>> from recipes.recipe import load
@@ -119,13 +115,13 @@ def work_of(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
-    layer = activations_per_layer(model, autocast=mixed_precision != "no")
     return Work(
         flops=model.flops_per_sample,
-        saved_bytes=model.length * (model.num_layers * layer + 8 * model.hidden_size),
+        saved_bytes=model.saved_bytes(autocast=mixed_precision != "no"),
         num_parameters=model.num_parameters,
         num_layers=model.num_layers,
-        num_logits=model.num_predicted * model.vocab_size,
+        kernels_per_layer=model.kernels_per_layer,
+        num_logits=model.num_logits,
     )
 
 

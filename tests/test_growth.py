@@ -13,6 +13,7 @@ from recipes.errors import UsageError, exit_code
 from recipes.growth import grow, remarks
 from recipes.hardware import device_names
 from recipes.recipe import catalog_names, load
+from recipes.workload import of_recipe
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
@@ -22,17 +23,17 @@ def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
 
 
 def test_gpt2_xl_from_one_device_to_thousands():
-    rows = grow(load("gpt2_xl_8xa100"), "a100-80", 4096)
+    rows = grow(of_recipe(load("gpt2_xl_8xa100")), "a100-80", 4096)
     assert [row.num_devices for row in rows] == [2**i for i in range(13)]
     assert [row.strong.layout.gradient_accumulation_steps for row in rows[:6]] == [32, 16, 8, 4, 2, 1]
     assert [row.strong is None for row in rows[9:]] == [False, True, True, True]
-    assert [row.weak.recipe.global_batch_size // row.num_devices for row in rows] == [512] * 13
+    assert [row.weak.workload.global_batch_size // row.num_devices for row in rows] == [512] * 13
     assert str(rows[-1].weak.hardware) == "512x8xa100-80"
     assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
     assert 0.95 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
-    first, *later = (row for row in grow(load("gpt2_xl_8xa100"), "3090", 8) if row.weak)
-    assert (first.num_devices, first.weak.recipe.global_batch_size) == (2, 512)
-    assert [row.weak.recipe.global_batch_size for row in later] == [1024, 2048]
+    first, *later = (row for row in grow(of_recipe(load("gpt2_xl_8xa100")), "3090", 8) if row.weak)
+    assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
+    assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
     found = remarks(rows)
     assert found[0].startswith("k falls to 1 at 32 devices")
     assert found[-1] == "more than 512 devices do not help: the step has 512 samples"
@@ -42,7 +43,7 @@ def test_gpt2_xl_from_one_device_to_thousands():
 @settings(max_examples=25, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     try:
-        rows = grow(load(name), device, up_to)
+        rows = grow(of_recipe(load(name)), device, up_to)
     except UsageError:
         return
     placed = [row.strong.time for row in rows if row.strong]

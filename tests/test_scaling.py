@@ -228,7 +228,17 @@ def test_bad_hyperparameters_are_named_at_once():
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon"])
-@pytest.mark.parametrize("value", ["1e-4", None, True])
+@pytest.mark.parametrize("value", ["1e-4", True])
 def test_a_hyperparameter_is_a_number(name, value):
     with pytest.raises(UsageError, match=f"{name} {value!r} must be"):
         replace(ADAM, **{name: value})
+
+
+def test_rules_of_adam_refuse_an_optimizer_without_its_numbers():
+    sgd = Hyperparameters(0.1, None, None, None)
+    assert scale("linear", sgd, 256, 1024) == replace(sgd, learning_rate=0.4)
+    for rule in ("sqrt", "beta2_half_life"):
+        with pytest.raises(UsageError, match=f"scaling rule {rule} changes Adam's numbers"):
+            scale(rule, sgd, 256, 1024)
+    with pytest.raises(UsageError, match="learning_rate None must be"):
+        replace(sgd, learning_rate=None)

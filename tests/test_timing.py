@@ -170,7 +170,7 @@ def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fu
     convolutional = timing.Software("channels_last", 30, 20)
     stalled, free = (step("1xt4", k=1, software=convolutional, calibration=of) for of in (CALIBRATION, without))
     assert stalled.memory_traffic - free.memory_traffic == pytest.approx(8 * BERT.saved_bytes * CALIBRATION.stall)
-    compiled = step("1xt4", k=1, software=software_of("fp16", compiled=True))
+    compiled = step("1xt4", k=1, software=software_of("fp16", kernels="compiled"))
     assert compiled.launches == 0 < step("1xt4", k=1).launches
     assert compiled.memory_traffic < step("1xt4", k=1).memory_traffic
 

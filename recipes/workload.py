@@ -1,0 +1,95 @@
+"""What is planned: a model, its global batch, and what the optimizer keeps and moves, from a recipe."""
+
+import dataclasses
+
+from recipes.errors import UsageError
+from recipes.memory import MOMENTS, Model, model_of
+from recipes.order import Order
+from recipes.recipe import ImageRecipe, Recipe
+from recipes.schedule import Schedule
+from recipes.transformer import Transformer
+
+SCRIPTS = {"bert_pretraining": "pretrain_bert.py", "gpt2_pretraining": "pretrain_gpt2.py"}
+"""task -> the script that trains it; a task that is missing can be planned only."""
+UPDATE = {"adamw": 28, "sgd": 20}
+"""Bytes that an update moves per parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""
+CLIPPING = 12
+"""Bytes that clipping moves per parameter: it reads the gradient twice and writes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What hardware is asked to compute.
+
+    Attributes:
+        name: of the recipe, or of the model's configuration.
+        model: its shape.
+        global_batch_size: B.
+        num_steps: optimizer steps to the end; None where that depends on data that nobody has counted yet.
+        steps_per_epoch: None likewise.
+        schedule: the learning rate of each step; None likewise.
+        script: that trains it; None: this repository has none.
+        moment_bytes: per parameter, what the optimizer remembers.
+        optimizer_bytes: per parameter, what clipping and update move.
+        batch_normalization: statistics depend on the micro-batch.
+        critical_batch_size: beyond it samples are wasted; None: unknown.
+    """
+
+    name: str
+    model: Model
+    global_batch_size: int
+    num_steps: int | None = None
+    steps_per_epoch: float | None = None
+    schedule: Schedule | None = None
+    script: str | None = None
+    moment_bytes: int = MOMENTS["adamw"]
+    optimizer_bytes: int = UPDATE["adamw"] + CLIPPING
+    batch_normalization: bool = False
+    critical_batch_size: float | None = None
+
+
+def of_recipe(
+    recipe: Recipe,
+    *,
+    attention: str = "sdpa",
+    num_train_samples: int | None = None,
+    critical_batch_size: float | None = None,
+) -> Workload:
+    """The work that a recipe asks for.
+
+    Args:
+        recipe: of a task that `memory.model_of` knows.
+        attention: sdpa or eager, of transformers.
+        num_train_samples: of the data, where the recipe does not know it.
+        critical_batch_size: samples, for a warning.
+
+    Raises:
+        UsageError: a task without a formula, eager attention without attention, a schedule that cannot be.
+    """
+    model = model_of(recipe)
+    if attention == "eager":
+        if not isinstance(model, Transformer):
+            raise UsageError(f"attn_implementation is eager, but {recipe.name} has no attention: leave it out")
+        model = dataclasses.replace(model, eager=True)
+    is_image = isinstance(recipe, ImageRecipe)
+    optimizer = recipe.optimizer if is_image else "adamw"
+    num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)
+    num_steps, per_epoch = recipe.max_train_steps, None
+    if num_samples is not None:
+        order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end)
+        num_steps, per_epoch = num_steps or order.num_steps(recipe.num_train_epochs), float(order.steps_per_epoch)
+    counts_epochs = (recipe.warmup_epochs, recipe.scaled().warmup_epochs) != (None, None)
+    has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
+    return Workload(
+        name=recipe.name,
+        model=model,
+        global_batch_size=recipe.global_batch_size,
+        num_steps=num_steps,
+        steps_per_epoch=per_epoch,
+        schedule=recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None,
+        script=SCRIPTS.get(recipe.task),
+        moment_bytes=MOMENTS[optimizer],
+        optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
+        batch_normalization=is_image and recipe.normalization == "batch",
+        critical_batch_size=critical_batch_size,
+    )
