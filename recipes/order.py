@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from recipes.errors import UsageError
+from recipes.plan import num_steps, steps_per_epoch
 
 # Rounds of the Feistel network. Four make a pseudo-random permutation when the round function is random (Luby and
 # Rackoff 1988, https://doi.org/10.1137/0217022); small domains want more.
@@ -85,31 +85,16 @@ class Order:
     epoch_end: str = "carry"
 
     def __post_init__(self):
-        if self.num_samples < 1 or self.global_batch_size < 1:
-            raise UsageError(
-                f"num_samples is {self.num_samples} and global_batch_size is {self.global_batch_size}: both must be 1 or more"
-            )
-        if self.epoch_end not in ("carry", "keep", "drop"):
-            raise UsageError(f"epoch_end is {self.epoch_end!r}, must be carry, keep or drop")
-        if self.epoch_end == "drop" and self.global_batch_size > self.num_samples:
-            raise UsageError(
-                f"global_batch_size {self.global_batch_size} exceeds the {self.num_samples} samples of an epoch, and "
-                "epoch_end drop leaves every incomplete batch out: use carry or keep, or a smaller batch"
-            )
+        steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # raises what breaks a rule
 
     @property
     def steps_per_epoch(self) -> fractions.Fraction:
         """Optimizer steps per epoch; not whole for `carry` when B does not divide n."""
-        exact = fractions.Fraction(self.num_samples, self.global_batch_size)
-        return {
-            "carry": exact,
-            "keep": fractions.Fraction(math.ceil(exact)),
-            "drop": fractions.Fraction(math.floor(exact)),
-        }[self.epoch_end]
+        return steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)
 
     def num_steps(self, num_epochs: float) -> int:
         """Steps that `num_epochs` epochs take, rounded up."""
-        return math.ceil(self.steps_per_epoch * fractions.Fraction(num_epochs).limit_denominator(10**6))
+        return num_steps(self.steps_per_epoch, num_epochs)
 
     def samples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples of a step (0 is the first).

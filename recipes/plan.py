@@ -1,6 +1,11 @@
-"""The layout: how N processes, micro-batches of at most b samples and k micro-steps cut a global batch of B."""
+"""The layout: how N processes, micro-batches of at most b samples and k micro-steps cut a global batch of B.
+
+And how many steps an epoch has.
+"""
 
 import dataclasses
+import fractions
+import math
 
 from recipes.errors import UsageError
 
@@ -96,3 +101,42 @@ def solve_layout(
             f"leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
         )
     return Layout(b_total, n, b, needed)
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) -> fractions.Fraction:
+    """Optimizer steps per epoch; not whole for `carry` when B does not divide the samples.
+
+    Args:
+        num_samples: of an epoch.
+        global_batch_size: B.
+        epoch_end: carry, keep or drop, as in `order.Order`.
+
+    Raises:
+        UsageError: numbers below 1, another end, or `drop` with a batch that no epoch fills.
+
+    >>> [float(steps_per_epoch(50_030, 3072, end)) for end in ("keep", "drop")]
+    [17.0, 16.0]
+    """
+    if num_samples < 1 or global_batch_size < 1:
+        raise UsageError(
+            f"num_samples is {num_samples} and global_batch_size is {global_batch_size}: both must be 1 or more"
+        )
+    if epoch_end not in ("carry", "keep", "drop"):
+        raise UsageError(f"epoch_end is {epoch_end!r}, must be carry, keep or drop")
+    if epoch_end == "drop" and global_batch_size > num_samples:
+        raise UsageError(
+            f"global_batch_size {global_batch_size} exceeds the {num_samples} samples of an epoch, and "
+            "epoch_end drop leaves every incomplete batch out: use carry or keep, or a smaller batch"
+        )
+    exact = fractions.Fraction(num_samples, global_batch_size)
+    whole = {"keep": math.ceil, "drop": math.floor}.get(epoch_end)
+    return exact if whole is None else fractions.Fraction(whole(exact))
+
+
+def num_steps(per_epoch: fractions.Fraction, num_epochs: float) -> int:
+    """Steps that so many epochs take, rounded up.
+
+    >>> num_steps(steps_per_epoch(50_030, 3072, "drop"), 150)
+    2400
+    """
+    return math.ceil(per_epoch * fractions.Fraction(num_epochs).limit_denominator(10**6))

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from recipes import plan
 from recipes.errors import UsageError
 from recipes.memory import MOMENTS, Model, model_of
-from recipes.order import Order
 from recipes.recipe import ImageRecipe, Recipe
 from recipes.schedule import Schedule
 from recipes.transformer import Transformer
@@ -76,8 +76,8 @@ def of_recipe(
     num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)
     num_steps, per_epoch = recipe.max_train_steps, None
     if num_samples is not None:
-        order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end)
-        num_steps, per_epoch = num_steps or order.num_steps(recipe.num_train_epochs), float(order.steps_per_epoch)
+        exact = plan.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
+        num_steps, per_epoch = num_steps or plan.num_steps(exact, recipe.num_train_epochs), float(exact)
     counts_epochs = (recipe.warmup_epochs, recipe.scaled().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
     return Workload(
