@@ -20,6 +20,7 @@ FLOORS = [
         "order",
         "partition",
         "answer",
+        "configs",
         "convnet",
         "memory",
         "growth",

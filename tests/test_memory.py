@@ -69,7 +69,7 @@ def test_parameters_are_the_real_models(name):
     layers = model.transformer.h if recipe.task == "gpt2_pretraining" else model.bert.encoder.layer
     shape = model_of(recipe)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
-    assert shape.parameters_per_layer == sum(p.numel() for p in layers[0].parameters())
+    assert shape.layer.num_parameters == sum(p.numel() for p in layers[0].parameters())
 
 
 def test_an_unusual_shape_is_counted_too():
@@ -235,11 +235,11 @@ def test_what_a_layer_saves(kind, activation, autocast):
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     shape = model_of(small(kind, 2, activation))
-    weights = 2 * (shape.parameters_per_layer - 4 * shape.hidden_size) if autocast else 0  # norms are not cast
+    weights = 2 * (shape.layer.num_parameters - 4 * shape.hidden_size) if autocast else 0  # norms are not cast
     measured = ((saved(3) - saved(1)) / 2 - weights) / (NUM_SAMPLES * shape.length)
     expected = shape.per_layer(autocast=autocast)
     if activation == "gelu_new" and autocast:  # the CPU computes its power in bfloat16 where CUDA takes float32
-        expected -= 6 * shape.intermediate_size
+        expected -= 6 * 4 * shape.hidden_size
     assert expected <= measured <= 1.015 * expected
 
 

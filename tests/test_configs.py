@@ -1,0 +1,93 @@
+"""Models from their configurations: parameters and FLOPs of the real ones, and every mistake."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes.configs import read_config, shape_of
+from recipes.errors import UsageError
+
+TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+BERT = TEXT | {"hidden_size": 32, "intermediate_size": 48}
+LLAMA = BERT | {"num_key_value_heads": 2}
+SMALL = {
+    "BertForPreTraining": ("BertConfig", BERT),
+    "BertForMaskedLM": ("BertConfig", BERT),
+    "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 5}),
+    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}),
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
+    "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2ForCausalLM": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen3ForCausalLM": ("Qwen3Config", LLAMA | {"head_dim": 16}),
+    "ResNetForImageClassification": (
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 7},
+    ),
+}
+
+
+def save(folder, kind: str, **changes) -> transformers.PreTrainedConfig:
+    name, shape = SMALL[kind]
+    config = getattr(transformers, name)(**shape | changes, architectures=[kind])
+    config.save_pretrained(folder)
+    return config
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_parameters_and_flops_are_the_real_models(kind, tmp_path):
+    config = save(tmp_path, kind)
+    config._attn_implementation = "eager"
+    is_image = kind.startswith("ResNet")
+    shape = shape_of(read_config(str(tmp_path)), None if is_image else 24, name=kind)
+    model = getattr(transformers, kind)(config)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    if hasattr(shape, "layer"):
+        layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        assert len(layers) == shape.num_layers == 3
+        assert shape.layer.num_parameters == sum(p.numel() for p in layers[0].parameters())
+    inputs = torch.randn(2, 3, 224, 224) if is_image else torch.zeros(2, 24, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        found = model(inputs)
+        outputs = [found[name] for name in ("logits", "prediction_logits", "seq_relationship_logits") if name in found]
+        sum(logits.sum() for logits in outputs).backward()
+    expected = 2 * shape.flops_per_sample
+    if kind == "GPT2LMHeadModel":  # 6 N counts biases and normalisations too
+        expected -= 2 * 24 * 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
+
+
+def test_published_sizes():
+    llama = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    llama |= {"num_attention_heads": 32, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert shape_of(llama, 2048, name="llama").num_parameters == 6_738_415_616
+    mistral = llama | {"intermediate_size": 14336, "num_key_value_heads": 8, "architectures": ["MistralForCausalLM"]}
+    assert shape_of(mistral, 2048, name="mistral").num_parameters == 7_241_732_096
+
+
+@pytest.mark.parametrize(
+    ("content", "length", "message"),
+    [
+        (None, 8, "cannot be read: No such file or directory: give a folder with a config.json"),
+        ("{", 8, "is not JSON"),
+        ("[]", 8, "it has no model_type"),
+        ('{"model_type": "t5", "architectures": ["T5Model"]}', 8, "is a T5Model .model_type t5., for which there is no"),
+        ('{"model_type": "bert"}', 8, "is a [?] .model_type bert."),
+        ('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}', 8, "its configuration has no vocab_size"),
+        ('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}', None, "--seq_len is missing"),
+    ],
+)
+def test_mistakes(tmp_path, content, length, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        shape_of(read_config(str(tmp_path)), length, name="it")
+
+
+def test_a_length_beyond_the_positions_is_refused(tmp_path):
+    save(tmp_path, "BertForMaskedLM")
+    with pytest.raises(UsageError, match="seq_len is 65, but it has 64 positions: use 64 or less"):
+        shape_of(read_config(str(tmp_path / "config.json")), 65, name="it")
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"
