@@ -156,7 +156,8 @@ def _memory(answer: dict) -> str:
         b, k = cut["per_device_train_batch_size"], cut["gradient_accumulation_steps"]
         parts = [(f"c{number}", _name(item), cut["memory"][item] / 1e9) for item, number in used.items()]
         parts.append(("band", "margin", (cut["needed"] - cut["memory"]["total"]) / 1e9))
-        needed, is_chosen, sign = _number(cut["needed"] / 1e9), b == chosen, "✓" if cut["fits"] else "✕"
+        needed, sign = _number(cut["needed"] / 1e9), "✓" if cut["fits"] else "✕"
+        is_chosen = b == chosen and len(cuts) > 1
         bars.append(_Bar(f"b {b:,}, k {k:,}", f"{sign} {needed} GB", parts, is_chosen))
         sizes = [_number(cut["memory"][item] / 1e9) for item in [*used, "total"]]
         seconds = "" if cut["seconds"] is None else _seconds(cut["seconds"])
@@ -623,7 +624,7 @@ button.addEventListener("click", async () => {
   let isCopied = true;
   try {
     await navigator.clipboard.writeText(command.textContent);
-  } catch {  // not allowed, or not there: select it, and ask the browser in the older way
+  } catch { /* not allowed, or not there: select it, and ask the browser in the older way */
     getSelection().selectAllChildren(command);
     isCopied = document.execCommand("copy");
   }
