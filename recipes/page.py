@@ -545,7 +545,6 @@ body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.55 s
   Roboto, "Helvetica Neue", sans-serif; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 main { max-width: 1120px; margin: 0 auto; padding: 48px 16px 80px; display: grid; gap: 56px 72px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
-main > * { min-width: 0; }
 .wide { grid-column: 1 / -1; }
 h1 { font-size: clamp(1.8rem, 5vw, 2.8rem); line-height: 1.15; letter-spacing: -0.02em; margin: 0 0 12px; }
 h1 span { color: var(--soft); font-weight: 400; }

@@ -306,6 +306,12 @@ def bars_of(section: Page) -> list[Page]:
     return section.parts(r'<g class="bar.*?</g>')
 
 
+def colours_of(bar: Page) -> dict[str, str]:
+    """Class -> name of what is drawn in it."""
+    names = [title["text"].partition(":")[0] for title in bar.all("title")]
+    return dict(zip([rect["class"] for rect in bar.all("rect")], names, strict=True))
+
+
 def test_bars_are_as_long_as_bytes_are_many(xl):
     section = Page(page(xl)).section("memory")
     bars, cuts = bars_of(section), xl["micro_batches"]
@@ -323,6 +329,15 @@ def test_bars_are_as_long_as_bytes_are_many(xl):
         assert bar.all("rect")[-1]["class"] == "band"
         assert bar.one("text", class_="note")["text"].startswith("✓" if cut["fits"] else "✕")
         assert bool(bar.all("text", class_="more")) == (sum(widths) > 100)
+    keys = [Page(entry) for entry in re.findall(r"<li>.*?</li>", section.source) if "<rect" in entry]
+    legend = {key.one("rect")["class"]: key.one("li")["text"].strip().partition(":")[0] for key in keys}
+    assert legend == colours_of(bars[0])
+    assert list(legend.items())[:4] == [
+        ("c1", "parameters"),
+        ("c2", "gradients"),
+        ("c3", "moments"),
+        ("c4", "16-bit copies of weights"),
+    ]
     ticks = {float(of["text"].replace(",", "")): per_cent(of["x"]) for of in section.all("text", class_="tick")}
     assert list(ticks.values()) == pytest.approx([scale * 1e9 * gigabytes for gigabytes in ticks], abs=1e-3)
     assert [cut["fits"] for cut in cuts] == [True] * 5 + [False] * 2
@@ -349,8 +364,9 @@ def test_the_time_of_a_step_is_divided_as_predicted(xl):
     assert sum(shares[:-1]) == pytest.approx(100, abs=0.4)
     assert shares[0] == pytest.approx(100 * time["products"] / time["total"], abs=0.06)
     assert rows[-1][0]["text"] == "in all3.97 s100.0 %"
-    colours = {row[2]["class"] for row in rows[:-1] if row[2]["tag"] == "svg"}
-    assert colours == {"key"}
+    colours = {row[3]["class"]: row[1]["text"].strip() for row in rows[:-1]}
+    assert list(colours) == [f"c{number}" for number in range(1, 8)]
+    assert colours_of(step).items() <= colours.items()
 
 
 def test_curves_go_through_their_numbers(xl):
@@ -400,10 +416,25 @@ def test_the_learning_rate_is_drawn_over_the_steps(xl):
         check_it_stands_alone(page(xl | {"learning_rates": flat}))
 
 
-def test_the_dark_scheme_has_every_colour():
-    light, dark = (set(re.findall(r"(--\w+):", text)) for text in STYLE.split("@media (prefers-color-scheme: dark)"))
-    assert light == dark
-    assert set(re.findall(r"var\((--\w+)\)", STYLE)) == light
+def luminance(colour: str) -> float:
+    """Of WCAG 2, relative to white."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def test_both_schemes_have_every_colour_and_can_be_read():
+    """Contrast of text is at least 4.5, as WCAG 2 asks for."""
+    schemes = [
+        dict(re.findall(r"(--\w+): (#\w+)", text)) for text in STYLE.split("@media (prefers-color-scheme: dark)")
+    ]
+    assert schemes[0].keys() == schemes[1].keys() == set(re.findall(r"var\((--\w+)\)", STYLE))
+    for colours in schemes:
+        shines = {name: luminance(colour) for name, colour in colours.items()}
+        for pair in ("text page", "soft page", "accent page", "page c4", "text box"):
+            one, other = sorted(shines[f"--{name}"] for name in pair.split())
+            assert (other + 0.05) / (one + 0.05) >= 4.5, pair
+        assert (shines["--c7"] + 0.05) / (luminance("#1c2127") + 0.05) >= 4.5
 
 
 def test_growth_is_drawn_into_a_png(xl, tmp_path):
