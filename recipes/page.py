@@ -87,7 +87,7 @@ def _headline(answer: dict) -> str:
         "per optimizer step": _seconds(answer["time"]["total"]),
         "samples per second": _number(answer["samples_per_second"]),
         "tokens per second": _optional(answer, "tokens_per_second", _number),
-        "of the peak": _percent(answer["share_of_peak"]),
+        "of the devices' peak": _percent(answer["share_of_peak"]),
         "memory needed, per device": size,
         "energy, at the power limit": _optional(answer, "energy_kwh", lambda value: f"{_number(value)} kWh"),
         "parameters": _words(answer["num_parameters"]),
@@ -611,7 +611,7 @@ th { font-weight: 400; }
 th:first-child { text-align: left; padding-left: 0; }
 tbody th { position: sticky; left: 0; background: var(--page); }
 thead th { color: var(--soft); position: sticky; top: 0; background: var(--page); }
-#time tr:last-child > * { font-weight: 600; border-bottom: 0; }
+#time tbody tr:last-child > * { font-weight: 600; border-bottom: 0; }
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 230px), 1fr)); gap: 14px 24px;
   margin: 20px 0 24px; }
 .pairs dd { margin: 0; }
