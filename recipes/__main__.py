@@ -12,21 +12,24 @@ from typing import Any
 from recipes import answer, text
 from recipes import recipe as recipes
 from recipes.errors import UsageError, exit_code, nearest
-from recipes.hardware import parse
+from recipes.hardware import load_device, parse
 from recipes.memory import planned_memory
+from recipes.page import page
 from recipes.placement import place
 from recipes.plan import solve_layout
+from recipes.plots import plot_growth
 from recipes.recipe import Recipe
 from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
 from recipes.workload import Workload, of_recipe
 
 USAGE = """usage: python -m recipes list
-       python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
+       python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] [--html FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
                                      [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
                                      [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
-       python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--json] [--FIELD VALUE ...]
+       python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--plot FILE] [--json] [--FIELD VALUE ...]
        python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
+UP_TO = 4096
 CRITICAL = "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 
 
@@ -38,6 +41,7 @@ class PlanSettings:
         "hardware, as [NODESx]COUNTxNAME: chooses N, b, k, precision and how it fits", default=None
     )
     write_config: str | None = setting("launch file to write for it", default=None)
+    html: str | None = setting("page to write about it, with charts", default=None)
     num_processes: int | None = setting("N [1]; not with --on", POSITIVE, default=None)
     per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
     gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
@@ -70,8 +74,9 @@ class ScaleSettings:
     """Devices of one kind, more and more of them."""
 
     on: str = setting("device")
-    up_to: int = setting("largest number of devices", POSITIVE, default=4096)
+    up_to: int = setting("largest number of devices", POSITIVE, default=UP_TO)
     critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    plot: str | None = setting("PNG file to draw it in", default=None)
     json: bool = setting("print one JSON object", default=False)
 
 
@@ -105,8 +110,9 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
         "sharded": settings.sharded,
     }
     if settings.on is None:
-        if settings.write_config is not None:
-            raise UsageError("--write_config needs hardware to write it for: add --on HARDWARE")
+        for flag in ("write_config", "html"):
+            if getattr(settings, flag) is not None:
+                raise UsageError(f"--{flag} needs hardware to write it for: add --on HARDWARE")
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
@@ -117,10 +123,13 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
         placement = place(workload, parse(settings.on), **cut, **options)
         if settings.write_config is not None:
-            _write(settings.write_config, placement.config, "write_config")
+            _write("write_config", settings.write_config, placement.config)
         options = {option: getattr(placement, option) for option in options}
         found = known | answer.planned(workload, placement.layout, placement.memory, options)
         found |= answer.placed(placement, placement.command(settings.write_config))
+        if settings.html is not None:
+            growth = answer.scaled(workload, placement.hardware.device, max(UP_TO, placement.hardware.num_processes))
+            _write("html", settings.html, page(found | {"scale": growth}))
     if settings.json:
         print(json.dumps(found))
     else:
@@ -130,7 +139,9 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
 def scale(name: str, argv: list[str]) -> None:
     recipe, settings, _ = _read(name, argv, ScaleSettings)
     workload = of_recipe(recipe, critical_batch_size=settings.critical_batch_size)
-    found = answer.scaled(workload, settings.on, settings.up_to)
+    found = answer.scaled(workload, load_device(settings.on), settings.up_to)
+    if settings.plot is not None:
+        _write("plot", settings.plot, plot_growth(found))
     if settings.json:
         print(json.dumps(found))
     else:
@@ -151,12 +162,12 @@ def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any
     return recipe, *built, *([DataSettings()] * (2 - len(built)))
 
 
-def _write(name: str, content: str, flag: str) -> None:
+def _write(flag: str, name: str, content: str | bytes) -> None:
     path = Path(name)
     if path.exists():
         raise UsageError(f"--{flag} {name}: it exists already, and is left alone: give another name")
     try:
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise UsageError(f"--{flag} {name}: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from recipes.growth import Row, grow, remarks
+from recipes.hardware import Device
 from recipes.memory import Memory
 from recipes.placement import Placement
 from recipes.plan import Layout
@@ -43,6 +44,7 @@ def placed(placement: Placement, command: str | None) -> dict[str, Any]:
         "seconds_to_end": seconds,
         "energy_kwh": energy,
         "command": command,
+        "micro_batches": _micro_batches(placement),
     }
 
 
@@ -72,7 +74,7 @@ def _modelled(workload: Workload) -> dict[str, Any]:
     return answer
 
 
-def micro_batches(placement: Placement) -> list[dict[str, Any]]:
+def _micro_batches(placement: Placement) -> list[dict[str, Any]]:
     """Memory and seconds with other micro-batches: powers of two up to the process's share, and the one that was chosen."""
     layout, found = placement.layout, []
     chosen, share = min(layout.per_device_train_batch_size, layout.shares[0]), layout.shares[0]
@@ -91,7 +93,7 @@ def micro_batches(placement: Placement) -> list[dict[str, Any]]:
     return found
 
 
-def scaled(workload: Workload, device: str, up_to: int) -> dict[str, Any]:
+def scaled(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:
     """The rows of `scale`.
 
     Raises:
@@ -100,7 +102,7 @@ def scaled(workload: Workload, device: str, up_to: int) -> dict[str, Any]:
     rows = grow(workload, device, up_to)
     return {
         "recipe": workload.name,
-        "device": device,
+        "device": device.name,
         "global_batch_size": workload.global_batch_size,
         "remarks": remarks(rows),
         "rows": [_row(row) for row in rows],

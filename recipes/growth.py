@@ -3,7 +3,7 @@
 import dataclasses
 
 from recipes.errors import UsageError
-from recipes.hardware import MOST, Hardware, load_device
+from recipes.hardware import MOST, Device, Hardware
 from recipes.placement import Placement, place
 from recipes.workload import Workload
 
@@ -28,19 +28,19 @@ class Row:
     weak_efficiency: float | None
 
 
-def grow(workload: Workload, device: str, up_to: int) -> list[Row]:
+def grow(workload: Workload, device: Device, up_to: int) -> list[Row]:
     """Rows for powers of two.
 
     Raises:
-        UsageError: an unknown device, `up_to` below 1, or a workload that fits none of them.
+        UsageError: `up_to` below 1 or too large, or a workload that fits none of them.
     """
     if not 1 <= up_to <= MOST:
         raise UsageError(f"--up_to is {up_to}, must be 1 to {MOST:,} devices")
-    one, rows, first = load_device(device), [], None
+    rows, first = [], None
     for exponent in range(up_to.bit_length()):
         num_devices = 2**exponent
         nodes = -(-num_devices // PER_NODE)
-        hardware = Hardware(one, num_devices // nodes, nodes)
+        hardware = Hardware(device, num_devices // nodes, nodes)
         if first is None:
             first = _placed(workload, hardware)
             placements = first, first
@@ -51,7 +51,7 @@ def grow(workload: Workload, device: str, up_to: int) -> list[Row]:
         rows.append(Row(num_devices, *placements, *(_efficiency(of, first) for of in placements)))
     if first is None:
         raise UsageError(
-            f"{workload.name} does not fit up to {up_to} x {device}: take larger devices, or raise --up_to"
+            f"{workload.name} does not fit up to {up_to} x {device.name}: take larger devices, or raise --up_to"
         )
     return rows
 
@@ -61,7 +61,8 @@ def remarks(rows: list[Row]) -> list[str]:
     found, placed = [], [row for row in rows if row.strong]
     whole = next((row for row in placed if row.strong.layout.gradient_accumulation_steps == 1), None)
     if whole:
-        found.append(f"k falls to 1 at {whole.num_devices} devices: more of them cut what a device computes at once")
+        several = f"{whole.num_devices} device{'s' * (whole.num_devices > 1)}"
+        found.append(f"k falls to 1 at {several}: more of them cut what a device computes at once")
     for name, kind in (("this batch", "strong"), ("a batch that grows with the devices", "weak")):
         of = {row.num_devices: getattr(row, kind) for row in rows if getattr(row, kind)}
         late = next((n for n, p in of.items() if p.time.exposed_communication > 0.1 * p.time.total), None)

@@ -73,7 +73,11 @@ def test_published_sizes():
         (None, 8, "cannot be read: No such file or directory: give a folder with a config.json"),
         ("{", 8, "is not JSON"),
         ("[]", 8, "it has no model_type"),
-        ('{"model_type": "t5", "architectures": ["T5Model"]}', 8, "is a T5Model .model_type t5., for which there is no"),
+        (
+            '{"model_type": "t5", "architectures": ["T5Model"]}',
+            8,
+            "is a T5Model .model_type t5., for which there is no",
+        ),
         ('{"model_type": "bert"}', 8, "is a [?] .model_type bert."),
         ('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}', 8, "its configuration has no vocab_size"),
         ('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}', None, "--seq_len is missing"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recipes import __main__ as program
 from recipes.errors import UsageError, exit_code
 from recipes.growth import grow, remarks
-from recipes.hardware import device_names
+from recipes.hardware import device_names, load_device
 from recipes.recipe import catalog_names, load
 from recipes.workload import of_recipe
 
@@ -23,7 +23,7 @@ def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
 
 
 def test_gpt2_xl_from_one_device_to_thousands():
-    rows = grow(of_recipe(load("gpt2_xl_8xa100")), "a100-80", 4096)
+    rows = grow(of_recipe(load("gpt2_xl_8xa100")), load_device("a100-80"), 4096)
     assert [row.num_devices for row in rows] == [2**i for i in range(13)]
     assert [row.strong.layout.gradient_accumulation_steps for row in rows[:6]] == [32, 16, 8, 4, 2, 1]
     assert [row.strong is None for row in rows[9:]] == [False, True, True, True]
@@ -31,7 +31,7 @@ def test_gpt2_xl_from_one_device_to_thousands():
     assert str(rows[-1].weak.hardware) == "512x8xa100-80"
     assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
     assert 0.95 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
-    first, *later = (row for row in grow(of_recipe(load("gpt2_xl_8xa100")), "3090", 8) if row.weak)
+    first, *later = (row for row in grow(of_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
     assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
     assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
     found = remarks(rows)
@@ -43,7 +43,7 @@ def test_gpt2_xl_from_one_device_to_thousands():
 @settings(max_examples=25, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     try:
-        rows = grow(of_recipe(load(name)), device, up_to)
+        rows = grow(of_recipe(load(name)), load_device(device), up_to)
     except UsageError:
         return
     placed = [row.strong.time for row in rows if row.strong]

@@ -191,6 +191,8 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
         ("--on 4xt5", "unknown device 't5'"),
         ("--on 4xt4 --num_processes 4", "--num_processes 4 with --on 4xt4: leave out one of them"),
         ("--write_config x.yaml", "--write_config needs hardware"),
+        ("--html x.html", "--html needs hardware"),
+        ("--on 4xt4 --html /nowhere/x.html", "--html /nowhere/x.html: No such file or directory"),
         ("--on 4xt4 --write_config /nowhere/x.yaml", "--write_config /nowhere/x.yaml: No such file or directory"),
         ("--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3", "need 8 micro-step(s)"),
     ],

@@ -1,0 +1,51 @@
+"""Charts as PNG pictures, drawn by matplotlib, which is imported when one is drawn."""
+
+import io
+from typing import Any
+
+COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
+MARKERS = {"strong": "o", "weak": "s"}
+
+
+def plot_growth(answer: dict[str, Any]) -> bytes:
+    """Draw a recipe on more and more devices: samples per second, and beside it efficiency and waiting.
+
+    Args:
+        answer: what `python -m recipes scale RECIPE --on DEVICE --json` prints. What does not fit leaves a gap.
+
+    Returns:
+        The PNG file's content.
+    """
+    from matplotlib.figure import Figure
+
+    rows = answer["rows"]
+    placed = {kind: {row["num_devices"]: row[kind] for row in rows if row[kind]} for kind in COLOURS}
+    first, numbers = next(iter(placed["strong"].items()))
+    last = rows[-1]["num_devices"]
+    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
+    figure.suptitle(f"{answer['recipe']} on {answer['device']}, predicted")
+    speed, share = figure.subplots(1, 2)
+    ideal = [numbers["samples_per_second"] * count / first for count in (first, last)]
+    speed.plot([first, last], ideal, ":", color="0.4", label="as fast per device as at the first point")
+    for kind, of in placed.items():
+        style = {"color": COLOURS[kind], "marker": MARKERS[kind], "markersize": 5, "linewidth": 1.8}
+        waiting = [each["exposed_communication"] / each["seconds"] for each in of.values()]
+        speed.plot(of.keys(), [each["samples_per_second"] for each in of.values()], label=kind, **style)
+        share.plot(of.keys(), [100 * each["efficiency"] for each in of.values()], label=f"{kind}: efficiency", **style)
+        share.plot(
+            of.keys(), [100 * part for part in waiting], "--", label=f"{kind}: waiting", **style, fillstyle="none"
+        )
+    speed.set(xscale="log", yscale="log", ylabel="samples per second")
+    speed.set_title("Speed: the same step (strong), and one that grows with the devices (weak)", fontsize="medium")
+    share.set(xscale="log", ylabel="%", ylim=(0, None))
+    share.set_title("Efficiency per device, and the share of a step that waits", fontsize="medium")
+    ticks = [row["num_devices"] for row in rows][:: -(-len(rows) // 7)]
+    for axes in (speed, share):
+        axes.set_xlabel("devices")
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
