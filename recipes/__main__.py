@@ -5,28 +5,32 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from recipes import answer, text
+from recipes import answer, scaling, text
+from recipes import plan as layouts
 from recipes import recipe as recipes
+from recipes.configs import read_config, shape_of
 from recipes.errors import UsageError, exit_code, nearest
 from recipes.hardware import load_device, parse
-from recipes.memory import planned_memory
+from recipes.memory import MOMENTS, planned_memory
 from recipes.page import page
 from recipes.placement import place
-from recipes.plan import solve_layout
 from recipes.plots import plot_growth
 from recipes.recipe import Recipe
+from recipes.scaling import RULES, Hyperparameters
 from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
-from recipes.workload import Workload, of_recipe
+from recipes.workload import Workload, of_model, of_recipe
 
 USAGE = """usage: python -m recipes list
        python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] [--html FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
        python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
                                      [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
                                      [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
+       python -m recipes plan --model_name_or_path PATH [--seq_len T] --global_batch_size B [--on HARDWARE] ...
        python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--plot FILE] [--json] [--FIELD VALUE ...]
        python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
 UP_TO = 4096
@@ -70,6 +74,32 @@ class DataSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A model of Hugging Face without a recipe, and what its training shall be."""
+
+    model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
+    seq_len: int | None = setting("tokens of a sample", POSITIVE, default=None)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", POSITIVE)
+    optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
+    learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
+    learning_rate_batch_size: int | None = setting(
+        "global batch that it was tuned at [this one]", POSITIVE, default=None
+    )
+    lr_scaling_rule: str = setting("how it changes for another batch", one_of(*RULES), default="none")
+    max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
+    num_train_epochs: float | None = setting("or in epochs of num_train_samples", POSITIVE, default=None)
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.max_train_steps is not None and self.num_train_epochs is not None:
+            problems.append("max_train_steps and num_train_epochs are both given: leave one out")
+        if self.num_train_epochs is not None and self.num_train_samples is None:
+            problems.append("num_train_epochs needs num_train_samples, to count steps")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleSettings:
     """Devices of one kind, more and more of them."""
 
@@ -98,6 +128,54 @@ def plan(name: str, argv: list[str]) -> None:
     _plan(workload, settings, known | {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled()))
 
 
+def plan_model(argv: list[str]) -> None:
+    settings, of = _parse(argv, [PlanSettings, ModelSettings])
+    workload = _workload_of_model(of, settings)
+    known: dict[str, Any] = {"recipe": workload.name, "description": of.model_name_or_path}
+    known |= {"source": "the model's configuration, and what was given with it"}
+    if of.learning_rate is not None:
+        adam = (0.9, 0.999, 1e-8) if of.optimizer == "adamw" else (None, None, None)
+        tuned = Hyperparameters(of.learning_rate, *adam)
+        batch = of.learning_rate_batch_size or of.global_batch_size
+        known |= dataclasses.asdict(scaling.scale(of.lr_scaling_rule, tuned, batch, of.global_batch_size))
+    _plan(workload, settings, known)
+
+
+def _workload_of_model(of: ModelSettings, settings: Any) -> Workload:
+    config = _config(of.model_name_or_path)
+    name = Path(of.model_name_or_path).name or of.model_name_or_path
+    per_epoch, num_steps = None, of.max_train_steps
+    if of.num_train_samples is not None:
+        per_epoch = layouts.steps_per_epoch(of.num_train_samples, of.global_batch_size, "carry")
+        num_steps = num_steps or (of.num_train_epochs and layouts.num_steps(per_epoch, of.num_train_epochs))
+    return of_model(
+        shape_of(config, of.seq_len, name=name),
+        name,
+        global_batch_size=of.global_batch_size,
+        optimizer=of.optimizer,
+        num_steps=num_steps,
+        steps_per_epoch=None if per_epoch is None else float(per_epoch),
+        attention=getattr(settings, "attn_implementation", "sdpa"),
+        critical_batch_size=settings.critical_batch_size,
+    )
+
+
+def _config(name: str) -> dict[str, Any]:
+    """The configuration of a model here, or on the hub."""
+    if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return read_config(name)
+    from huggingface_hub import hf_hub_download  # here: it takes its time
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return read_config(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UsageError(
+            f"model_name_or_path {name} is no file here, and the hub does not give its config.json: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+
+
 def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> None:
     """Answer `plan`, beginning with what is known already."""
     cut = {
@@ -114,7 +192,7 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
             if getattr(settings, flag) is not None:
                 raise UsageError(f"--{flag} needs hardware to write it for: add --on HARDWARE")
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
-        layout = solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
+        layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
         memory = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
         found = known | answer.planned(workload, layout, memory, options)
@@ -138,7 +216,15 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
 
 def scale(name: str, argv: list[str]) -> None:
     recipe, settings, _ = _read(name, argv, ScaleSettings)
-    workload = of_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+    _scale(of_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
+
+
+def scale_model(argv: list[str]) -> None:
+    settings, of = _parse(argv, [ScaleSettings, ModelSettings])
+    _scale(_workload_of_model(of, settings), settings)
+
+
+def _scale(workload: Workload, settings: ScaleSettings) -> None:
     found = answer.scaled(workload, load_device(settings.on), settings.up_to)
     if settings.plot is not None:
         _write("plot", settings.plot, plot_growth(found))
@@ -146,6 +232,16 @@ def scale(name: str, argv: list[str]) -> None:
         print(json.dumps(found))
     else:
         print("\n".join(text.scale_lines(found)))
+
+
+def _parse(argv: list[str], classes: list[type]) -> list[Any]:
+    """One settings object of each class, from their flags."""
+    flags = parse_flags(classes, argv, USAGE)
+    names = [{field.name for field in dataclasses.fields(kind)} for kind in classes]
+    return [
+        build(kind, {key: flags[key] for key in flags.keys() & of}, "flags")
+        for kind, of in zip(classes, names, strict=True)
+    ]
 
 
 def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
@@ -184,6 +280,10 @@ def main() -> int | None:
             plan(name, argv)
         case ["scale", name, *argv] if not name.startswith("-"):
             scale(name, argv)
+        case ["plan", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
+            plan_model(argv)
+        case ["scale", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
+            scale_model(argv)
         case [] | ["-h"] | ["--help"]:
             print(USAGE)
         case [command, *_]:

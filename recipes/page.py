@@ -199,11 +199,12 @@ def _time(answer: dict) -> str:
         for number, (name, of) in enumerate(parts.items(), 1)
     ]
     rows.append(["in all", _seconds(time["total"]), _percent(1)])
+    padding = ", padding counted" if answer.get("tokens_per_second") else ""
     hidden = time["communication"] - time["exposed_communication"]
     said = f" Communication takes {_seconds(time['communication'])}, {_seconds(hidden)} of it behind the computation."
     return f"""<section id="time">
 <h2>Time of a step</h2>
-<p>Predicted without --torch_compile, padding counted; evaluations and saving come on top.
+<p>Predicted without --torch_compile{padding}; evaluations and saving come on top.
 {said if time["communication"] else ""}</p>
 {_bars("Seconds of one optimizer step, stacked by what takes them", _linear(unit, 1.03 * size * time["total"]), bars)}
 {_table(["", "time", "share"], rows)}

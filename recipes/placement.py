@@ -268,6 +268,8 @@ def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, s
     share, k, is_one = layout.shares[0], layout.gradient_accumulation_steps, layout.num_processes == 1
     size = f"{share} samples at once need {_needed(whole) / 1e9:.1f} GB of {hardware.device.memory_bytes / 1e9:.1f}"
     what = "the step" if is_one else "a process's share"
+    if _needed(whole) <= hardware.device.memory_bytes and k > 1:
+        size = f"as asked; {size}"
     if k == 1:
         return "direct" if is_one else "data parallel", f"{what} fits in one forward: {size}"
     return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"

@@ -3,6 +3,7 @@
 import dataclasses
 
 from recipes import plan
+from recipes.convnet import ConvNet
 from recipes.errors import UsageError
 from recipes.memory import MOMENTS, Model, model_of
 from recipes.recipe import ImageRecipe, Recipe
@@ -48,6 +49,52 @@ class Workload:
     critical_batch_size: float | None = None
 
 
+def of_model(
+    model: Model,
+    name: str,
+    *,
+    global_batch_size: int,
+    optimizer: str = "adamw",
+    num_steps: int | None = None,
+    steps_per_epoch: float | None = None,
+    attention: str = "sdpa",
+    critical_batch_size: float | None = None,
+) -> Workload:
+    """The work that a step of any model asks for, without clipping.
+
+    Args:
+        model: of `configs.shape_of`.
+        name: for messages.
+        global_batch_size: B.
+        optimizer: adamw or sgd, with momentum.
+        num_steps, steps_per_epoch: where they are known.
+        attention: sdpa or eager, of transformers.
+        critical_batch_size: samples, for a warning.
+
+    Raises:
+        UsageError: eager attention without attention.
+    """
+    return Workload(
+        name=name,
+        model=_with_attention(model, attention, name),
+        global_batch_size=global_batch_size,
+        num_steps=num_steps,
+        steps_per_epoch=steps_per_epoch,
+        moment_bytes=MOMENTS[optimizer],
+        optimizer_bytes=UPDATE[optimizer],
+        batch_normalization=isinstance(model, ConvNet) and not model.grouped,
+        critical_batch_size=critical_batch_size,
+    )
+
+
+def _with_attention(model: Model, attention: str, name: str) -> Model:
+    if attention == "sdpa":
+        return model
+    if not isinstance(model, Transformer):
+        raise UsageError(f"attn_implementation is {attention}, but {name} has no attention: leave it out")
+    return dataclasses.replace(model, eager=True)
+
+
 def of_recipe(
     recipe: Recipe,
     *,
@@ -66,11 +113,7 @@ def of_recipe(
     Raises:
         UsageError: a task without a formula, eager attention without attention, a schedule that cannot be.
     """
-    model = model_of(recipe)
-    if attention == "eager":
-        if not isinstance(model, Transformer):
-            raise UsageError(f"attn_implementation is eager, but {recipe.name} has no attention: leave it out")
-        model = dataclasses.replace(model, eager=True)
+    model = _with_attention(model_of(recipe), attention, recipe.name)
     is_image = isinstance(recipe, ImageRecipe)
     optimizer = recipe.optimizer if is_image else "adamw"
     num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)

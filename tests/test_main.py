@@ -4,10 +4,13 @@ import json
 import sys
 
 import pytest
+from transformers import BertConfig
 
 from recipes import __main__ as program
 from recipes.errors import exit_code
 from recipes.recipe import catalog_names
+
+MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
@@ -56,6 +59,36 @@ def test_plan_of_memory(monkeypatch, capsys):
     assert "MB (1e6 bytes) per process" in run(monkeypatch, capsys, "plan bert_small_cpu")[1]
 
 
+def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
+    """BERT-Base fine-tuned on MNLI with batches of 16 in 4 micro-steps, at 3e-4."""
+    config = tmp_path / "mnli"
+    BertConfig(num_labels=3, architectures=["BertForSequenceClassification"]).save_pretrained(config)
+    line = (
+        MODEL.replace("CONFIG", str(config)) + " --learning_rate 3e-4 --num_train_samples 392702 --num_train_epochs 10"
+    )
+    code, out, _ = run(monkeypatch, capsys, f"{line} --on 1x3090 --per_device_train_batch_size 4 --json")
+    answer = json.loads(out)
+    assert code == 0
+    assert (answer["global_batch_size"], answer["gradient_accumulation_steps"], answer["learning_rate"]) == (
+        16,
+        4,
+        3e-4,
+    )
+    assert (answer["num_parameters"], answer["num_steps"], answer["command"]) == (109_484_547, 245_439, None)
+    code, out, _ = run(
+        monkeypatch, capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear"
+    )
+    assert code == 0
+    assert out.startswith(f"mnli: {config}\n")
+    assert "optimizer  learning_rate 0.0006\n" in out
+    assert f"{12 * 109_484_547 / 1e9:.3f} GB" in out
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, capsys, f"{line} --on 2xt4 --html {page}")[0] == 0
+    assert "mnli" in page.read_text()
+    line = MODEL.replace("plan", "scale").replace("CONFIG", str(config))
+    assert run(monkeypatch, capsys, f"{line} --on t4 --up_to 4")[1].startswith("mnli on t4")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -65,9 +98,21 @@ def test_plan_of_memory(monkeypatch, capsys):
         ("plan bert_base --num_procs 2", "did you mean --num_processes"),
         ("plan bert_base --mixed_precision fp8", "must be one of no, bf16, fp16"),
         ("lits", "did you mean list"),
+        ("plan --model_name_or_path ./nothing --global_batch_size 8", "cannot be read: No such file or directory"),
+        (
+            "plan --model_name_or_path bert_large --global_batch_size 8",
+            "no file here, and the hub does not give its config",
+        ),
+        ("plan --model_name_or_path CONFIG --seq_len 8", "global_batch_size is missing"),
+        ("plan --model_name_or_path CONFIG --global_batch_size 8", "reads tokens: --seq_len is missing"),
+        (f"{MODEL} --num_train_epochs 2", "num_train_epochs needs num_train_samples"),
+        (f"{MODEL} --max_train_steps 1 --num_train_epochs 2 --num_train_samples 9", "are both given: leave one out"),
+        (f"{MODEL} --optimizer sgd --learning_rate 0.1 --lr_scaling_rule sqrt", "changes Adam's numbers"),
+        (f"{MODEL} --on 1xt4 --seq_length 9", "did you mean --seq_len"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, line, message):
-    code, _, err = run(monkeypatch, capsys, line)
+def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
+    BertConfig(num_labels=3, architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
+    code, _, err = run(monkeypatch, capsys, line.replace("CONFIG", str(tmp_path)))
     assert code == 2
     assert message in err
