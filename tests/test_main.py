@@ -1,9 +1,14 @@
 """`python -m recipes`: answers and mistakes."""
 
+import contextlib
+import io
 import json
 import sys
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import BertConfig
 
 from recipes import __main__ as program
@@ -116,3 +121,43 @@ def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
     code, _, err = run(monkeypatch, capsys, line.replace("CONFIG", str(tmp_path)))
     assert code == 2
     assert message in err
+
+
+NONSENSE = st.text(
+    st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=12
+) | st.sampled_from(
+    [
+        "-1",
+        "0",
+        "1e400",
+        "nan",
+        "None",
+        "9" * 30,
+        "1x",
+        "x",
+        "0x4xt4",
+        "4x",
+        "./",
+        "/",
+        "..",
+        "4xt4.yaml",
+        "1x/etc/passwd",
+    ]
+)
+
+
+@given(
+    flag=st.sampled_from(["on", "per_device_train_batch_size", "global_batch_size", "critical_batch_size"]),
+    value=NONSENSE,
+)
+@settings(max_examples=150, deadline=None)
+def test_nonsense_gets_one_clear_message(flag, value):
+    err, out = io.StringIO(), io.StringIO()
+    argv = ["recipes", "plan", "bert_base", "--on", "1xt4", f"--{flag}={value}"]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+        code = exit_code(program.main)
+    if code:
+        assert (code, out.getvalue()) == (2, "")
+        assert err.getvalue().startswith("ERROR: ")
+        assert flag in err.getvalue() or flag == "on"
+        assert "Traceback" not in err.getvalue()

@@ -1,11 +1,14 @@
 """Parameters, FLOPs and planned memory against the real models: on the meta device, and by allocations on the CPU."""
 
+import dataclasses
 import json
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -204,6 +207,60 @@ def test_activation_functions_and_dropout():
     assert [units("relu", on) for on in (False, True)] == [48, 28]
     assert [units("gelu_new", on) for on in (False, True)] == [112, 84]
     assert [units("gelu", on, resid_pdrop=0.1) for on in (False, True)] == [66, 38]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory as it must grow
+
+SIZES = {
+    "name": st.sampled_from(catalog_names()),
+    "b": st.integers(1, 300),
+    "k": st.integers(1, 40),
+    "mixed_precision": st.sampled_from(["no", "fp16", "bf16"]),
+    "recomputed": st.booleans(),
+    "n": st.integers(1, 16),
+    "eager": st.booleans(),
+}
+
+
+@given(**SIZES)
+def test_memory_grows_with_the_micro_batch_and_never_with_k(name, b, k, mixed_precision, recomputed, n, eager):
+    model = model_of(load(name))
+    if not model.layered:
+        recomputed = False
+    elif eager:
+        model = dataclasses.replace(model, eager=True)
+
+    def total(b: int, k: int, sharded: bool = False) -> int:
+        layout = solve_layout(num_processes=n, per_device_train_batch_size=b, gradient_accumulation_steps=k)
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed, "sharded": sharded}
+        ours = planned_memory(model, layout, **options)
+        assert ours.total == max(ours.forward, ours.backward) >= ours.optimizer_step
+        return ours.total
+
+    assert total(b, 1) == total(b, k)
+    assert total(b, k) <= total(b + 1, k) < total(10 * b + 300, k)
+    if model.layered and n > 1:
+        whole, shared = 16 * model.num_parameters, 16 * -(-model.num_parameters // n)
+        assert total(b, k, sharded=True) == total(b, k) - whole + shared + 4 * model.gathered
+
+
+@given(**SIZES, more=st.integers(1, 200))
+def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, eager, more):
+    recipe = load(name)
+    names = {
+        "bert_pretraining": "max_seq_length",
+        "gpt2_pretraining": "block_size",
+        "image_classification": "image_width",
+    }
+    field = names.get(recipe.task, "image_height")
+    short, long = recipe, dataclasses.replace(recipe, **{field: getattr(recipe, field) + more})
+    of = {"mixed_precision": mixed_precision}
+    assert plan(short, b, n, **of).total <= plan(long, b, n, **of).total
+    autocast = mixed_precision != "no"
+    kept = [model_of(each).saved_bytes(autocast=autocast) for each in (short, long)]
+    assert kept[0] < kept[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
+    assert model_of(short).flops_per_sample <= model_of(long).flops_per_sample
 
 
 # ---------------------------------------------------------------------------------------------------------------------
