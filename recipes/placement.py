@@ -65,19 +65,24 @@ class Placement:
     def config_file(self) -> Path | None:
         """The launch file that ships for this hardware; None: it has to be written (`config`)."""
         names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
+        if self.hardware.num_processes == 1:
+            names.append(self.hardware.device.name)
         files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
         return next((file for file in files if file.exists()), None)
 
     def command(self, config_file: str | None = None) -> str:
-        """To paste: launches the recipe's script."""
+        """To paste: launches the recipe's script; on a CPU with its threads, and its precision, which the files leave fp32."""
         file = (
             config_file or f"accelerate_configs/{self.config_file.name}"
             if self.config_file or config_file
             else "FILE.yaml"
         )
         kind, _, verb = self.recipe.task.partition("_")
+        cores = self.hardware.device.cores
         words = [
+            *([f"OMP_NUM_THREADS={cores}"] if cores else []),
             *("accelerate launch --config_file", file),
+            *([f"--mixed_precision {self.mixed_precision}"] if cores else []),
             *(f"scripts/{verb.removesuffix('ing')}_{kind}.py --recipe", self.recipe.name),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
@@ -106,6 +111,9 @@ class Placement:
             ]
         elif hardware.num_processes > 1:
             lines.append("main_process_port: 0 # any free port")
+        if hardware.device.cores:
+            lines.append("use_cpu: true # not the GPU if there is one")
+            lines += ['gpu_ids: "-1,-1" # tells the processes so'] * (hardware.num_processes > 1)
         if self.sharded:
             lines += [
                 "fsdp_config:",
