@@ -3,10 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 # bf16 where the CPU computes in it, fp32 elsewhere. The step is the same, up to rounding.
 PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
+# What bench-device writes.
+OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -52,6 +54,12 @@ bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a
 
 bench-timing: venv ## predict published throughputs, fit the planner's constants; writes benchmarks/results/timing.*
 	$(BIN)/python benchmarks/timing.py
+
+bench-device: venv ## measure this CPU, or these GPUs; writes a device file for `plan --on`: OUTPUT=mine.yaml
+	$(BIN)/python benchmarks/device.py --output $(OUTPUT)
+
+bench-scaling: venv ## predict communication of 1 to 4 processes beside real runs; writes benchmarks/results/scaling.*
+	$(BIN)/python benchmarks/scaling.py
 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py

@@ -17,7 +17,7 @@ MOST = 2**17
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Rates are decimal (1e9, 1e12) and dense, without sparsity."""
+    """What one process computes on: an accelerator, or cores of a CPU. Rates are decimal (1e9, 1e12), without sparsity."""
 
     name: str = setting("the file's name")
     description: str = setting("vendor, model, memory, form")
@@ -35,6 +35,7 @@ class Device:
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
     watts: float = setting("power limit, W", POSITIVE)
+    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", POSITIVE, default=None)
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:

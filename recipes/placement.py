@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
+
 from recipes.convnet import ConvNet
 from recipes.errors import UsageError
 from recipes.hardware import Hardware
@@ -78,6 +80,8 @@ class Placement:
     def config_file(self) -> Path | None:
         """The launch file that ships for this hardware; None: it has to be written (`config`)."""
         names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
+        if self.hardware.num_processes == 1:
+            names.append(self.hardware.device.name)
         files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
         return next((file for file in files if file.exists()), None)
 
@@ -94,16 +98,20 @@ class Placement:
         return {name: way(self.hardware.num_processes, num_bytes, *link) for name, way in ALL_REDUCE.items()}
 
     def command(self, config_file: str | None = None) -> str | None:
-        """To paste: launches the recipe's script; None where this repository has none."""
+        """To paste: launches the recipe's script, with the precision where a file that ships has another one.
+
+        None where this repository has no script. On a CPU with its threads.
+        """
         if self.workload.script is None:
             return None
-        file = (
-            config_file or f"accelerate_configs/{self.config_file.name}"
-            if self.config_file or config_file
-            else "FILE.yaml"
-        )
+        file, cores, differs = config_file or "FILE.yaml", self.hardware.device.cores, False
+        if config_file is None and (ships := self.config_file) is not None:
+            file = f"accelerate_configs/{ships.name}"
+            differs = yaml.safe_load(ships.read_text())["mixed_precision"] != self.mixed_precision
         words = [
+            *([f"OMP_NUM_THREADS={cores}"] if cores else []),
             *("accelerate launch --config_file", file),
+            *([f"--mixed_precision {self.mixed_precision}"] if differs else []),
             *(f"scripts/{self.workload.script} --recipe", self.workload.name),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
@@ -133,6 +141,9 @@ class Placement:
             ]
         elif hardware.num_processes > 1:
             lines.append("main_process_port: 0 # any free port")
+        if hardware.device.cores:
+            lines.append("use_cpu: true # not the GPU if there is one")
+            lines += ['gpu_ids: "-1,-1" # tells the processes so'] * (hardware.num_processes > 1)
         if self.sharded:
             lines += [
                 "fsdp_config:",

@@ -28,12 +28,26 @@ def test_every_number_of_a_device_has_a_source(name):
 
 
 def test_the_devices_that_are_promised():
-    promised = "t4 v100-16 v100-32 2080ti 3090 4090 a100-40 a100-40-sxm a100-80 h100 h200 l4"
+    promised = "cpu t4 v100-16 v100-32 2080ti 3090 4090 a100-40 a100-40-sxm a100-80 h100 h200 l4"
     assert set(device_names()) == set(promised.split())
     assert len(NUMBERS) == 9
 
 
-@pytest.mark.parametrize("name", device_names())
+ACCELERATORS = [name for name in device_names() if load_device(name).cores is None]
+
+
+def test_the_cpu_is_one_core():
+    device = load_device("cpu")
+    assert device.cores == 1
+    assert set(device_names()) - set(ACCELERATORS) == {"cpu"}
+    assert device.fp16_tflops is None
+    assert 0.02 < device.fp32_tflops < 0.5  # AVX2 at a low clock, AVX512 at a high one
+    assert device.bf16_tflops is None or device.fp32_tflops < device.bf16_tflops < 20 * device.fp32_tflops
+    assert 0.5 < device.reachable < 1
+    assert device.link_gb_per_s < device.memory_gb_per_s
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
 def test_numbers_are_plausible(name):
     device = load_device(name)
     assert 8e9 < device.memory_bytes < 200e9
@@ -46,7 +60,7 @@ def test_numbers_are_plausible(name):
 
 
 def test_turing_and_volta_have_no_bfloat16():
-    without = {name for name in device_names() if load_device(name).tflops("bf16") is None}
+    without = {name for name in ACCELERATORS if load_device(name).tflops("bf16") is None}
     assert without == {"t4", "2080ti", "v100-16", "v100-32"}
     assert load_device("t4").tflops("no") == 8.1
 

@@ -144,6 +144,15 @@ def test_files_that_ship_are_named():
     )
 
 
+def test_another_precision_than_the_file_has_is_in_the_command():
+    assert "--mixed_precision" not in on("bert_base", "4xt4").command()
+    assert (
+        "4xt4.yaml --mixed_precision no scripts/pretrain_bert.py"
+        in on("bert_base", "4xt4", mixed_precision="no").command()
+    )
+    assert "--mixed_precision" not in on("bert_base", "4xt4", mixed_precision="no").command("mine.yaml")
+
+
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
     code = exit_code(program.main)

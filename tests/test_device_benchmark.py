@@ -1,0 +1,227 @@
+"""Arithmetic of benchmarks/device.py and benchmarks/scaling.py, the file that ships for a CPU, and plans for it."""
+
+import importlib.util
+import json
+import os
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from common import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes import __main__ as program
+from recipes import timing
+from recipes.errors import UsageError, exit_code
+from recipes.hardware import Hardware, load_device, parse
+from recipes.placement import place
+from recipes.recipe import load
+from recipes.workload import of_recipe
+
+
+def benchmark(name: str):
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", list(sys.path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+device, scaling = benchmark("device"), benchmark("scaling")
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured
+
+
+@given(p=st.integers(2, 64), latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e8, 1e12))
+def test_a_ring_is_recovered_from_its_times(p, latency, bandwidth):
+    points = [(size, timing.ring(p, size, bandwidth, latency)) for size in (2**12, 2**20, 2**26, 2**32)]
+    assert device.fit_ring(p, points) == pytest.approx((latency, bandwidth), rel=1e-3)
+
+
+def test_a_fitted_latency_is_never_negative_and_errors_are_relative():
+    assert device.fit_ring(2, [(2**20, 0.9e-3), (2**22, 4.1e-3)]) == (0.0, pytest.approx(1.09e9, rel=0.02))
+    points = [(2**12, 1e-3), (2**26, 64e-3), (2**26, 66e-3)]
+    latency, bandwidth = device.fit_ring(2, points)
+    assert timing.ring(2, 2**12, bandwidth, latency) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):
+    monkeypatch.setattr(device, "LARGE", {"cpu": 32})
+    monkeypatch.setattr(device, "USUAL", {"cpu": (24, 8)})
+    monkeypatch.setattr(device, "ELEMENTS", {"cpu": 1000})
+    counted, seconds = [], iter([0.5, 0.25, 1.0, 1.25])
+
+    def median_seconds(call, _):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        counted.append(counter.get_total_flops())
+        return next(seconds)
+
+    monkeypatch.setattr(device, "median_seconds", median_seconds)
+    assert device.flops(2, 3, 4) == 48
+    best, usual = device.product_rates(torch.float32, CPU)
+    assert counted[0] == 2 * 32**3
+    assert (best, usual) == (max(counted[0] / 0.5, counted[1] / 0.25), counted[1] / 0.25)
+    assert device.memory_rate(CPU) == max(2 * 4000 / 1.0, 3 * 4000 / 1.25)
+
+
+def test_more_processes_than_cores_are_refused(monkeypatch):
+    monkeypatch.setattr(device, "num_cores", lambda: 4)
+    for processes in (0, 5):
+        with pytest.raises(UsageError, match=f"--processes is {processes}, must be 1 to 4"):
+            device.measure("cpu", processes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+
+POINTS = [(size, timing.ring(2, size, 1.5e9, 2e-4)) for size in device.REDUCED]
+HAS = {"description": "A CPU", "cores": 3, "memory_mib": 9000, "watts": 12, "memory_source": "a", "watts_source": "b"}
+
+
+def written(tmp_path, kind="cpu", processes=2, **products):
+    measured = {"products": products, "memory": 2e10, "all_reduce": POINTS if processes > 1 else None}
+    has = HAS | ({} if kind == "cpu" else {"cores": None})
+    file = tmp_path / "mine.yaml"
+    device.write(device.device_values(kind, processes, has, measured, "measured by a test"), file)
+    return load_device(str(file)), file.read_text()
+
+
+def test_predictions_from_the_file_meet_what_was_measured(tmp_path):
+    found, text = written(tmp_path, no=(1.1e11, 1e11), bf16=(4e11, 3e11))
+    assert timing.reachable_flops(found, "no") == pytest.approx(1e11, rel=1e-3)
+    assert timing.reachable_flops(found, "bf16") == pytest.approx(3e11, rel=1e-3)
+    assert (found.bf16_tflops, found.reachable, found.fp16_tflops) == (0.4, 0.75, None)
+    assert (found.memory_gb_per_s, found.memory_mib, found.watts, found.cores) == (20, 9000, 12, 3)
+    for size, seconds in POINTS:
+        bandwidth = found.link_gb_per_s * 1e9 * timing.CALIBRATION.reachable_link
+        assert timing.ring(2, size, bandwidth, found.link_latency_us / 1e6) == pytest.approx(seconds, rel=2e-3)
+    assert timing.all_reduce(Hardware(found, 2), 25 * 2**20) == pytest.approx(25 * 2**20 / 1.5e9, rel=0.05)
+    assert "OMP_NUM_THREADS=3" in text
+
+
+def test_a_precision_that_is_slower_than_float32_is_not_there(tmp_path):
+    found, _ = written(tmp_path, no=(1e11, 1e11), bf16=(2e11, 0.9e11))
+    assert (found.bf16_tflops, found.reachable) == (None, 0.999)
+    found, _ = written(tmp_path, "cuda", 2, no=(5e13, 4e13), fp16=(9e14, 8e14), bf16=(9e14, 8e14))
+    assert found.fp16_tflops == found.bf16_tflops == 900
+    assert found.cores is None
+
+
+@pytest.mark.parametrize(("kind", "link"), [("cpu", "loopback"), ("cuda", "PCIe 4.0 x16")])
+def test_a_single_process_has_an_assumed_link(kind, link, tmp_path):
+    found, _ = written(tmp_path, kind, 1, no=(1e11, 1e11))
+    assert found.link == link
+    assert any(line.startswith("link_gb_per_s, link_latency_us: assumed") for line in found.sources)
+
+
+def test_every_number_that_is_written_has_a_source(tmp_path):
+    for processes in (1, 2):
+        found, _ = written(tmp_path, "cuda", processes, no=(1e11, 1e11), fp16=(2e11, 2e11), bf16=(3e11, 2e11))
+        named = [field for line in found.sources for field in line.split(": ")[0].split(", ")]
+        numbers = "memory_mib fp32_tflops fp16_tflops bf16_tflops reachable memory_gb_per_s link_gb_per_s"
+        assert sorted(named) == sorted([*numbers.split(), "link_latency_us", "watts"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans for a CPU
+
+
+@pytest.mark.parametrize(("hardware", "file"), [("1xcpu", "cpu.yaml"), ("2xcpu", "2xcpu.yaml")])
+def test_a_plan_for_a_cpu(hardware, file, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_small_cpu", "--on", hardware, "--json"])
+    assert exit_code(program.main) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["hardware"] == hardware
+    precision = "no" if load_device("cpu").bf16_tflops is None else "bf16"
+    assert answer["mixed_precision"] == precision
+    assert answer["command"].startswith(
+        f"OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/{file} --mixed_precision {precision} scripts/"
+    )
+
+
+@pytest.mark.parametrize("hardware", ["1xcpu", "2xcpu", "4xcpu", "2x2xcpu"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_launch_file_for_a_cpu_is_as_those_that_ship(hardware, sharded, tmp_path):
+    if hardware == "1xcpu" and sharded:
+        return
+    placement = place(of_recipe(load("gpt2_small_cpu")), parse(hardware), sharded=sharded)
+    file = tmp_path / "written.yaml"
+    file.write_text(placement.config)
+    config, keys = load_config_from_file(str(file)), yaml.safe_load(placement.config)
+    assert config.use_cpu
+    assert config.num_processes == placement.hardware.num_processes
+    shipped = "cpu" if hardware == "1xcpu" else "fsdp2_2xcpu" if sharded else "2xcpu"
+    like = yaml.safe_load((ROOT / "accelerate_configs" / f"{shipped}.yaml").read_text())
+    assert {key: keys[key] for key in ("distributed_type", "use_cpu")} == {
+        key: like[key] for key in ("distributed_type", "use_cpu")
+    }
+    assert keys.get("gpu_ids") == like.get("gpu_ids")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predicted beside measured communication
+
+LATENCY, BANDWIDTH, NUM_PARAMETERS = 1e-9, 1e9, 10_000_000
+
+
+def exact_seconds() -> dict[str, list[float]]:
+    """Times that follow from the formulas, in two rounds."""
+    found = {"1 computed 1": [0.1, 0.1], "1 once 1": [0.1, 0.1]}
+    for n in scaling.PROCESSES[1:]:
+        for k in (1, 4):
+            computed = [0.01 * k, 0.01 * k]  # of which a backward hides a part of the communication
+            found[f"{n} computed {k}"] = computed
+            for kind in ["once", *(["every"] if k > 1 else [])]:
+                exposed = scaling.predict(n, LATENCY, BANDWIDTH, NUM_PARAMETERS, k, 0.01, kind == "every")[1]
+                found[f"{n} {kind} {k}"] = [seconds + exposed for seconds in computed]
+        for size in [*scaling.FITTED, *scaling.CHECKED]:
+            found[f"{n} all-reduce {size}"] = [scaling.CALLS * timing.ring(n, size, BANDWIDTH, LATENCY)] * 2
+    return found
+
+
+def test_times_that_follow_the_formulas_have_no_error():
+    found = scaling.compare(exact_seconds(), NUM_PARAMETERS)
+    assert (found["latency"], found["bandwidth"]) == (pytest.approx(LATENCY, abs=1e-10), pytest.approx(BANDWIDTH))
+    for row in found["steps"]:
+        assert row["step_predicted"] == pytest.approx(row["step_measured"])
+        assert row["exposed_predicted"] == pytest.approx(row["exposed_measured"], abs=1e-6)
+    assert [row["processes"] for row in found["steps"]] == [1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    for row in found["all_reduces"]:
+        assert row["ring"] == pytest.approx(row["measured"], rel=1e-4)
+        assert row["predicted"] <= row["ring"]
+
+
+def test_communication_is_hidden_behind_the_last_backward_but_for_a_bucket():
+    total, exposed = scaling.predict(2, 0, BANDWIDTH, NUM_PARAMETERS, 4, 1.0, False)
+    assert total == pytest.approx(4 * NUM_PARAMETERS / BANDWIDTH)
+    assert exposed == pytest.approx(total / 2)  # two buckets
+    every, every_exposed = scaling.predict(2, 0, BANDWIDTH, NUM_PARAMETERS, 4, 1.0, True)
+    assert (every, every_exposed) == (pytest.approx(4 * total), pytest.approx(4 * exposed))
+    assert scaling.predict(1, 0, BANDWIDTH, NUM_PARAMETERS, 1, 1.0, False) == (0, 0)
+
+
+def test_a_machine_without_namespaces_says_why(monkeypatch):
+    monkeypatch.setattr(scaling, "NAMESPACE", ["sh", "-c", "echo not permitted >&2; exit 1"])
+    assert scaling.measure_throttled(1) == "not permitted"
+    monkeypatch.setattr(scaling, "NAMESPACE", ["there-is-no-such-program"])
+    assert "No such file" in scaling.measure_throttled(1)
+    about = {"command": "c", "mbit": 1, "num_parameters": 1, "rounds": 1, "machine": "m", "python": "3", "versions": {}}
+    links = {"loopback": scaling.compare(exact_seconds(), NUM_PARAMETERS), "throttled": "not permitted"}
+    assert "Not measured: this machine makes no namespaces with throttled links (not permitted)" in scaling.markdown(
+        {"about": about, "links": links}
+    )
+
+
+def test_the_tables_show_what_was_measured():
+    results = json.loads(scaling.RESULTS.with_suffix(".json").read_text())
+    assert scaling.RESULTS.with_suffix(".md").read_text() == scaling.markdown(results)
+    assert results["about"]["num_parameters"] == sum(p.numel() for p in scaling.build_model().parameters())
