@@ -37,7 +37,7 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
 
-    The rows are cut into equal chunks of at most max_logits / classes rows. With p = softmax(logits) and y the one-hot
+    The rows are cut into chunks of max_logits / classes rows. With p = softmax(logits) and y the one-hot
     labels, the gradient of the sum is known as soon as a chunk's logits are,
 
         d hidden = (p - y) weight,    d weight = sum over chunks (p - y)^T hidden,
@@ -69,8 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient else None
-        num_chunks = max(1, -(-len(labels) * len(weight) // max_logits))
-        size = max(1, -(-len(labels) // num_chunks))
+        size = max(1, max_logits // len(weight))
         with torch.autocast(device, enabled=False):
             narrow_weight = weight.to(dtype)
             for first in range(0, len(labels), size):

@@ -142,7 +142,7 @@ def planned_memory(
     >>> memory = planned_memory(model_of(load("gpt2_xl_8xa100")), layout, mixed_precision="bf16")
     >>> {name: round(num_bytes / 1e9, 1) for name, num_bytes in memory.items.items()}  # doctest: +NORMALIZE_WHITESPACE
     {'parameters': 6.2, 'gradients': 6.2, 'moments': 12.5, 'autocast_cache': 3.1, 'gathered': 0.0, 'activations': 11.4,
-     'head': 0.9}
+     'head': 1.0}
     """
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     share = -(-model.num_parameters // (layout.num_processes if sharded else 1))

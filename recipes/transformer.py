@@ -170,9 +170,9 @@ class Transformer:
             return 0, 0
         if not self.chunked:
             return (10 if autocast else 8) * logits, max(12 * logits, 4 * matrix + (2 if autocast else 4) * logits)
-        num_chunks = -(-logits // LOGITS_AT_ONCE)
+        at_once = min(rows, max(1, LOGITS_AT_ONCE // self.vocab_size)) * self.vocab_size
         gradients = 4 * matrix + 4 * rows * self.hidden_size
-        return gradients + (10 if autocast else 8) * -(-rows // num_chunks) * self.vocab_size, gradients
+        return gradients + (10 if autocast else 8) * at_once, gradients
 
 
 # Bytes per token and unit of f that the feed-forward layer saves, in float32 and under autocast: the activation's input and

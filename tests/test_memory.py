@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
@@ -140,14 +140,14 @@ def test_gpt2_xl_on_eight_a100():
         autocast_cache=2 * n,
         gathered=0,
         activations=48 * 36 * tokens * h + 8 * tokens * h,
-        head=4 * v * h + 4 * tokens * h + 10 * 1024 * v,  # 4 chunks of 1,024 rows, each below 2**26 logits
+        head=4 * v * h + 4 * tokens * h + 10 * 1335 * v,  # chunks of 1,335 rows, the most below 2**26 logits
     )
     assert ours.total == sum(
         [ours.parameters, ours.gradients, ours.moments, ours.autocast_cache, ours.activations, ours.head]
     )
-    assert 1024 * v < transformer.LOGITS_AT_ONCE < 4096 * v / 3
-    assert ours.total / 1e9 == pytest.approx(40.3, abs=0.05)
-    full_logits = ours.total - 10 * 1024 * v + (4 + 4 + 2) * tokens * v
+    assert 1335 * v <= transformer.LOGITS_AT_ONCE < 1336 * v
+    assert ours.total / 1e9 == pytest.approx(40.4, abs=0.05)
+    full_logits = ours.total - 10 * 1335 * v + (4 + 4 + 2) * tokens * v
     assert full_logits / 1e9 == pytest.approx(41.8, abs=0.05)
     assert full_logits / 1e9 == pytest.approx(42.9, rel=0.05)  # with two dropout masks, 2 sbh per layer, it is 42.4
 
@@ -159,7 +159,7 @@ def test_gpt2_xl_sharded_and_recomputed():
     assert (ours.parameters, ours.gradients, ours.moments) == (4 * n // 8, 4 * n // 8, 8 * n // 8)
     assert (ours.autocast_cache, ours.gathered) == (2 * n, 4 * (layer + root))
     assert ours.activations == tokens * h * (48 * 4 + 8)
-    assert ours.head == 4 * v * h + 4 * tokens * h + 10 * 1261 * v  # 13 chunks
+    assert ours.head == 4 * v * h + 4 * tokens * h + 10 * 1335 * v
     assert plan(recipe, 16, 8, sharded=True, mixed_precision="no").gathered == 4 * (layer + root)
     assert plan(recipe, 16, 7, sharded=True).parameters == 4 * (n // 7 + 1)
     short = load("gpt2_xl_8xa100", {"block_size": 256})
@@ -224,6 +224,7 @@ SIZES = {
 
 
 @given(**SIZES)
+@settings(deadline=None)
 def test_memory_grows_with_the_micro_batch_and_never_with_k(name, b, k, mixed_precision, recomputed, n, eager):
     model = model_of(load(name))
     if not model.layered:
@@ -246,6 +247,7 @@ def test_memory_grows_with_the_micro_batch_and_never_with_k(name, b, k, mixed_pr
 
 
 @given(**SIZES, more=st.integers(1, 200))
+@settings(deadline=None)
 def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, eager, more):
     recipe = load(name)
     names = {
@@ -383,9 +385,9 @@ def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
     for step in (plain, chunked):
         step()  # so that both gradients exist already
         peaks.append(peak(step, tmp_path))
-    num_chunks = -(-rows * vocab // 2**25)
-    avoided = (rows - -(-rows // num_chunks)) * vocab * 4
+    at_once = 2**25 // vocab
+    avoided = (rows - at_once) * vocab * 4
     saved = peaks[0] - peaks[1]
-    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in {num_chunks} chunks")
+    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {at_once}")
     assert 2 * avoided < saved < 4 * avoided
     assert peaks[1] < rows * vocab * 4, "below a single copy of the logits"
