@@ -28,7 +28,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models"},
+    {"losses", "optim", "data", "models", "trace"},
     {
         "__main__",
         "accumulate",
