@@ -306,7 +306,7 @@ def trace_recipe(
     model_class = transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)]
     with as_cuda(), _packed(getattr(recipe, "document_mask", False)):
         return trace_step(
-            lambda: model_class(config),
+            lambda: _build(model_class, config),
             lambda model, num_samples: loss(model, recipe, num_samples),
             num_samples,
             mixed_precision=mixed_precision,
@@ -343,6 +343,16 @@ def _gpt2_loss(model: nn.Module, recipe: Gpt2Pretraining, num_samples: int) -> T
 _TASKS = {"bert_pretraining": ("bert", _bert_loss), "gpt2_pretraining": ("gpt2", _gpt2_loss)}
 
 
+def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model, its weights left as they are: they are fake, and some initialisations read numbers."""
+    with mock.patch.object(PreTrainedModel, "initialize_weights"):
+        return model_class(config)
+
+
+def _no_sequences(position_ids: Tensor) -> None:
+    """Unlike a mock, it keeps no reference to what it is called with."""
+
+
 def _packed(several_documents: bool):
     """While it lasts, causal masks of transformers are those of samples of one document, unless there are several.
 
@@ -350,7 +360,7 @@ def _packed(several_documents: bool):
     """
     if several_documents:
         return contextlib.nullcontext()
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,14 +398,15 @@ def trace_config(
         length: tokens of a sample; of an image, pixels per side.
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute the activations of each layer in the backward.
-        attn_implementation: sdpa or eager.
+        attn_implementation: sdpa, where the model has it, or eager.
 
     Raises:
         UsageError: the config cannot be read, its model is unknown, length is beyond its positions, or its forward needs
             more than token ids or pixels and labels, or reads numbers.
     """
-    config = _config(name_or_path, attn_implementation)
+    config = _config(name_or_path)
     model_class = _model_class(name_or_path, config)
+    config._attn_implementation = attn_implementation if model_class._supports_sdpa else "eager"
     name, main_input = model_class.__name__, model_class.main_input_name
     labels = find_labels(model_class)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -411,7 +422,7 @@ def trace_config(
         if main_input == "input_ids":
             inputs = {"input_ids": torch.zeros(per_token, dtype=torch.int64)}
         else:
-            inputs = {"pixel_values": torch.zeros(num_samples, config.num_channels, length, length)}
+            inputs = {"pixel_values": torch.zeros(num_samples, getattr(config, "num_channels", 3), length, length)}
         for label in labels:
             is_one = label != "labels" or any(kind in name for kind in ONE_LABEL)
             inputs[label] = torch.zeros(num_samples if is_one else per_token, dtype=torch.int64)
@@ -424,7 +435,7 @@ def trace_config(
 
     with as_cuda(), _packed(False):
         return trace_step(
-            lambda: model_class(config),
+            lambda: _build(model_class, config),
             loss,
             num_samples,
             mixed_precision=mixed_precision,
@@ -433,11 +444,9 @@ def trace_config(
         )
 
 
-def _config(name_or_path: str, attn_implementation: str) -> PreTrainedConfig:
+def _config(name_or_path: str) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(
-            name_or_path, trust_remote_code=False, attn_implementation=attn_implementation
-        )
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except OSError as error:
         raise UsageError(
             f"{name_or_path} is no folder or file with a model's config, nor on the hub: {_line(error)}"
