@@ -6,7 +6,7 @@ PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo n
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing bench-memory audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a
 
 bench-timing: venv ## predict published throughputs, fit the planner's constants; writes benchmarks/results/timing.*
 	$(BIN)/python benchmarks/timing.py
+
+bench-memory: venv ## compare planned with traced memory, every model of the catalog; writes benchmarks/results/memory.*
+	$(BIN)/python benchmarks/memory.py
 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py
