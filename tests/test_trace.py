@@ -182,6 +182,11 @@ def test_a_document_mask_keeps_a_matrix_for_each_sample():
     assert several - one == pytest.approx(5 * 4 * 4 * 128**2, rel=0.01)
 
 
+def test_padding_keeps_a_matrix_for_each_sample_but_a_single_one():
+    one, two, four = (trace_recipe(small("bert"), b, mixed_precision="no").forward for b in (1, 2, 4))
+    assert (two - one) - (four - two) / 2 == pytest.approx(5 * 4 * 128**2, rel=0.15)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # FLOPs
 
@@ -272,13 +277,22 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
     forward().backward()
     if recomputed:
         model.activation_checkpointing_enable()
+    measured = peak(lambda: forward().backward(), tmp_path)
     config.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "as_cuda", trace.contextlib.nullcontext)
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         traced = trace_config(str(tmp_path), 4, 128, **options)
     before = traced.parameters + traced.gradients + traced.moments
-    assert traced.peak - before == pytest.approx(peak(lambda: forward().backward(), tmp_path), rel=0.01)
+    assert traced.peak - before == pytest.approx(measured, rel=0.01)
+
+
+def test_keys_and_values_are_not_cached(tmp_path):
+    peaks = []
+    for use_cache in (True, False):
+        transformers.GPT2Config(**CONFIGS["GPT2Config"][1], use_cache=use_cache).save_pretrained(tmp_path)
+        peaks.append(trace_config(str(tmp_path), 2, 16, mixed_precision="no").peak)
+    assert peaks[0] == peaks[1]
 
 
 def test_the_class_that_a_config_names(tmp_path):
