@@ -199,16 +199,11 @@ def test_flops_are_those_that_torch_counts(kind, attention):
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
         loss(model, recipe).backward()
-    for mixed_precision in ("no", "bf16"):  # in float32 the head adds a product in place, which torch does not count
-        for recomputed in (False, True):
-            traced = trace_recipe(
-                recipe,
-                NUM_SAMPLES,
-                mixed_precision=mixed_precision,
-                gradient_checkpointing=recomputed,
-                attn_implementation=attention,
-            )
-            assert traced.flops == counter.get_total_flops()
+    # In float32 the head adds a product in place, which torch does not count.
+    for mixed_precision, recomputed in (("no", False), ("bf16", True)):
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
+        traced = trace_recipe(recipe, NUM_SAMPLES, **options, attn_implementation=attention)
+        assert traced.flops == counter.get_total_flops()
 
 
 def test_flops_of_a_convolution():
@@ -232,7 +227,7 @@ def test_flops_of_a_convolution():
 def test_the_formula_meets_the_trace(name):
     recipe = load(name)
     recipe = load(name, {"n_layer" if recipe.task == "gpt2_pretraining" else "num_hidden_layers": 3})
-    for b, mixed_precision, recomputed in ((1, "no", True), (8, "no", False), (8, "bf16", True), (32, "bf16", False)):
+    for b, mixed_precision, recomputed in ((1, "bf16", False), (8, "no", False), (32, "bf16", True)):
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
         planned = planned_memory(recipe, layout, **options, sharded=False)
