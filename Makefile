@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ bench-device: venv ## measure this CPU, or these GPUs; writes a device file for 
 
 bench-scaling: venv ## predict communication of 1 to 4 processes beside real runs; writes benchmarks/results/scaling.*
 	$(BIN)/python benchmarks/scaling.py
+
+bench-memory: venv ## compare planned with traced memory, every model of the catalog; writes benchmarks/results/memory.*
+	$(BIN)/python benchmarks/memory.py
 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py

@@ -107,8 +107,9 @@ class ConvNet:
     def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
         """What is alive at the end of the forward, and at the fullest moment of the backward.
 
-        In the backward of convolution i its own activations and all before it are alive, and two gradients of the size of its
-        relu, its output, or its input.
+        In the backward of convolution i its own activations and all before it are alive, two gradients of the size of its
+        relu, its output, or its input, and 4 bytes for each of its weights: their gradient, before it is added. In the backward
+        of a connected layer all activations are alive, and such a gradient.
 
         Raises:
             ValueError: gradient_checkpointing, which these networks do not have.
@@ -117,15 +118,13 @@ class ConvNet:
             raise ValueError("convolutional networks are not recomputed")
         width = 2 if autocast else 4
         cache = width * self.num_parameters if autocast else 0
-        alive, fullest = width * self.image, 0
+        alive, fullest, wide = num_samples * width * self.image, 0, 4 if self.grouped else width
         for c in self.convolutions:
-            alive += c.saved_bytes(width, grouped=self.grouped)
-            wide = 4 if self.grouped else width
-            fullest = max(fullest, alive + wide * (c.elements + max(c.relu, c.elements)))
-        return (
-            Moment(cache, num_samples * alive, 0),
-            Moment(cache, num_samples * fullest, 0),
-        )
+            alive += num_samples * c.saved_bytes(width, grouped=self.grouped)
+            gradients = num_samples * wide * (c.elements + max(c.relu, c.elements)) + 4 * c.num_weights
+            fullest = max(fullest, alive + gradients)
+        connected = [wide * out for wide, out in zip(self.connected, self.connected[1:], strict=False)]
+        return Moment(cache, alive, 0), Moment(cache, max(fullest, alive + 4 * max(connected)), 0)
 
 
 def resnet(shape: Mapping[str, Any], height: int, width: int, *, grouped: bool = False) -> ConvNet:

@@ -38,3 +38,11 @@ def normalization(kind: str, channels: int) -> nn.Module:
     if kind == "batch":
         return nn.BatchNorm2d(channels)
     return nn.GroupNorm(next(groups for groups in range(GROUPS, 0, -1) if channels % groups == 0), channels)
+
+
+def normalize_by_groups(model: nn.Module) -> None:
+    """Replace every batch normalisation of feature maps by group normalisation, whose samples do not see each other."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, normalization("group", child.num_features))

@@ -35,7 +35,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models", "networks"},
+    {"losses", "optim", "data", "models", "networks", "trace"},
     {
         "__main__",
         "accumulate",

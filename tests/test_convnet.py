@@ -111,7 +111,10 @@ def test_a_step_of_the_captcha_reader_by_hand():
     assert network.saved_bytes(autocast=False) == saved
     forward, backward = network.moments(10, autocast=False, gradient_checkpointing=False)
     assert forward == (0, 10 * saved, 0)
-    assert backward == (0, 10 * (saved + 4 * 2 * e), 0)
+    assert backward == (0, 10 * (saved + 4 * 2 * e) + 4 * 9 * 3 * 64, 0)
+    wide = model_of(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 16}))
+    alone = wide.moments(1, autocast=False, gradient_checkpointing=False)[1]
+    assert alone.activations == saved + 4 * pooled * 16 > saved + 4 * 2 * e
     assert (
         network.moments(10, autocast=True, gradient_checkpointing=False)[0].autocast_cache == 2 * network.num_parameters
     )

@@ -1,0 +1,360 @@
+"""Traced memory and FLOPs against what the CPU allocates, what torch counts, and the formulas."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from test_memory import NUM_SAMPLES, peak, small
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes import optim, trace
+from recipes.errors import UsageError
+from recipes.memory import planned_memory
+from recipes.plan import solve_layout
+from recipes.recipe import Recipe, catalog_names, load
+from recipes.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step
+from recipes.workload import of_recipe
+
+TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+PIXELS = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+CONFIGS = {
+    "BertConfig": ("BertForMaskedLM", TINY | {"max_position_embeddings": 64}, 16),
+    "GPT2Config": ("GPT2LMHeadModel", {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2}, 16),
+    "LlamaConfig": ("LlamaForCausalLM", TINY | {"num_key_value_heads": 1}, 16),
+    "ViTConfig": ("ViTForImageClassification", PIXELS, 32),
+    "ResNetConfig": ("ResNetForImageClassification", RESNET, 32),
+}
+
+
+def build(recipe: Recipe) -> nn.Module:
+    kind = recipe.task.partition("_")[0]
+    config = transformers.AutoConfig.for_model(kind, **recipe.architecture, use_cache=False)
+    return transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)](config).train()
+
+
+def loss(model: nn.Module, recipe: Recipe, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
+    return trace._TASKS[recipe.task][1](model, recipe, num_samples)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return optim.adamw(model, trace.USUAL, 0.0)
+
+
+def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:
+    """As a CPU allocates, without `as_cuda`."""
+    with trace._packed(False):
+        return trace_step(
+            lambda: build(recipe),
+            lambda model, num_samples: loss(model, recipe, num_samples),
+            NUM_SAMPLES,
+            mixed_precision=mixed_precision,
+            gradient_checkpointing=gradient_checkpointing,
+            make_optimizer=adamw,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory against the CPU's allocations
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("gpt2", {}), ("bert", {"vocab_size": 4000}), ("bert", {"num_layers": 2, "vocab_size": 20000})],
+)
+def test_a_step_is_traced_as_it_is_allocated(kind, changes, mixed_precision, recomputed, tmp_path):
+    """Peaks of a forward, of one with its backward, and of the optimizer's step, over what was there before."""
+    recipe = small(kind, **{"num_layers": 3} | changes)
+    model = build(recipe)
+    optimizer = adamw(model)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
+            return loss(model, recipe)
+
+    forward().backward()
+    optimizer.step()
+    if recomputed:
+        model.activation_checkpointing_enable()
+    traced = on_cpu(recipe, mixed_precision, recomputed)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    before = traced.parameters + traced.gradients + traced.moments + buffers
+    within = 0.006 if recomputed else 0.001  # each layer keeps the CPU generator's state, 5 KB, out of torch's sight
+    assert traced.forward - before == pytest.approx(peak(forward, tmp_path), rel=within)
+    whole = max(traced.forward, traced.backward) - before
+    assert whole == pytest.approx(peak(lambda: forward().backward(), tmp_path), rel=within)
+    assert traced.optimizer_step == before
+    assert peak(optimizer.step, tmp_path) < 100
+    assert traced.peak == max(traced.forward, traced.backward)
+
+
+def test_states_are_those_of_the_real_model():
+    recipe = small("bert")
+    model, traced = build(recipe), on_cpu(recipe)
+    n = sum(parameter.numel() for parameter in model.parameters())
+    counters = 4 * len(list(model.parameters()))
+    assert (traced.num_parameters, traced.parameters, traced.gradients) == (n, 4 * n, 4 * n)
+    assert traced.moments == 8 * n + counters
+    positions = sum(buffer.nbytes for buffer in model.buffers())
+    assert traced.optimizer_step == 16 * n + counters + positions
+
+
+def test_the_optimizers_own_temporaries_are_counted():
+    one, two = (
+        trace_step(
+            lambda: nn.Linear(1000, 1000, bias=False),
+            lambda model, num_samples: model(torch.ones(num_samples, 1000)).sum(),
+            1,
+            mixed_precision="no",
+            gradient_checkpointing=False,
+            make_optimizer=lambda model, fused=fused: torch.optim.AdamW(model.parameters(), fused=fused, foreach=False),
+        )
+        for fused in (True, False)
+    )
+    assert one.optimizer_step == 16_000_004
+    assert two.optimizer_step >= 20_000_004
+    assert two.peak == two.optimizer_step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# As on a GPU
+
+
+def saved_bytes(function) -> int:
+    """Bytes of distinct storages that a function keeps for its backward, its input's not counted."""
+    inputs, saved = torch.ones(2, 4, 64, 16, requires_grad=True), {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function(inputs)
+    saved.pop(inputs.untyped_storage().data_ptr(), None)
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def test_what_cuda_keeps_otherwise():
+    numbers = 2 * 4 * 64 * 16
+
+    def dropout(inputs):
+        return F.dropout(inputs, 0.5)
+
+    def attention(inputs):
+        return F.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.5, is_causal=True)
+
+    def power(inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.pow(inputs.bfloat16(), 3.0)
+
+    assert [saved_bytes(function) for function in (dropout, power)] == [4 * numbers, 2 * numbers]
+    assert saved_bytes(attention) > 2 * 4 * 64 * 64 * 4
+    with as_cuda():
+        assert [saved_bytes(function) for function in (dropout, power)] == [numbers, 4 * numbers]
+        assert saved_bytes(attention) == 4 * numbers + 2 * 4 * 64 * 4  # the output and a statistic per row
+        assert F.dropout(torch.ones(3), 0.5, training=False).tolist() == [1, 1, 1]
+        assert set(F.dropout(torch.ones(100), 0.5).tolist()) == {0, 2}
+    assert saved_bytes(dropout) == 4 * numbers
+
+
+def test_dropout_is_the_same_when_it_is_recomputed():
+    changes = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    without, kept = (
+        trace_recipe(small("bert"), 4, mixed_precision="no"),
+        trace_recipe(small("bert", **changes), 4, mixed_precision="no"),
+    )
+    tokens, h, layers = 4 * 128, 128, 5
+    masks = (2 * layers + 1) * tokens * h  # after attention, after the feed-forward layer; of the embeddings
+    assert kept.forward - without.forward == masks
+    recomputed = trace_recipe(small("bert", **changes), 4, mixed_precision="no", gradient_checkpointing=True)
+    assert recomputed.peak < kept.peak
+
+
+def test_a_document_mask_keeps_a_matrix_for_each_sample():
+    one, several = (
+        trace_recipe(small("gpt2", document_mask=on), 4, mixed_precision="no").forward for on in (False, True)
+    )
+    assert several - one == pytest.approx(5 * 4 * 4 * 128**2, rel=0.01)
+
+
+def test_padding_keeps_a_matrix_for_each_sample_but_a_single_one():
+    one, two, four = (trace_recipe(small("bert"), b, mixed_precision="no").forward for b in (1, 2, 4))
+    assert (two - one) - (four - two) / 2 == pytest.approx(5 * 4 * 128**2, rel=0.15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_flops_are_those_that_torch_counts(kind, attention):
+    recipe = small(kind)
+    model = build(recipe)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
+        loss(model, recipe).backward()
+    # In float32 the head adds a product in place, which torch does not count.
+    for mixed_precision, recomputed in (("no", False), ("bf16", True)):
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
+        traced = trace_recipe(recipe, NUM_SAMPLES, **options, attn_implementation=attention)
+        assert traced.flops == counter.get_total_flops()
+
+
+def test_flops_of_a_convolution():
+    def step(model: nn.Module, num_samples: int) -> torch.Tensor:
+        return model(torch.ones(num_samples, 3, 16, 16)).sum()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+    with FlopCounterMode(display=False) as counter:
+        step(make(), 2).backward()
+    options = {"mixed_precision": "no", "gradient_checkpointing": False, "make_optimizer": adamw}
+    assert trace_step(make, step, 2, **options).flops == counter.get_total_flops() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The formula
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_the_formula_meets_the_trace(name):
+    recipe = load(name)
+    shallow = {"bert_pretraining": {"num_hidden_layers": 3}, "gpt2_pretraining": {"n_layer": 3}}
+    shallow["image_classification"] = {"depths": (1, 1, 1, 1)}
+    recipe = load(name, shallow.get(recipe.task))
+    workload = of_recipe(recipe)
+    for b, mixed_precision, recomputed in ((1, "bf16", False), (8, "no", False), (32, "bf16", True)):
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
+        layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
+        if recomputed and not workload.model.layered:
+            options["gradient_checkpointing"] = False
+        planned = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
+        assert planned.total == pytest.approx(trace_recipe(recipe, b, **options).peak, rel=0.05), (b, options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_config_is_traced(name, tmp_path):
+    model_name, changes, length = CONFIGS[name]
+    config = getattr(transformers, name)(**changes)
+    config.save_pretrained(tmp_path)
+    model = getattr(transformers, model_name)(config)
+    traced = trace_config(str(tmp_path), 2, length, mixed_precision="bf16")
+    assert traced.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    model.set_attn_implementation("eager")
+    shape = (2, length) if model.main_input_name == "input_ids" else (2, 3, length, length)
+    inputs = torch.zeros(shape, dtype=torch.int64 if len(shape) == 2 else torch.float32)
+    labels = torch.zeros(shape if len(shape) == 2 else 2, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs, labels=labels).loss.backward()
+    assert traced.flops == counter.get_total_flops()
+    assert traced.peak > 16 * traced.num_parameters
+    assert traced == trace_config(str(tmp_path / "config.json"), 2, length, mixed_precision="bf16")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_path):
+    """Grouped queries, its own normalisation, logits of all tokens; sizes at which a kernel's own workspace is small."""
+    config = transformers.LlamaConfig(**TINY | {"hidden_size": 128, "vocab_size": 2000, "use_cache": False})
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.zeros(4, 128, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
+            return model(ids.clone(), labels=ids).loss
+
+    forward().backward()
+    if recomputed:
+        model.activation_checkpointing_enable()
+    measured = peak(lambda: forward().backward(), tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "as_cuda", trace.contextlib.nullcontext)
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
+        traced = trace_config(str(tmp_path), 4, 128, **options)
+    before = traced.parameters + traced.gradients + traced.moments
+    assert traced.peak - before == pytest.approx(measured, rel=0.01)
+
+
+def test_keys_and_values_are_not_cached(tmp_path):
+    peaks = []
+    for use_cache in (True, False):
+        transformers.GPT2Config(**CONFIGS["GPT2Config"][1], use_cache=use_cache).save_pretrained(tmp_path)
+        peaks.append(trace_config(str(tmp_path), 2, 16, mixed_precision="no").peak)
+    assert peaks[0] == peaks[1]
+
+
+def test_the_class_that_a_config_names(tmp_path):
+    config = transformers.BertConfig(**TINY, architectures=["BertForSequenceClassification"], num_labels=3)
+    config.save_pretrained(tmp_path)
+    ours = trace_config(str(tmp_path), 2, 16, mixed_precision="no").num_parameters
+    model = transformers.BertForSequenceClassification(config)
+    assert ours == sum(parameter.numel() for parameter in model.parameters())
+    for unusable in ("BertModel", "OfARepository", "logging", "set_seed"):
+        transformers.BertConfig(**TINY, architectures=[unusable]).save_pretrained(tmp_path)
+        masked = transformers.BertForMaskedLM(config)
+        ours = trace_config(str(tmp_path), 2, 16, mixed_precision="no").num_parameters
+        assert ours == sum(parameter.numel() for parameter in masked.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+def write(folder, **values) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "is not one of transformers: .*model_type"),
+        ({"model_type": "nope"}, "is not one of transformers"),
+        ({"model_type": "nope", "auto_map": {"AutoConfig": "evil.Config"}}, "is not one of transformers"),
+        ({"model_type": "gpt2", "n_layer": "x"}, "is not one of transformers: .*n_layer"),
+        ({"model_type": "gpt2", "n_positions": 8}, "length 16 exceeds max_position_embeddings 8 of .*: lower it"),
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "needs input_features"),
+        ({"model_type": "encodec"}, "encodec of .* has no class with a loss"),
+        (
+            TINY | {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
+            "cannot be traced on input_ids, labels",
+        ),
+        (PIXELS | {"model_type": "vit"}, r"ViT.* cannot be traced on pixel_values, labels: .*16\*16.*32\*32"),
+    ],
+)
+def test_mistakes_in_a_config(values, message, tmp_path):
+    with pytest.raises(UsageError, match=message) as raised:
+        trace_config(write(tmp_path, **values), 3, 16, mixed_precision="no")
+    assert "\n" not in str(raised.value)
+
+
+def test_other_mistakes(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('executed')\n")
+    (tmp_path / "config.json").write_text('{"model')
+    for path in (tmp_path, tmp_path / "none", tmp_path / "evil.py"):
+        with pytest.raises(UsageError, match=f"{path.name} is no"):
+            trace_config(str(path), 1, 8, mixed_precision="no")
+    with pytest.raises(UsageError, match="gradient_checkpointing is true, but Linear"):
+        trace_step(
+            lambda: nn.Linear(2, 2),
+            lambda model, num_samples: model(torch.ones(num_samples, 2)).sum(),
+            1,
+            mixed_precision="no",
+            gradient_checkpointing=True,
+            make_optimizer=adamw,
+        )
+    with pytest.raises(UsageError, match="task captcha cannot be traced"):
+        trace_recipe(type("Other", (), {"task": "captcha"}), 1, mixed_precision="no")
