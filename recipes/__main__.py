@@ -7,13 +7,14 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recipes import answer, scaling, text
 from recipes import plan as layouts
 from recipes import recipe as recipes
-from recipes.configs import read_config, shape_of
+from recipes.configs import IMAGE, has_formula, read_config, shape_of
 from recipes.errors import UsageError, exit_code, nearest
 from recipes.hardware import load_device, parse
 from recipes.memory import MOMENTS, planned_memory
@@ -63,6 +64,9 @@ class PlanSettings:
         default=False,
     )
     critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    trace: bool = setting(
+        "trace the memory with torch, too: slower, needs no GPU; any model of transformers", default=False
+    )
     json: bool = setting("print one JSON object", default=False)
 
 
@@ -125,7 +129,14 @@ def plan(name: str, argv: list[str]) -> None:
         critical_batch_size=settings.critical_batch_size,
     )
     known = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source, "expect": recipe.expect}
-    _plan(workload, settings, known | {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled()))
+    known |= {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled())
+    _plan(workload, settings, known, lambda *arguments, **options: _trace().trace_recipe(recipe, *arguments, **options))
+
+
+def _trace():
+    from recipes import trace  # here: it imports torch
+
+    return trace
 
 
 def plan_model(argv: list[str]) -> None:
@@ -138,24 +149,37 @@ def plan_model(argv: list[str]) -> None:
         tuned = Hyperparameters(of.learning_rate, *adam)
         batch = of.learning_rate_batch_size or of.global_batch_size
         known |= dataclasses.asdict(scaling.scale(of.lr_scaling_rule, tuned, batch, of.global_batch_size))
-    _plan(workload, settings, known)
+
+    def trace(b: int, **options: Any) -> Any:
+        length = of.seq_len or IMAGE
+        return _trace().trace_config(of.model_name_or_path, b, length, optimizer=of.optimizer, **options)
+
+    _plan(workload, settings, known, trace)
 
 
 def _workload_of_model(of: ModelSettings, settings: Any) -> Workload:
+    name, attention = (
+        Path(of.model_name_or_path).name or of.model_name_or_path,
+        getattr(settings, "attn_implementation", "sdpa"),
+    )
     config = _config(of.model_name_or_path)
-    name = Path(of.model_name_or_path).name or of.model_name_or_path
+    if getattr(settings, "trace", False) and not has_formula(config):
+        model = _trace().traced_model(of.model_name_or_path, of.seq_len or IMAGE, attention)
+        attention = "sdpa"  # it is in the trace
+    else:
+        model = shape_of(config, of.seq_len, name=name)
     per_epoch, num_steps = None, of.max_train_steps
     if of.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(of.num_train_samples, of.global_batch_size, "carry")
         num_steps = num_steps or (of.num_train_epochs and layouts.num_steps(per_epoch, of.num_train_epochs))
     return of_model(
-        shape_of(config, of.seq_len, name=name),
+        model,
         name,
         global_batch_size=of.global_batch_size,
         optimizer=of.optimizer,
         num_steps=num_steps,
         steps_per_epoch=None if per_epoch is None else float(per_epoch),
-        attention=getattr(settings, "attn_implementation", "sdpa"),
+        attention=attention,
         critical_batch_size=settings.critical_batch_size,
     )
 
@@ -176,8 +200,8 @@ def _config(name: str) -> dict[str, Any]:
         ) from None
 
 
-def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> None:
-    """Answer `plan`, beginning with what is known already."""
+def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], trace: Callable[..., Any]) -> None:
+    """Answer `plan`, beginning with what is known already; `trace` traces so many samples."""
     cut = {
         "per_device_train_batch_size": settings.per_device_train_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -196,6 +220,7 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
         options["mixed_precision"] = settings.mixed_precision or "bf16"
         memory = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
         found = known | answer.planned(workload, layout, memory, options)
+        placement = None
     else:
         if settings.num_processes is not None:
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
@@ -203,11 +228,17 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any]) -> 
         if settings.write_config is not None:
             _write("write_config", settings.write_config, placement.config)
         options = {option: getattr(placement, option) for option in options}
-        found = known | answer.planned(workload, placement.layout, placement.memory, options)
+        layout = placement.layout
+        found = known | answer.planned(workload, layout, placement.memory, options)
         found |= answer.placed(placement, placement.command(settings.write_config))
-        if settings.html is not None:
-            growth = answer.scaled(workload, placement.hardware.device, max(UP_TO, placement.hardware.num_processes))
-            _write("html", settings.html, page(found | {"scale": growth}))
+    if settings.trace:
+        asked = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
+        b = min(layout.per_device_train_batch_size, layout.shares[0])
+        traced = trace(b, **asked, attn_implementation=settings.attn_implementation)
+        found |= answer.traced(traced, workload, layout, options)
+    if placement is not None and settings.html is not None:
+        growth = answer.scaled(workload, placement.hardware.device, max(UP_TO, placement.hardware.num_processes))
+        _write("html", settings.html, page(found | {"scale": growth}))
     if settings.json:
         print(json.dumps(found))
     else:

@@ -1,14 +1,17 @@
 """What `plan` and `scale` answer, as plain JSON values: the numbers behind the text, the page and the plot."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.growth import Row, grow, remarks
 from recipes.hardware import Device
-from recipes.memory import Memory
+from recipes.memory import Memory, planned_memory
 from recipes.placement import Placement
 from recipes.plan import Layout
 from recipes.workload import Workload
+
+if TYPE_CHECKING:  # it imports torch
+    from recipes.trace import Trace
 
 POINTS = 100
 """Of the learning rate's curve."""
@@ -19,6 +22,14 @@ def planned(workload: Workload, layout: Layout, memory: Memory, options: dict[st
     peaks = {moment: getattr(memory, moment) for moment in ("forward", "backward", "optimizer_step")}
     answer = dataclasses.asdict(layout) | {"shares": layout.shares} | _modelled(workload) | options
     return answer | {"memory": memory.items | {"total": memory.total}, "memory_peaks": peaks}
+
+
+def traced(trace: "Trace", workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    """What torch's fake tensors say of one process with whole weights, and how far the plan is from it."""
+    planned = planned_memory(workload.model, layout, **options | {"sharded": False}, moment_bytes=workload.moment_bytes)
+    peaks = {moment: getattr(trace, moment) for moment in ("forward", "backward", "optimizer_step")}
+    answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
+    return {"trace": answer | {"planned": planned.total, "error": planned.total / trace.peak - 1}}
 
 
 def placed(placement: Placement, command: str | None) -> dict[str, Any]:

@@ -33,6 +33,19 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
+IMAGE = 224
+"""Pixels per side of an image."""
+
+
+def has_formula(config: Mapping[str, Any]) -> bool:
+    """Whether `shape_of` knows its class."""
+    return _class(config) in _SHAPES
+
+
+def _class(config: Mapping[str, Any]) -> str:
+    return (config.get("architectures") or ["?"])[0]
+
+
 def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
     """The model of a configuration, as its own class computes it: the loss of its head, all logits at once.
 
@@ -44,7 +57,7 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
     Raises:
         UsageError: a class without a formula, a field that is missing, a length that the model does not have.
     """
-    kind = (config.get("architectures") or ["?"])[0]
+    kind = _class(config)
     if kind not in _SHAPES:
         raise UsageError(
             f"{name} is a {kind} (model_type {config['model_type']}), for which there is no formula: known are "
@@ -76,7 +89,7 @@ def _masked_language_model(config: Mapping[str, Any], length: int) -> Transforme
 
 
 def _resnet(config: Mapping[str, Any], _: int | None) -> convnet.ConvNet:
-    return convnet.resnet({**config, "num_labels": _num_labels(config)}, 224, 224)
+    return convnet.resnet({**config, "num_labels": _num_labels(config)}, IMAGE, IMAGE)
 
 
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {

@@ -23,6 +23,8 @@ def plan_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield from _schedule_lines(answer)
     yield from _model_lines(answer)
     yield f"  memory     {_memory(answer)}"
+    if "trace" in answer:
+        yield _trace(answer["trace"])
     if "hardware" in answer:
         yield from _hardware_lines(answer)
 
@@ -71,6 +73,15 @@ def _memory(answer: dict[str, Any]) -> str:
     used = [f"mixed_precision {answer['mixed_precision']}"]
     used += [name for name in ("gradient_checkpointing", "sharded") if answer[name]]
     return f"{total / size:.1f} {unit} per process, planned: {', '.join(parts)} ({', '.join(used)})"
+
+
+def _trace(trace: dict[str, Any]) -> str:
+    peaks = ", ".join(f"{name.replace('_', ' ')} {peak / 1e9:.3g}" for name, peak in trace["memory_peaks"].items())
+    return (
+        f"  trace      {trace['peak'] / 1e9:.4g} GB on fake tensors, with whole weights ({peaks}); the plan has "
+        f"{trace['planned'] / 1e9:.4g} ({trace['error']:+.1%}). {trace['num_parameters']:,} parameters, "
+        f"{trace['flops'] / 1e9:,.0f} GFLOP in a forward and backward"
+    )
 
 
 def _hardware_lines(answer: dict[str, Any]) -> Iterator[str]:

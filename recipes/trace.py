@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -31,6 +32,7 @@ from recipes import losses, networks, optim
 from recipes.errors import UsageError
 from recipes.recipe import BertPretraining, Gpt2Pretraining, ImageClassification, ImageRecipe, Recipe
 from recipes.scaling import Hyperparameters
+from recipes.transformer import Moment
 
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,6 +45,7 @@ class Trace:
         num_parameters: all parameters, shared ones once.
         flops: of the forward and backward of one micro-batch, a multiply-add as two. Matrix products, convolutions and
             attention count (attention in full, not only its causal half); recomputing does not.
+        kernels: operators of the same, but views and allocations.
         parameters: bytes.
         gradients: bytes.
         moments: bytes of the optimizer's state, its counters included.
@@ -54,6 +57,7 @@ class Trace:
 
     num_parameters: int
     flops: int
+    kernels: int
     parameters: int
     gradients: int
     moments: int
@@ -91,12 +95,12 @@ class _Tracer(TorchDispatchMode):
 
     Attributes:
         now: bytes at this moment.
-        flops: so far.
+        flops, kernels: so far.
     """
 
     def __init__(self):
         super().__init__()
-        self.now = self.flops = self._most = 0
+        self.now = self.flops = self.kernels = self._most = 0
         self._alive: dict[int, int] = {}  # bytes, by address
         self._sum: tuple[int, int] | None = None  # the last operator was one: address of its first addend, bytes then
 
@@ -111,6 +115,7 @@ class _Tracer(TorchDispatchMode):
             self._sum = args[0].untyped_storage()._cdata, self.now
         else:
             self._most = max(self._most, self.now)
+        self.kernels += func.namespace == "aten" and not func.is_view and func._opname != "empty"
         if count := FLOPS.get(func._overloadpacket):
             self.flops += count(*args, **kwargs, out_val=returned)
         return returned
@@ -227,8 +232,9 @@ def trace_step(
     with FakeTensorMode(), _Tracer() as tracer:
         model = build().train()
         optimizer = make_optimizer(model)
+        tracer.flops = tracer.kernels = 0
         forward().backward()
-        flops = tracer.flops
+        flops, kernels = tracer.flops, tracer.kernels
         optimizer.step()
         if gradient_checkpointing:
             _checkpoint(model)
@@ -245,6 +251,7 @@ def trace_step(
         return Trace(
             num_parameters=sum(parameter.numel() for parameter in parameters),
             flops=flops,
+            kernels=kernels,
             parameters=_bytes(parameters),
             gradients=_bytes([parameter.grad for parameter in parameters if parameter.grad is not None]),
             moments=_bytes([value for value in state if isinstance(value, Tensor)]),
@@ -315,8 +322,12 @@ def trace_recipe(
 
 def _optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(recipe, ImageRecipe) and recipe.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=recipe.sgd_momentum, fused=True)
+        return _sgd(model)
     return optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), momentum=0.9, fused=True)  # whatever the momentum, it is kept
 
 
 def _bert(recipe: BertPretraining, attn_implementation: str) -> PreTrainedModel:
@@ -421,8 +432,9 @@ def trace_config(
     mixed_precision: str,
     gradient_checkpointing: bool = False,
     attn_implementation: str = "sdpa",
+    optimizer: str = "adamw",
 ) -> Trace:
-    """Trace a step of any transformers model on a GPU, from its config alone: the model's own loss, fused AdamW.
+    """Trace a step of any transformers model on a GPU, from its config alone: the model's own loss, a fused optimizer.
 
     Weights are never loaded and no code of a repository is run. Parameters are float32. Samples have no padding, and hold
     one document. The model's output is not kept beyond its loss: a loop that keeps it holds the logits, too.
@@ -435,6 +447,7 @@ def trace_config(
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute the activations of each layer in the backward.
         attn_implementation: sdpa, where the model has it, or eager.
+        optimizer: adamw, or sgd with momentum.
 
     Raises:
         UsageError: the config cannot be read, its model is unknown, length is beyond its positions, or its forward needs
@@ -476,7 +489,7 @@ def trace_config(
             num_samples,
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=lambda model: optim.adamw(model, USUAL, 0.0),
+            make_optimizer=lambda model: _sgd(model) if optimizer == "sgd" else optim.adamw(model, USUAL, 0.0),
         )
 
 
@@ -505,3 +518,108 @@ def _model_class(name_or_path: str, config: PreTrainedConfig) -> type[PreTrained
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+class Line(NamedTuple):
+    """Bytes beyond the states: fixed + b per_sample."""
+
+    fixed: int
+    per_sample: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedModel:
+    """A model of transformers as the planner takes it, from traces of few and of many samples. Neither recomputed nor sharded.
+
+    Attributes:
+        num_parameters: N.
+        flops_per_sample: forward and backward.
+        length: tokens of a sample; 1 for an image.
+        unit: token or image.
+        kernels: eager or channels_last: which traffic of timing.CALIBRATION.
+        kernels_per_layer: of a whole micro-step; there is one layer.
+        forward, backward: in float32 and under autocast, lines whose largest is the peak: a peak is the largest of several
+            moments, each of which is a line.
+    """
+
+    num_parameters: int
+    flops_per_sample: int
+    length: int
+    unit: str
+    kernels: str
+    kernels_per_layer: int
+    forward: tuple[tuple[Line, ...], tuple[Line, ...]]
+    backward: tuple[tuple[Line, ...], tuple[Line, ...]]
+
+    layered = False
+    num_layers = 1
+    num_logits = 0  # they are among the bytes of the forward
+
+    @property
+    def gathered(self) -> int:
+        """All parameters."""
+        return self.num_parameters
+
+    def saved_bytes(self, *, autocast: bool) -> int:
+        """Bytes that the forward of a sample leaves for its backward, logits included."""
+        return self.forward[autocast][-1].per_sample
+
+    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
+        """The forward and the backward, all of it as activations.
+
+        Raises:
+            ValueError: gradient_checkpointing.
+        """
+        if gradient_checkpointing:
+            raise ValueError("a traced model is not recomputed")
+        lines = self.forward[autocast], self.backward[autocast]
+        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in of), 0) for of in lines)
+
+
+TRACED = ((1, 2), (32, 64))  # pairs of micro-batches, a line through each
+
+
+def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdpa") -> TracedModel:
+    """The model of a config, traced.
+
+    Args:
+        name_or_path, length, attn_implementation: as in `trace_config`.
+
+    Raises:
+        UsageError: as `trace_config`.
+    """
+
+    def beyond_states(mixed_precision: str, b: int) -> tuple[int, int]:
+        trace = trace_config(
+            name_or_path, b, length, mixed_precision=mixed_precision, attn_implementation=attn_implementation
+        )
+        states = trace.parameters + trace.gradients + trace.moments
+        return trace.forward - states, trace.backward - states
+
+    def line(few: int, many: int, pair: tuple[int, int]) -> Line:
+        slope = (many - few) // (pair[1] - pair[0])
+        return Line(few - pair[0] * slope, slope)
+
+    lines = []
+    for mixed_precision in ("no", "bf16"):
+        peaks = [[beyond_states(mixed_precision, b) for b in pair] for pair in TRACED]
+        lines.append(
+            [tuple(line(*ends, pair) for ends, pair in zip(of, TRACED, strict=True)) for of in _by_pass(peaks)]
+        )
+    one = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
+    is_text = _model_class(name_or_path, _config(name_or_path)).main_input_name == "input_ids"
+    return TracedModel(
+        num_parameters=one.num_parameters,
+        flops_per_sample=one.flops,
+        length=length if is_text else 1,
+        unit="token" if is_text else "image",
+        kernels="eager" if is_text else "channels_last",
+        kernels_per_layer=one.kernels,
+        forward=tuple(forward for forward, _ in lines),
+        backward=tuple(backward for _, backward in lines),
+    )
+
+
+def _by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """[pair][end][pass] -> [pass][pair][end]."""
+    return [[tuple(end[which] for end in pair) for pair in peaks] for which in (0, 1)]

@@ -56,6 +56,7 @@ class Transformer:
         tied: whether the head is the embedding's matrix, so that its gradient waits for the embedding's.
         chunked: whether the head is `losses.linear_cross_entropy`.
         eager: attention stores its [T, T] matrices; False: the sdpa kernels do not.
+        post_norm: normalisations follow the residual sums, as in BERT.
     """
 
     vocab_size: int
@@ -71,6 +72,7 @@ class Transformer:
     tied: bool = True
     chunked: bool = False
     eager: bool = False
+    post_norm: bool = False
 
     unit = "token"
     layered = True  # of equal layers, which are recomputed and sharded one by one
@@ -119,7 +121,7 @@ class Transformer:
         autocast.
 
         End of the forward
-            cache           0 or 2 N
+            cache           0 or 2 N, less 2 V h if the head is not tied
             activations     b T (L a + 8 h); 8 h: the normalisation outside the layers and the last hidden states. With
                             gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too
             head            8 m or 10 m; in chunks 4 V h + 4 b T h + 8 c or 10 c, for c <= LOGITS_AT_ONCE logits at once
@@ -131,7 +133,9 @@ class Transformer:
         Backward of the last layer
             cache           as before; with gradient_checkpointing only that layer's
             activations     b T L a, with gradient_checkpointing b T (4 h (L - 1) + a), and the gradients on their way: those
-                            of the feed-forward layer, or, when that is done, those of eager attention, 8 b a T^2
+                            of the feed-forward layer, or, when that is done, those of eager attention, 8 b a T^2. Under
+                            autocast with post_norm 4 b T h more, the input of the embeddings' normalisation, and as much
+                            again with gradient_checkpointing, a layer's own input beside its casts
             head            4 V h if it is tied
         End of the backward
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
@@ -148,17 +152,21 @@ class Transformer:
         saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
         recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
         square = self.eager * 8 * self.num_heads * self.length
+        inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
         temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
         outside, matrix = 8 * tokens * h, self.vocab_size * h
-        num_cached = (self.num_parameters,) * 2
+        num_cast = self.num_parameters - matrix * (
+            not self.tied
+        )  # an embedding of its own is looked up, never multiplied
+        num_cached = (num_cast, num_cast)
         if gradient_checkpointing:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
         forward, backward = self._head(num_samples, autocast)
         both = 8 if autocast or self.chunked else 12
         return (
-            Moment(cached * self.num_parameters, saved + outside, forward),
+            Moment(cached * num_cast, saved + outside, forward),
             Moment(cached * num_cached[0], saved + outside, backward),
-            Moment(cached * num_cached[1], saved + recomputed + tokens * temporary, 4 * matrix * self.tied),
+            Moment(cached * num_cached[1], saved + recomputed + inputs + tokens * temporary, 4 * matrix * self.tied),
             Moment(0, 0, (both if self.tied else 4) * matrix),
         )
 
@@ -290,6 +298,7 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None) -> Tr
         flops_per_sample=flops,
         attention_dropout=shape["attention_probs_dropout_prob"] > 0,
         tied=num_predicted is not None,
+        post_norm=True,
     )
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig
+from transformers import BertConfig, ViTConfig
 
 from recipes import __main__ as program
 from recipes.errors import exit_code
@@ -92,6 +92,28 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
     assert "mnli" in page.read_text()
     line = MODEL.replace("plan", "scale").replace("CONFIG", str(config))
     assert run(monkeypatch, capsys, f"{line} --on t4 --up_to 4")[1].startswith("mnli on t4")
+
+
+def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
+    code, out, _ = run(
+        monkeypatch, capsys, "plan captcha_3xa100 --on 3xa100-40 --per_device_train_batch_size 8 --trace --json"
+    )
+    trace = json.loads(out)["trace"]
+    assert code == 0
+    assert trace["num_parameters"] == 17_535_800
+    assert trace["flops"] == 8 * json.loads(out)["flops_per_sample"]
+    assert abs(trace["error"]) == pytest.approx(abs(trace["planned"] / trace["peak"] - 1))
+    assert abs(trace["error"]) < 0.05
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTConfig(**shape, image_size=224, patch_size=32, architectures=["ViTForImageClassification"]).save_pretrained(
+        tmp_path
+    )
+    line = f"plan --model_name_or_path {tmp_path} --global_batch_size 64 --on 2xt4"
+    assert "there is no formula" in run(monkeypatch, capsys, line)[2]
+    code, out, _ = run(monkeypatch, capsys, f"{line} --trace --optimizer sgd")
+    assert code == 0
+    assert "GFLOP per image" in out
+    assert "GB on fake tensors, with whole weights" in out
 
 
 @pytest.mark.parametrize(

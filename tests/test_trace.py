@@ -1,21 +1,25 @@
 """Traced memory and FLOPs against what the CPU allocates, what torch counts, and the formulas."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from test_configs import SMALL, save
 from test_memory import NUM_SAMPLES, peak, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import optim, trace
+from recipes.configs import read_config, shape_of
 from recipes.errors import UsageError
 from recipes.memory import planned_memory
 from recipes.plan import solve_layout
 from recipes.recipe import Recipe, catalog_names, load
-from recipes.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step
+from recipes.timing import work_of
+from recipes.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step, traced_model
 from recipes.workload import of_recipe
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -261,6 +265,65 @@ def test_any_config_is_traced(name, tmp_path):
     assert traced.flops == counter.get_total_flops()
     assert traced.peak > 16 * traced.num_parameters
     assert traced == trace_config(str(tmp_path / "config.json"), 2, length, mixed_precision="bf16")
+
+
+LARGER = {
+    "hidden_size": 256,
+    "n_embd": 256,
+    "intermediate_size": 768,
+    "vocab_size": 4000,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "embedding_size": 64,
+    "hidden_sizes": [128, 256],
+    "head_dim": 64,
+}
+
+
+def larger(kind: str) -> dict:
+    return {key: of for key, of in LARGER.items() if key in SMALL[kind][1]}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
+    save(tmp_path, kind, **larger(kind))
+    is_image = kind.startswith("ResNet")
+    shape = shape_of(read_config(str(tmp_path)), None if is_image else 96, name=kind)
+    ways = ((1, "bf16", False, "sdpa"), (16, "no", False, "eager"), (16, "bf16", True, "sdpa"))
+    for b, mixed_precision, recomputed, attention in ways[: 1 if is_image else 3]:
+        options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
+        layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
+        model = shape if is_image else dataclasses.replace(shape, eager=attention == "eager")
+        planned = planned_memory(model, layout, **options).total
+        traced = trace_config(str(tmp_path), b, 224 if is_image else 96, attn_implementation=attention, **options)
+        assert planned == pytest.approx(traced.peak, rel=0.05), (b, options)
+
+
+def test_a_traced_model_is_planned_for(tmp_path):
+    """A model with a formula, as if it had none: below, between and beyond the micro-batches that were traced."""
+    save(tmp_path, "BertForMaskedLM", **larger("BertForMaskedLM"))
+    model = traced_model(str(tmp_path), 96)
+    for b, mixed_precision in ((1, "no"), (3, "bf16"), (16, "bf16")):
+        layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
+        ours = planned_memory(model, layout, mixed_precision=mixed_precision)
+        traced = trace_config(str(tmp_path), b, 96, mixed_precision=mixed_precision)
+        assert ours.total == pytest.approx(traced.peak, rel=0.02)
+        assert (ours.forward, ours.optimizer_step) == pytest.approx((traced.forward, traced.optimizer_step), rel=0.02)
+    shape = shape_of(read_config(str(tmp_path)), 96, name="it")
+    assert (model.num_parameters, model.flops_per_sample) == (shape.num_parameters, shape.flops_per_sample)
+    ours, by_formula = (work_of(each, "bf16") for each in (model, shape))
+    assert ours.kernels_per_layer == pytest.approx(by_formula.num_layers * by_formula.kernels_per_layer, rel=0.5)
+    with pytest.raises(ValueError, match="not recomputed"):
+        model.moments(1, autocast=True, gradient_checkpointing=True)
+    assert (model.unit, model.length, model.kernels) == ("token", 96, "eager")
+    assert model.gathered == model.num_parameters
+
+
+def test_sgd_remembers_half_as_much(tmp_path):
+    save(tmp_path, "BertForMaskedLM")
+    adam, sgd = (trace_config(str(tmp_path), 1, 8, mixed_precision="no", optimizer=name) for name in ("adamw", "sgd"))
+    assert sgd.moments == 4 * sgd.num_parameters
+    assert 0 <= adam.moments - 2 * sgd.moments < 4 * 100  # its counters
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
