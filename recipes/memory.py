@@ -136,6 +136,9 @@ def planned_memory(
         sharded: FSDP2 instead of DDP.
         moment_bytes: per parameter, what the optimizer remembers.
 
+    Raises:
+        UsageError: gradient_checkpointing or sharding of a model without equal layers.
+
     >>> from recipes.plan import solve_layout
     >>> from recipes.recipe import load
     >>> layout = solve_layout(num_processes=8, global_batch_size=512, per_device_train_batch_size=4)
@@ -144,6 +147,11 @@ def planned_memory(
     {'parameters': 6.2, 'gradients': 6.2, 'moments': 12.5, 'autocast_cache': 3.1, 'gathered': 0.0, 'activations': 11.4,
      'head': 1.0}
     """
+    for name, is_asked in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
+        if is_asked and not model.layered:
+            raise UsageError(
+                f"{name} works layer by layer; it is planned for transformers with a formula only: leave it out"
+            )
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
     gathered = 4 * model.gathered if sharded else 0

@@ -186,11 +186,6 @@ def place(
     if sharded and num_processes == 1:
         raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
     model, batch = workload.model, workload.global_batch_size
-    for name, is_asked in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
-        if is_asked and not model.layered:
-            raise UsageError(
-                f"{name} works layer by layer, and {workload.name} is a convolutional network: leave it out"
-            )
     share = shares(batch, num_processes)[0]
 
     def try_out(b: int, *way: bool) -> tuple[Layout, Memory]:

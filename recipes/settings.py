@@ -173,6 +173,13 @@ def parse_flags(classes: Sequence[type], argv: Sequence[str], description: str) 
             [f"unknown flag --{name}: {nearest(f'--{name}', valid)}" for name in names]
             or [f"unexpected argument {word!r}: flags are --FIELD VALUE; see --help" for word in unknown]
         )
-    return {
-        name: value if isinstance(value, list) else from_text(value, hints[name]) for name, value in vars(given).items()
-    }
+    return {name: _from_words(value, hints[name]) for name, value in vars(given).items()}
+
+
+def _from_words(value: str | list[str], hint: Any) -> Any:
+    """The value of a flag: of one word, or of several."""
+    if not isinstance(value, list):
+        return from_text(value, hint)
+    parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+    of = next(typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple)
+    return [from_text(word, of) for word in value]

@@ -135,6 +135,29 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         (f"{MODEL} --num_train_epochs 2", "num_train_epochs needs num_train_samples"),
         (f"{MODEL} --max_train_steps 1 --num_train_epochs 2 --num_train_samples 9", "are both given: leave one out"),
         (f"{MODEL} --optimizer sgd --learning_rate 0.1 --lr_scaling_rule sqrt", "changes Adam's numbers"),
+        ("plan captcha_3xa100 --gradient_checkpointing", "gradient_checkpointing works layer by layer"),
+        ("plan resnet50_1xv100 --on 4xt4 --sharded", "sharded works layer by layer"),
+        (
+            "plan resnet50_1xv100 --on 4xt4 --attn_implementation eager",
+            "resnet50_1xv100 has no attention: leave it out",
+        ),
+        ("plan resnet50_1xv100 --lr_scaling_rule sqrt", "scaling rule sqrt changes Adam's numbers"),
+        (
+            "plan resnet50_1xv100 --sgd_momentum none",
+            "sgd_momentum is None, but with optimizer sgd it must be a number",
+        ),
+        ("plan resnet50_1xv100 --optimizer adamw", "sgd_momentum is 0.9, but with optimizer adamw it must be null"),
+        (
+            "plan resnet50_1xv100 --depths 1 2",
+            "and depths [1, 2] must be positive, one each",
+        ),
+        ("plan resnet50_1xv100 --hidden_sizes 6 8 8 8", "must be multiples of 4 with layer_type bottleneck"),
+        (
+            "plan captcha_3xa100 --conv_channels 1 1 1 1 1 1",
+            "image_width 160 cannot be halved by each of 6",
+        ),
+        ("plan captcha_3xa100 --conv_channels 0", "conv_channels [0] must be positive numbers, at least one"),
+        ("plan captcha_3xa100 --alphabet aab", "must hold each character once"),
         (f"{MODEL} --on 1xt4 --seq_length 9", "did you mean --seq_len"),
     ],
 )
