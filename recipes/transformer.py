@@ -133,9 +133,10 @@ class Transformer:
         Backward of the last layer
             cache           as before; with gradient_checkpointing only that layer's
             activations     b T L a, with gradient_checkpointing b T (4 h (L - 1) + a), and the gradients on their way: those
-                            of the feed-forward layer, or, when that is done, those of eager attention, 8 b a T^2. Under
-                            autocast with post_norm 4 b T h more, the input of the embeddings' normalisation, and as much
-                            again with gradient_checkpointing, a layer's own input beside its casts
+                            of the feed-forward layer, or, when that is done, those of eager attention: 8 b a T^2, or 6, but
+                            4 in float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the
+                            embeddings' normalisation, and as much again with gradient_checkpointing, a layer's own input
+                            beside its casts
             head            4 V h if it is tied
         End of the backward
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
@@ -151,7 +152,8 @@ class Transformer:
         tokens, cached = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
         saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
         recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
-        square = self.eager * 8 * self.num_heads * self.length
+        pair = 6 if autocast else 8 - 4 * self.attention_dropout
+        square = self.eager * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
         temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
         outside, matrix = 8 * tokens * h, self.vocab_size * h

@@ -16,6 +16,7 @@ from recipes.recipe import ImageRecipe, catalog_names, load
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
 SMALL = {
     "basic": {"layer_type": "basic", "embedding_size": 8, "hidden_sizes": (8, 16, 24), "depths": (1, 2, 1)},
+    "alike": {"layer_type": "basic", "embedding_size": 8, "hidden_sizes": (8, 8), "depths": (1, 1)},
     "bottleneck": {"layer_type": "bottleneck", "embedding_size": 8, "hidden_sizes": (16, 32), "depths": (2, 1)},
 }
 CAPTCHA = {"conv_channels": (8, 12, 16), "hidden_size": 24, "image_height": 25, "image_width": 50, "alphabet": "abc"}

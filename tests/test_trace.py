@@ -296,7 +296,20 @@ def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
         model = shape if is_image else dataclasses.replace(shape, eager=attention == "eager")
         planned = planned_memory(model, layout, **options).total
         traced = trace_config(str(tmp_path), b, 224 if is_image else 96, attn_implementation=attention, **options)
-        assert planned == pytest.approx(traced.peak, rel=0.05), (b, options)
+        assert planned == pytest.approx(traced.peak, rel=0.05 if kind.startswith("Bert") else 0.025), (b, options)
+
+
+def test_where_eager_attention_is_the_most(tmp_path):
+    """Many heads, narrow and long: the fullest moment is the backward of the last layer's attention."""
+    shape = {"hidden_size": 64, "num_attention_heads": 16, "num_hidden_layers": 2, "intermediate_size": 256}
+    for mixed_precision, dropout in (("no", 0.0), ("bf16", 0.0), ("no", 0.1), ("bf16", 0.1)):
+        more = {"attention_probs_dropout_prob": dropout, "architectures": ["BertForMaskedLM"]}
+        transformers.BertConfig(**shape, **more, vocab_size=100).save_pretrained(tmp_path)
+        model = dataclasses.replace(shape_of(read_config(str(tmp_path)), 512, name="it"), eager=True)
+        layout = solve_layout(num_processes=1, global_batch_size=4, per_device_train_batch_size=4)
+        traced = trace_config(str(tmp_path), 4, 512, mixed_precision=mixed_precision, attn_implementation="eager")
+        planned = planned_memory(model, layout, mixed_precision=mixed_precision)
+        assert planned.total == pytest.approx(traced.peak, rel=0.03), (mixed_precision, dropout)
 
 
 def test_a_traced_model_is_planned_for(tmp_path):

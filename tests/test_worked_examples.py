@@ -143,7 +143,7 @@ def test_bert_large_on_24_gb(monkeypatch, capsys):
     for precision, by_hand in (("no", {8: 21.2, 32: 65.8}), ("bf16", {8: 17.8, 32: 50.4})):
         for b, expected in by_hand.items():
             line = f"{LONG} --attn_implementation eager --mixed_precision {precision} --per_device_train_batch_size {b}"
-            assert gigabytes(plan(monkeypatch, capsys, line)) + b * per_sample == pytest.approx(expected, rel=0.03)
+            assert gigabytes(plan(monkeypatch, capsys, line)) + b * per_sample == pytest.approx(expected, rel=0.035)
     eager = plan(monkeypatch, capsys, f"{LONG} --on 1x3090 --attn_implementation eager")
     assert 8 <= eager["per_device_train_batch_size"] < 32
     for precision in ("no", "bf16"):
