@@ -141,7 +141,7 @@ def _trace():
 
 def plan_model(argv: list[str]) -> None:
     settings, of = _parse(argv, [PlanSettings, ModelSettings])
-    workload = _workload_of_model(of, settings)
+    workload = _workload_of_model(of, settings.critical_batch_size, settings.attn_implementation, traced=settings.trace)
     known: dict[str, Any] = {"recipe": workload.name, "description": of.model_name_or_path}
     known |= {"source": "the model's configuration, and what was given with it"}
     if of.learning_rate is not None:
@@ -157,13 +157,11 @@ def plan_model(argv: list[str]) -> None:
     _plan(workload, settings, known, trace)
 
 
-def _workload_of_model(of: ModelSettings, settings: Any) -> Workload:
-    name, attention = (
-        Path(of.model_name_or_path).name or of.model_name_or_path,
-        getattr(settings, "attn_implementation", "sdpa"),
-    )
-    config = _config(of.model_name_or_path)
-    if getattr(settings, "trace", False) and not has_formula(config):
+def _workload_of_model(
+    of: ModelSettings, critical_batch_size: float | None, attention: str = "sdpa", *, traced: bool = False
+) -> Workload:
+    config, name = _config(of.model_name_or_path), Path(of.model_name_or_path).name or of.model_name_or_path
+    if traced and not has_formula(config):
         model = _trace().traced_model(of.model_name_or_path, of.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
@@ -180,7 +178,7 @@ def _workload_of_model(of: ModelSettings, settings: Any) -> Workload:
         num_steps=num_steps,
         steps_per_epoch=None if per_epoch is None else float(per_epoch),
         attention=attention,
-        critical_batch_size=settings.critical_batch_size,
+        critical_batch_size=critical_batch_size,
     )
 
 
@@ -252,7 +250,7 @@ def scale(name: str, argv: list[str]) -> None:
 
 def scale_model(argv: list[str]) -> None:
     settings, of = _parse(argv, [ScaleSettings, ModelSettings])
-    _scale(_workload_of_model(of, settings), settings)
+    _scale(_workload_of_model(of, settings.critical_batch_size), settings)
 
 
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
@@ -267,7 +265,10 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
 
 def _parse(argv: list[str], classes: list[type]) -> list[Any]:
     """One settings object of each class, from their flags."""
-    flags = parse_flags(classes, argv, USAGE)
+    return _build(parse_flags(classes, argv, USAGE), classes)
+
+
+def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
     names = [{field.name for field in dataclasses.fields(kind)} for kind in classes]
     return [
         build(kind, {key: flags[key] for key in flags.keys() & of}, "flags")
@@ -281,10 +282,7 @@ def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any
     own = {field.name for field in dataclasses.fields(cls)}
     classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
     flags = parse_flags([*classes, cls], argv, USAGE)
-    built = [
-        build(kind, {key: flags[key] for key in flags.keys() & {f.name for f in dataclasses.fields(kind)}}, "flags")
-        for kind in classes
-    ]
+    built = _build(flags, classes)
     recipe = recipes.load(name, {key: value for key, value in flags.items() if key in own})
     return recipe, *built, *([DataSettings()] * (2 - len(built)))
 
