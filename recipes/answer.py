@@ -1,7 +1,7 @@
 """What `plan` and `scale` answer, as plain JSON values: the numbers behind the text, the page and the plot."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.growth import Row, grow, remarks
 from recipes.hardware import Device
@@ -9,9 +9,6 @@ from recipes.memory import Memory, planned_memory
 from recipes.placement import Placement
 from recipes.plan import Layout
 from recipes.workload import Workload
-
-if TYPE_CHECKING:  # it imports torch
-    from recipes.trace import Trace
 
 POINTS = 100
 """Of the learning rate's curve."""
@@ -24,8 +21,8 @@ def planned(workload: Workload, layout: Layout, memory: Memory, options: dict[st
     return answer | {"memory": memory.items | {"total": memory.total}, "memory_peaks": peaks}
 
 
-def traced(trace: "Trace", workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
-    """What torch's fake tensors say of one process with whole weights, and how far the plan is from it."""
+def traced(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    """What a `trace.Trace` of one process with whole weights says, and how far the plan is from it."""
     planned = planned_memory(workload.model, layout, **options | {"sharded": False}, moment_bytes=workload.moment_bytes)
     peaks = {moment: getattr(trace, moment) for moment in ("forward", "backward", "optimizer_step")}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
