@@ -39,6 +39,14 @@ def test_gpt2_xl_from_one_device_to_thousands():
     assert found[-1] == "more than 512 devices do not help: the step has 512 samples"
 
 
+def test_where_the_batch_passes_the_critical_size():
+    rows = grow(of_recipe(load("bert_base"), critical_batch_size=1000), load_device("a100-80"), 32)
+    (found,) = (remark for remark in remarks(rows) if "critical" in remark)
+    assert found.endswith("passes the critical size of 1000 samples at 4 devices (1024 samples)")
+    rows = grow(of_recipe(load("bert_base"), critical_batch_size=1e6), load_device("a100-80"), 32)
+    assert not any("critical" in remark for remark in remarks(rows))
+
+
 @given(name=st.sampled_from(catalog_names()), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))
 @settings(max_examples=25, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):

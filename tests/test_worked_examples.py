@@ -8,7 +8,7 @@ import yaml
 
 from recipes import __main__ as program
 from recipes.errors import exit_code
-from recipes.hardware import DEVICES
+from recipes.hardware import DEVICES, load_device
 
 
 def plan(monkeypatch, capsys, line: str) -> dict:
@@ -197,6 +197,10 @@ def test_all_reduce_of_5_mb_over_8_nodes(monkeypatch, capsys, tmp_path):
     seconds = {name: value * part for name, value in answer["all_reduce_seconds"].items()}
     assert seconds == pytest.approx({"naive": 70, "tree": 30, "recursive_doubling": 15, "ring": 8.75})
     assert plan(monkeypatch, capsys, "resnet50_1xv100 --on 1xv100-16")["all_reduce_seconds"] is None
+    nodes = plan(monkeypatch, capsys, "bert_base --on 2x1xh100")
+    device, num_bytes = load_device("h100"), 4 * nodes["num_parameters"]
+    over_network = num_bytes / (device.network_gb_per_s * 1e9) + device.network_latency_us / 1e6
+    assert nodes["all_reduce_seconds"]["recursive_doubling"] == pytest.approx(over_network)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,3 +218,39 @@ def test_warnings(monkeypatch, capsys):
     notes = plan(monkeypatch, capsys, f"{CAPTCHA} --critical_batch_size 1024")["warnings"]
     assert any("3072 is 3 times the critical one of 1024: about 4 times the samples" in note for note in notes)
     assert plan(monkeypatch, capsys, f"{CAPTCHA} --critical_batch_size 4000")["warnings"] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other cuts
+
+
+def test_other_micro_batches(monkeypatch, capsys):
+    answer = plan(monkeypatch, capsys, "bert_large_3090 --on 1x2080ti --max_seq_length 512")
+    cuts = {cut["per_device_train_batch_size"]: cut for cut in answer["micro_batches"]}
+    b, k = answer["per_device_train_batch_size"], answer["gradient_accumulation_steps"]
+    assert list(cuts) == sorted({1, 2, 4, 8, 16, 32, b})
+    assert (cuts[b]["gradient_accumulation_steps"], cuts[b]["seconds"]) == (k, answer["time"]["total"])
+    assert cuts[b]["memory"] == answer["memory"]
+    assert (cuts[32]["gradient_accumulation_steps"], cuts[32]["fits"], cuts[32]["seconds"]) == (1, False, None)
+    assert cuts[32]["needed"] > answer["memory_of_device"] >= cuts[b]["needed"]
+    assert cuts[1]["seconds"] > cuts[b]["seconds"]
+
+
+def test_a_cut_that_was_asked_for_says_so(monkeypatch, capsys):
+    asked = plan(monkeypatch, capsys, "resnet50_imagenet_4xt4_b512 --on 4xt4 --per_device_train_batch_size 32")
+    assert "is cut into 4 micro-steps: as asked; 128 samples at once need" in asked["reason"]
+    assert "as asked" not in plan(monkeypatch, capsys, "bert_large_2080ti --on 1x2080ti")["reason"]
+
+
+def test_what_is_too_large_for_a_convolutional_network_is_not_sharded(monkeypatch, capsys):
+    line = "plan captcha_3xa100 --on 2xt4 --per_device_train_batch_size 1536"
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    assert exit_code(program.main) == 2
+    assert "Leave --per_device_train_batch_size out, or set it to" in capsys.readouterr().err
+
+
+def test_the_curve_ends_with_training(monkeypatch, capsys):
+    answer = plan(monkeypatch, capsys, "bert_base --max_train_steps 100 --lr_num_steps 1000000")
+    steps = [step for step, _ in answer["learning_rates"]]
+    assert (steps[0], steps[-1]) == (0, 100)
+    assert steps == sorted(steps)
