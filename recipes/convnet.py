@@ -21,6 +21,7 @@ class Convolution:
         pixels: of its output.
         relu: elements of the relu that follows, 0 where none does. After a residual sum it belongs to its last convolution.
         pooled: elements of the maximum that follows, 0 where none does.
+        shared: elements of its input where another convolution has the same, 0 elsewhere.
     """
 
     num_weights: int
@@ -28,6 +29,7 @@ class Convolution:
     pixels: int
     relu: int
     pooled: int = 0
+    shared: int = 0
 
     @property
     def elements(self) -> int:
@@ -39,10 +41,11 @@ class Convolution:
 
         The normalisation keeps the convolution's output, relu its own, the maximum the place of each (8 bytes) and its output
         is what comes next. Group normalisation computes in float32 under autocast: it keeps a cast of its input (4), relu its
-        output in float32 (4), and the next convolution a cast of what arrives there (2).
+        output in float32 (4), and each of the next convolutions a cast of what arrives there (2).
         """
         if grouped and width == 2:
-            return 4 * (self.elements + self.relu) + 2 * (self.pooled or self.relu) + 8 * self.pooled
+            casts = 2 * (self.pooled or self.relu) + 2 * self.shared
+            return 4 * (self.elements + self.relu) + casts + 8 * self.pooled
         return width * (self.elements + self.relu + self.pooled) + 8 * self.pooled
 
 
@@ -157,7 +160,7 @@ def resnet(shape: Mapping[str, Any], height: int, width: int, *, grouped: bool =
             after = halved(size) if stride == 2 else size
             before, pixels = size[0] * size[1], after[0] * after[1]
             if stride == 2 or channels != out:
-                layers.append(Convolution(channels * out, out, pixels, 0))
+                layers.append(Convolution(channels * out, out, pixels, 0, shared=channels * before))
             if shape["layer_type"] == "bottleneck":
                 inner = out // 4
                 layers.append(Convolution(channels * inner, inner, before, inner * before))

@@ -10,7 +10,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from recipes.convnet import ConvNet
 from recipes.memory import model_of
-from recipes.networks import CaptchaReader
+from recipes.networks import CaptchaReader, normalize_by_groups
 from recipes.recipe import ImageRecipe, catalog_names, load
 
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
@@ -133,3 +133,15 @@ def test_the_reader_reads_each_character():
     assert model.features[5].num_groups == 12
     make = partial(dataclasses.replace, recipe)
     assert type(CaptchaReader(make(normalization="batch")).features[1]).__name__ == "BatchNorm2d"
+
+
+def test_with_group_normalisation_samples_do_not_see_each_other():
+    recipe = small("bottleneck", normalization="group")
+    model, batch = build(recipe), images(recipe, 4)
+    shared = logits(model, batch)
+    assert not torch.allclose(shared[:2], logits(model, batch[:2]), rtol=1e-3)
+    normalize_by_groups(model)
+    kinds = {type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__}
+    assert kinds == {"GroupNorm"}
+    assert torch.allclose(logits(model, batch)[:2], logits(model, batch[:2]), rtol=1e-4, atol=1e-6)
+    assert sum(p.numel() for p in model.parameters()) == model_of(recipe).num_parameters

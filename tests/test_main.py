@@ -80,6 +80,8 @@ def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
         3e-4,
     )
     assert (answer["num_parameters"], answer["num_steps"], answer["command"]) == (109_484_547, 245_439, None)
+    steps = line.replace("--num_train_epochs 10", "--max_train_steps 7")
+    assert json.loads(run(monkeypatch, capsys, f"{steps} --json")[1])["num_steps"] == 7
     code, out, _ = run(
         monkeypatch, capsys, f"{line} --optimizer sgd --learning_rate_batch_size 8 --lr_scaling_rule linear"
     )

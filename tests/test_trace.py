@@ -244,6 +244,18 @@ def test_the_formula_meets_the_trace(name):
         assert planned.total == pytest.approx(trace_recipe(recipe, b, **options).peak, rel=0.05), (b, options)
 
 
+def test_the_formula_of_group_normalisation():
+    recipe = load("resnet50_1xv100", {"depths": (1, 1, 1, 1), "normalization": "group"})
+    batch, group = (
+        trace_recipe(of, 16, mixed_precision="bf16")
+        for of in (dataclasses.replace(recipe, normalization="batch"), recipe)
+    )
+    assert group.forward > 1.5 * batch.forward  # float32 under autocast
+    layout = solve_layout(num_processes=1, global_batch_size=16, per_device_train_batch_size=16)
+    planned = planned_memory(model_of(recipe), layout, mixed_precision="bf16", moment_bytes=4)
+    assert planned.total == pytest.approx(group.peak, rel=0.05)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Any model
 
