@@ -38,6 +38,7 @@ DIGITS = "builtin/digits"
 CENTRE = 224 / 256  # share of the short side that is seen of held-out images, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
 NAMED = 10  # names in a message at most
+CHUNK = 16  # images that a thread verifies at once
 
 
 class Drawn(NamedTuple):
@@ -488,7 +489,7 @@ def _bad_rows(store: Store, num_workers: int | None) -> dict[int, str]:
         threads = min(num_workers or os.cpu_count() or 1, len(todo))
         try:
             with ThreadPool(threads) as pool:
-                bar = tqdm(pool.imap(verify, todo, chunksize=16), total=len(todo), desc=f"Verifying {store.what}")
+                bar = tqdm(pool.imap(verify, todo, chunksize=CHUNK), total=len(todo), desc=f"Verifying {store.what}")
                 for row, fault in zip(todo, bar, strict=True):
                     known[names[row]] = [marks[row], fault]
         finally:  # an interrupted pass goes on where it was
