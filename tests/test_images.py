@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import re
+import warnings
 
 import datasets
 import numpy as np
@@ -288,14 +289,23 @@ def test_what_is_held_out_depends_on_the_seed_and_the_share_only():
     assert message.startswith("validation_fraction 0.9999 of 1797 images leaves none to train on: lower it")
 
 
-def test_a_folder_is_read_in_sorted_order(folder):
+def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
+    (folder / "cat" / "0.jpg").rename(folder / "cat" / "9.jpg")
     write(folder / "cat" / "A.PNG", colours(8, 8))
     (folder / "cat" / "notes.txt").write_text("not an image")
     write(folder / ".hidden" / "1.png", colours(8, 8))
     (folder / "cat" / "._0.jpg").write_bytes(b"what a Mac leaves behind")
-    source, held_out = images.build(recipe_of(folder))
+    scan = os.scandir
+
+    def shuffled(path):
+        found = scan(path)
+        return sorted(found, key=lambda entry: entry.name[::-1]) if str(path).startswith(str(folder)) else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", shuffled)
+        source, held_out = images.build(recipe_of(folder))
     names = [source.store.name(row) for row in source.rows]
-    assert names == [*(f"cat/{n}.jpg" for n in (0, 2, 4, 6)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
+    assert names == [*(f"cat/{n}.jpg" for n in (2, 4, 6, 9)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
     assert cell_of(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
     assert (source.store.classes, held_out, source.left_out) == (["cat", "dog"], None, None)
 
@@ -357,7 +367,7 @@ def test_a_dataset_that_cannot_be_reached():
 def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels):
     grey = Image.fromarray(np.full((8, 8), 100, np.uint8))
     clear = grey.convert("P")
-    clear.info["transparency"] = bytes([0, 255])
+    clear.info["transparency"] = bytes([0, 128])
     kinds = {
         "L": grey,
         "RGB": grey.convert("RGB"),
@@ -372,8 +382,10 @@ def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels
     (tmp_path / "CMYK").mkdir()
     grey.convert("CMYK").save(tmp_path / "CMYK" / "1.jpg", quality=100)
     shape = {"num_channels": num_channels, "image_mean": [0.0] * num_channels, "image_std": [1.0] * num_channels}
-    source, _ = images.build(recipe_of(tmp_path, num_labels=8, **shape))
-    values = cell_of(source, 0, range(8))["pixel_values"] * 255
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source, _ = images.build(recipe_of(tmp_path, num_labels=8, **shape), num_workers=1)
+        values = cell_of(source, 0, range(8))["pixel_values"] * 255
     assert values.shape == (8, num_channels, 16, 16)
     assert torch.allclose(values, torch.tensor(100.0), atol=2)
     assert values.is_contiguous(memory_format=torch.channels_last)
@@ -410,6 +422,8 @@ def test_the_fingerprint_is_of_names_sizes_and_labels(folder, tmp_path):
     with (folder / "dog" / "00.jpg").open("ab") as file:
         file.write(b"0")
     assert len({first, renamed, moved, fingerprint()}) == 4
+    one, other = (images.Files(str(folder), "train_dir", classes) for classes in (["cat", "dog"], ["dog", "cat"]))
+    assert one.digest(np.arange(8)) != other.digest(np.arange(8)), "other labels"
 
 
 def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
