@@ -19,7 +19,7 @@ CATALOG = Path(__file__).parent / "catalog"
 ALTERNATIVES = (
     ("max_train_steps", "num_train_epochs"),
     ("num_warmup_steps", "warmup_epochs", "warmup_ratio"),
-    ("train_file", "dataset_name"),
+    ("train_file", "train_dir", "dataset_name"),
 )
 
 
@@ -71,10 +71,11 @@ class Recipe:
         """Rules between fields that this recipe breaks."""
         problems = []
         for group in ALTERNATIVES:
-            given = [name for name in group if getattr(self, name, None) is not None]
-            if any(hasattr(self, name) for name in group) and len(given) != 1:
+            names = [name for name in group if hasattr(self, name)]
+            given = [name for name in names if getattr(self, name) is not None]
+            if names and len(given) != 1:
                 what = " and ".join(given) + " are set" if given else "none is set"
-                problems.append(f"of {', '.join(group)} exactly one must be set, but {what}: set the others to null")
+                problems.append(f"of {', '.join(names)} exactly one must be set, but {what}: set the others to null")
         try:
             self.scaled()
         except UsageError as error:
@@ -305,8 +306,27 @@ class ImageRecipe(Recipe):
 class ImageClassification(ImageRecipe):
     """Image classification by a ResNet."""
 
-    dataset_name: str | None = setting("dataset of the hub", decides=False)
+    # Data
+    train_dir: str | None = setting("training images: CLASS/NAME.jpg, png, bmp or webp", decides=False)
+    validation_dir: str | None = setting("held-out images, as train_dir; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/digits, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    validation_fraction: float = setting(
+        "fraction of the images held out, drawn by the seed; not used with validation_dir or a validation split of the hub",
+        BELOW_ONE,
+    )
+    image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
+    image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
+    augmentation: str = setting(
+        "of training images, drawn anew in every epoch: none, shift (by up to 1/8, zeros move in) or imagenet (random crop "
+        "and flip; of held-out images 7/8 of the short side)",
+        one_of("none", "shift", "imagenet"),
+    )
+
+    # Loss
     label_smoothing: float = setting("share of the target that all classes divide between them", BELOW_ONE)
+
+    # Model
     num_labels: int = setting("classes", POSITIVE)
     layer_type: str = setting(
         "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
@@ -317,6 +337,16 @@ class ImageClassification(ImageRecipe):
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        if self.validation_dir is not None and self.train_dir is None:
+            problems.append(f"validation_dir is {self.validation_dir}, but train_dir is not set: set both or neither")
+        if self.num_channels not in (1, 3):
+            problems.append(f"num_channels is {self.num_channels}, must be 1 (grey) or 3 (red, green, blue)")
+        for name in ("image_mean", "image_std"):
+            values = list(getattr(self, name))
+            if len(values) != self.num_channels:
+                problems.append(f"{name} {values} must hold one number for each of num_channels {self.num_channels}")
+        if min(self.image_std, default=1) <= 0:
+            problems.append(f"image_std {list(self.image_std)} must be positive numbers")
         if len(self.hidden_sizes) != len(self.depths) or min(*self.hidden_sizes, *self.depths, 1) < 1:
             problems.append(
                 f"hidden_sizes {list(self.hidden_sizes)} and depths {list(self.depths)} must be positive, one each per stage"

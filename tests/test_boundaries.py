@@ -53,7 +53,7 @@ FLOORS = [
 ]
 THIRD_PARTY = [
     {"numpy", "yaml"},
-    {"torch", "datasets", "tokenizers", "transformers", "pyarrow"},
+    {"torch", "datasets", "tokenizers", "transformers", "pyarrow", "sklearn", "PIL"},
     {"accelerate", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
 ]
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

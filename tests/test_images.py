@@ -1,0 +1,636 @@
+"""Labelled images: the same pixels in every cell and worker, and bad files found before training."""
+
+import errno
+import itertools
+import os
+import pickle
+import re
+import warnings
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+from recipes.data import images
+from recipes.data.images import _centre_box, _random_box, _shift
+from recipes.data.steps import Steps
+from recipes.errors import RunError, UsageError
+from recipes.losses import IGNORED
+from recipes.order import Order, sample_rng
+from recipes.plan import solve_layout
+from recipes.recipe import ImageClassification, load
+
+PLAIN = {"image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}  # pixel values stay in [0, 1]
+CHANGES = {"image_height": 16, "image_width": 16, "num_labels": 2, "augmentation": "none", "validation_fraction": 0.0}
+
+
+def recipe_of(folder, **changes) -> ImageClassification:
+    return load("resnet50_imagenet_4xt4", PLAIN | CHANGES | {"train_dir": str(folder)} | changes)
+
+
+def digits(**changes) -> tuple[images.Images, images.Images]:
+    return images.build(load("resnet_digits_cpu", changes))
+
+
+def colours(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """uint8 [height, width, 3] of smooth colours."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(256, size=(4, 4, 3), dtype=np.uint8))
+    return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def write(path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, cat and dog, of four JPEG images each, of different sizes."""
+    for number, name in enumerate(["cat", "dog"] * 4):
+        write(tmp_path / "data" / name / f"{number}.jpg", colours(24 + number, 40 - 3 * number, number))
+    return tmp_path / "data"
+
+
+def cell_of(source: images.Images, epoch: int, ids) -> dict[str, torch.Tensor]:
+    return source.collate([source.draw(epoch, number) for number in ids])
+
+
+def pixels(source: images.Images, epoch: int, number: int) -> torch.Tensor:
+    return cell_of(source, epoch, [number])["pixel_values"][0]
+
+
+def problem(call, kind=UsageError) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cells
+
+
+def test_a_cell():
+    source, _ = digits()
+    cell = cell_of(source, 0, [5, 2, 9])
+    assert cell["pixel_values"].shape == (3, 1, 32, 32)
+    assert cell["pixel_values"].dtype == torch.float32
+    assert cell["labels"].dtype == cell["counts"].dtype == torch.int64
+    assert cell["counts"].tolist() == [3]
+    assert cell["labels"].tolist() == [int(source.store.labels[source.rows[number]]) for number in (5, 2, 9)]
+    assert (source.max_length, source.draw(0, 5).length, source.longest().length) == (1, 1, 1)
+    assert len(source.collate([source.longest()])["labels"]) == 1
+
+
+def test_cells_are_channels_last(folder):
+    source, _ = images.build(recipe_of(folder))
+    values = cell_of(source, 0, range(3))["pixel_values"]
+    assert values.shape == (3, 3, 16, 16)
+    assert values.is_contiguous(memory_format=torch.channels_last)
+    assert not values.is_contiguous()
+
+
+def test_no_samples_make_a_cell_without_a_target(folder):
+    source, _ = images.build(recipe_of(folder))
+    cell = source.collate([])
+    assert cell["counts"].tolist() == [0]
+    assert (cell["labels"].tolist(), cell["pixel_values"].shape) == ([IGNORED], (1, 3, 16, 16))
+    logits = torch.randn(1, 2, requires_grad=True)
+    loss = cross_entropy(logits, cell["labels"], reduction="sum", label_smoothing=0.1)
+    loss.backward()
+    assert (loss.item(), logits.grad.any().item()) == (0.0, False)
+
+
+def test_nothing_is_read_when_a_sample_is_drawn(folder, monkeypatch):
+    source, _ = images.build(recipe_of(folder))
+    monkeypatch.setattr(images, "_decode", lambda *_: pytest.fail("decoded"))
+    assert source.draw(3, 7) == (3, 7)
+
+
+def test_each_channel_has_its_mean_and_deviation(folder):
+    mean, std = (0.1, 0.5, 0.9), (0.5, 0.25, 2.0)
+    plain, _ = images.build(recipe_of(folder))
+    source, _ = images.build(recipe_of(folder, image_mean=mean, image_std=std))
+    expected = (pixels(plain, 0, 1) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    assert torch.allclose(pixels(source, 0, 1), expected, atol=1e-6)
+    assert 0 <= pixels(plain, 0, 1).min() < 0.3 < 0.7 < pixels(plain, 0, 1).max() <= 1
+
+
+@pytest.mark.parametrize("augmentation", ["none", "shift", "imagenet"])
+def test_a_sample_has_the_same_pixels_in_any_cell_order_and_process(folder, augmentation):
+    source, _ = images.build(recipe_of(folder, augmentation=augmentation))
+    together = cell_of(source, 2, range(8))
+    backward = cell_of(pickle.loads(pickle.dumps(source)), 2, reversed(range(8)))
+    for number in range(8):
+        alone = pixels(source, 2, number)
+        assert torch.equal(together["pixel_values"][number], alone)
+        assert torch.equal(backward["pixel_values"][7 - number], alone)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_step_is_the_same_on_every_layout_and_in_workers(folder, num_workers):
+    source, _ = images.build(recipe_of(folder, augmentation="imagenet"))
+    order = Order(len(source), 6, seed=1)
+    whole = {}
+    for step in range(3):
+        for epoch, number in zip(*order.samples(step), strict=True):
+            whole[int(epoch), int(number)] = pixels(source, int(epoch), int(number))
+    for processes, size in ((1, 6), (2, 2)):
+        seen = []
+        layout = solve_layout(num_processes=processes, global_batch_size=6, per_device_train_batch_size=size)
+        for index in range(processes):
+            steps = Steps(source, order, layout, process_index=index)
+            for data in steps.stream(0, 3, num_workers, torch.device("cpu")):
+                for cell, samples in zip(data.cells, data.samples, strict=True):
+                    assert cell["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+                    for values, sample in zip(cell["pixel_values"], samples, strict=True):
+                        assert torch.equal(values, whole[sample])
+                        seen.append((data.step, *sample))
+        assert len(seen) == len(set(seen)) == 18
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Augmentation
+
+
+@pytest.mark.parametrize("augmentation", ["shift", "imagenet"])
+def test_training_images_change_with_epoch_and_seed_held_out_ones_do_not(folder, augmentation):
+    def of(seed: int):
+        return images.build(recipe_of(folder, augmentation=augmentation, validation_dir=str(folder), seed=seed))
+
+    (train, held_out), (other, other_held_out) = of(1), of(2)
+    for changed in (pixels(train, 1, 0), pixels(other, 0, 0), pixels(held_out, 0, 0)):
+        assert not torch.equal(pixels(train, 0, 0), changed)
+    assert torch.equal(pixels(held_out, 0, 0), pixels(held_out, 5, 0))
+    assert torch.equal(pixels(held_out, 0, 0), pixels(other_held_out, 0, 0))
+    draws = {pixels(train, epoch, 0).numpy().tobytes() for epoch in range(20)}
+    assert len(draws) > 10
+
+
+def test_samples_of_one_epoch_are_augmented_differently(tmp_path):
+    for name in ("a/1.png", "a/2.png", "b/1.png"):
+        write(tmp_path / name, colours(30, 30))
+    source, _ = images.build(recipe_of(tmp_path, augmentation="imagenet"))
+    assert not torch.equal(pixels(source, 0, 0), pixels(source, 0, 1))
+
+
+def test_a_shift_moves_the_image_by_up_to_an_eighth_and_zeros_in():
+    rows, columns = np.mgrid[:16, :24]
+    image = np.stack([rows + 1, columns + 1], axis=-1).astype(np.uint8)
+    seen = set()
+    for number in range(300):
+        moved = _shift(image, sample_rng(0, images.AUGMENTATION, 0, number))
+        (down, right) = (
+            np.median((grid - moved[..., at] + 1)[moved[..., at] > 0]) for at, grid in enumerate((rows, columns))
+        )
+        expected = np.zeros_like(image)
+        for row, column in itertools.product(range(16), range(24)):
+            if 0 <= row - down < 16 and 0 <= column - right < 24:
+                expected[row, column] = image[int(row - down), int(column - right)]
+        assert np.array_equal(moved, expected)
+        seen.add((int(down), int(right)))
+    assert {down for down, _ in seen} == set(range(-2, 3))
+    assert {right for _, right in seen} == set(range(-3, 4))
+
+
+def test_random_crops_are_as_large_and_as_wide_as_torchvisions():
+    boxes = [_random_box(400, 400, sample_rng(0, images.AUGMENTATION, 0, number)) for number in range(3000)]
+    left, top, right, bottom = np.array(boxes).T
+    assert (left >= 0).all()
+    assert (top >= 0).all()
+    assert right.max() == 400
+    assert bottom.max() == 400
+    share, ratio = (right - left) * (bottom - top) / 160_000, (right - left) / (bottom - top)
+    assert 0.078 < share.min() < 0.1
+    assert 0.95 < share.max() <= 1
+    assert 0.74 < ratio.min() < 0.77
+    assert 1.3 < ratio.max() < 1.35
+    assert np.mean(np.log(ratio)) == pytest.approx(0, abs=0.02), "as often wide as high"
+    # Of 8 % to 100 %, uniform, about 0.5; what does not fit is drawn again, so that large ones are rarer.
+    assert 0.45 < share.mean() < 0.54
+    assert len(set(boxes)) > 2900
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "box"), [(900, 90, (390, 0, 510, 90)), (90, 900, (0, 390, 90, 510)), (1, 1, (0, 0, 1, 1))]
+)
+def test_a_shape_that_no_crop_fits_is_cropped_in_the_middle(width, height, box, monkeypatch):
+    monkeypatch.setattr(images, "SCALE", (1.0, 1.0))
+    assert _random_box(width, height, sample_rng(0, 0, 0, 0)) == box
+
+
+def test_half_of_the_crops_are_flipped(tmp_path):
+    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 1, 3))
+    for name in ("a/1.png", "b/1.png"):
+        write(tmp_path / name, ramp)
+    source, _ = images.build(recipe_of(tmp_path, augmentation="imagenet"))
+    falling = [bool(row[0] > row[-1]) for row in (pixels(source, epoch, 0)[0, 8] for epoch in range(200))]
+    assert 70 < sum(falling) < 130
+
+
+def test_held_out_images_are_resized_and_cropped_in_the_middle(tmp_path):
+    """As torchvision's Resize(256) and CenterCrop(224)."""
+    image = colours(300, 400)
+    for name in ("a/1.png", "b/1.png"):
+        write(tmp_path / name, image)
+    recipe = recipe_of(
+        tmp_path, augmentation="imagenet", validation_dir=str(tmp_path), image_height=224, image_width=224
+    )
+    source = images.build(recipe)[1]
+    small = Image.fromarray(image).resize((341, 256), Image.Resampling.BILINEAR).crop((58, 16, 282, 240))
+    ours = pixels(source, 0, 0).permute(1, 2, 0).numpy() * 255
+    assert np.abs(ours - np.asarray(small)).mean() < 1
+    assert _centre_box(400, 300, 224, 224, 224 / 256) == (68.75, 18.75, 331.25, 281.25)
+    assert _centre_box(30, 90, 10, 20, 1.0) == (0, 15, 30, 75)
+    for width, height in itertools.product(range(1, 60), repeat=2):
+        left, top, right, bottom = _centre_box(width, height, 7, 13, 1.0)
+        assert 0 <= left < right <= width
+        assert 0 <= top < bottom <= height
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def test_digits_are_scikit_learns():
+    train, held_out = digits(image_height=8, image_width=8, augmentation="none", image_mean=[0.0], image_std=[1.0])
+    assert (len(train), len(held_out)) == (1438, 359)
+    theirs = load_digits()
+    assert sorted([*train.rows, *held_out.rows]) == list(range(1797))
+    for source in (train, held_out):
+        cell = cell_of(source, 0, range(len(source)))
+        expected = torch.tensor(theirs.images[source.rows] / 16, dtype=torch.float32)
+        assert torch.allclose(cell["pixel_values"][:, 0], expected, atol=0.5 / 255 + 1e-6)
+        assert cell["labels"].tolist() == theirs.target[source.rows].tolist()
+
+
+def test_digits_are_enlarged_and_normalised():
+    train, held_out = digits()
+    values = cell_of(held_out, 0, range(len(held_out)))["pixel_values"]
+    assert values.shape == (359, 1, 32, 32)
+    assert values.mean().item() == pytest.approx(0, abs=0.05)
+    assert values.std().item() == pytest.approx(1, abs=0.05)
+    assert len(train) == load("resnet_digits_cpu").num_train_samples
+
+
+def test_what_is_held_out_depends_on_the_seed_and_the_share_only():
+    one, two, other = digits()[1], digits(augmentation="none")[1], digits(seed=1)[1]
+    assert np.array_equal(one.rows, two.rows)
+    assert not np.array_equal(one.rows, other.rows)
+    assert len(digits(validation_fraction=0.5)[1]) == 898
+    assert digits(validation_fraction=0.0)[1] is None
+    assert len(digits(validation_fraction=1e-9)[1]) == 1
+    message = problem(lambda: digits(validation_fraction=0.9999))
+    assert message.startswith("validation_fraction 0.9999 of 1797 images leaves none to train on: lower it")
+
+
+def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
+    (folder / "cat" / "0.jpg").rename(folder / "cat" / "9.jpg")
+    write(folder / "cat" / "A.PNG", colours(8, 8))
+    (folder / "cat" / "notes.txt").write_text("not an image")
+    write(folder / ".hidden" / "1.png", colours(8, 8))
+    (folder / "cat" / "._0.jpg").write_bytes(b"what a Mac leaves behind")
+    scan = os.scandir
+
+    def shuffled(path):
+        found = scan(path)
+        return sorted(found, key=lambda entry: entry.name[::-1]) if str(path).startswith(str(folder)) else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", shuffled)
+        source, held_out = images.build(recipe_of(folder))
+    names = [source.store.name(row) for row in source.rows]
+    assert names == [*(f"cat/{n}.jpg" for n in (2, 4, 6, 9)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
+    assert cell_of(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
+    assert (source.store.classes, held_out, source.left_out) == (["cat", "dog"], None, None)
+
+
+def test_a_part_of_a_folder_can_be_held_out(folder):
+    train, held_out = images.build(recipe_of(folder, validation_fraction=0.25))
+    assert (len(train), len(held_out)) == (6, 2)
+    assert not set(train.rows.tolist()) & set(held_out.rows.tolist())
+    assert train.fingerprints != held_out.fingerprints
+
+
+def test_labels_of_held_out_images_are_those_of_training(folder, tmp_path):
+    write(tmp_path / "held" / "dog" / "1.png", colours(8, 8))
+    held_out = images.build(recipe_of(folder, validation_dir=str(tmp_path / "held")))[1]
+    assert cell_of(held_out, 0, [0])["labels"].tolist() == [1]
+    write(tmp_path / "held" / "bird" / "1.png", colours(8, 8))
+    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(tmp_path / "held"))))
+    assert "validation_dir" in message
+    assert "has classes that train_dir lacks: bird" in message
+
+
+def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
+    """Read from a folder of Parquet files, which `datasets` loads as it loads a repository of the hub."""
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    files = sorted(folder.glob("*/*.jpg"))
+    rows = {"image": [{"bytes": f.read_bytes(), "path": None} for f in files], "label": [f.parent.name for f in files]}
+
+    def load_hub(name, parts):
+        for split, columns in parts.items():
+            (tmp_path / name / "data").mkdir(parents=True, exist_ok=True)
+            table = datasets.Dataset.from_dict(columns, features if "label" in columns else None)
+            table.to_parquet(tmp_path / name / "data" / f"{split}.parquet")
+        return images.build(recipe_of(None, train_dir=None, dataset_name=str(tmp_path / name)))
+
+    train, held_out = load_hub("both", {"train": rows, "test": {name: column[:3] for name, column in rows.items()}})
+    ours, _ = images.build(recipe_of(folder))
+    assert (len(train), len(held_out)) == (8, 3)
+    for name, value in cell_of(ours, 0, range(8)).items():
+        assert torch.equal(cell_of(train, 0, range(8))[name], value)
+    assert len(pickle.loads(pickle.dumps(train))) == 8
+    assert train.fingerprints == load_hub("moved", {"train": rows})[0].fingerprints != held_out.fingerprints
+    rows["image"][3] = {"bytes": files[3].read_bytes()[:200], "path": None}
+    assert "1 of 8 images cannot be decoded: row 3 (" in problem(lambda: load_hub("bad", {"train": rows}), RunError)
+    assert "has no split train, only validation" in problem(lambda: load_hub("part", {"validation": rows}))
+    message = problem(lambda: load_hub("none", {"train": {"text": ["a"]}}))
+    assert "0 columns are Image (none), must be one" in message
+
+
+def test_a_dataset_that_cannot_be_reached():
+    recipe = recipe_of(None, train_dir=None, dataset_name="nobody/nothing")
+    assert "dataset_name 'nobody/nothing' (config None): " in problem(lambda: images.build(recipe))
+    recipe = recipe_of(None, train_dir=None, dataset_name="builtin/digit")
+    assert "'builtin/digit' does not exist: the only one built in is builtin/digits" in problem(
+        lambda: images.build(recipe)
+    )
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels):
+    grey = Image.fromarray(np.full((8, 8), 100, np.uint8))
+    clear = grey.convert("P")
+    clear.info["transparency"] = bytes([0, 128])
+    kinds = {
+        "L": grey,
+        "RGB": grey.convert("RGB"),
+        "RGBA": grey.convert("RGBA"),
+        "P": grey.convert("P"),
+        "clear": clear,
+    }
+    kinds |= {"LA": grey.convert("LA"), "16": Image.fromarray(np.full((8, 8), 100 * 256 + 7, np.uint16))}
+    for name, image in kinds.items():
+        (tmp_path / name).mkdir()
+        image.save(tmp_path / name / "1.png")
+    (tmp_path / "CMYK").mkdir()
+    grey.convert("CMYK").save(tmp_path / "CMYK" / "1.jpg", quality=100)
+    shape = {"num_channels": num_channels, "image_mean": [0.0] * num_channels, "image_std": [1.0] * num_channels}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source, _ = images.build(recipe_of(tmp_path, num_labels=8, **shape), num_workers=1)
+        values = cell_of(source, 0, range(8))["pixel_values"] * 255
+    assert values.shape == (8, num_channels, 16, 16)
+    assert torch.allclose(values, torch.tensor(100.0), atol=2)
+    assert values.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_photograph_stands_upright(tmp_path):
+    image = Image.fromarray(colours(16, 16))
+    turned = image.transpose(Image.Transpose.ROTATE_90)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: to be turned by 90 degrees clockwise
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        turned.save(tmp_path / name / "1.png", exif=exif)
+    source, _ = images.build(recipe_of(tmp_path))
+    assert np.array_equal((pixels(source, 0, 0).permute(1, 2, 0) * 255).round().numpy(), np.asarray(image))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fingerprints
+
+
+def test_the_fingerprint_is_of_names_sizes_and_labels(folder, tmp_path):
+    def fingerprint(**changes):
+        return images.build(recipe_of(folder, **changes))[0].fingerprints["images"]
+
+    first = fingerprint()
+    assert len(first) == 16
+    folder = folder.rename(tmp_path / "elsewhere")
+    assert fingerprint() == first == fingerprint(seed=5), "neither where they lie nor the seed"
+    (folder / "cat" / "0.jpg").rename(folder / "cat" / "00.jpg")
+    renamed = fingerprint()
+    (folder / "cat" / "00.jpg").rename(folder / "dog" / "00.jpg")
+    moved = fingerprint()
+    with (folder / "dog" / "00.jpg").open("ab") as file:
+        file.write(b"0")
+    assert len({first, renamed, moved, fingerprint()}) == 4
+    one, other = (images.Files(str(folder), "train_dir", classes) for classes in (["cat", "dog"], ["dog", "cat"]))
+    assert one.digest(np.arange(8)) != other.digest(np.arange(8)), "other labels"
+
+
+def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
+    first = digits()[0].fingerprints
+    assert digits()[0].fingerprints == first
+    assert digits()[1].fingerprints != first
+    theirs = load_digits()
+    theirs.images[digits()[0].rows[0], 3, 3] += 1
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: theirs)
+    assert digits()[0].fingerprints != first
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with the data
+
+
+def damage(folder) -> list[str]:
+    """Three bad files among the good ones, as the messages name them."""
+    whole = (folder / "cat" / "0.jpg").read_bytes()
+    (folder / "cat" / "1_cut.jpg").write_bytes(whole[:-20])
+    (folder / "dog" / "empty.png").write_bytes(b"")
+    (folder / "dog" / "text.webp").write_text("not an image")
+    return ["cat/1_cut.jpg (image file is truncated", "dog/empty.png (not an image)", "dog/text.webp (not an image)"]
+
+
+def test_bad_images_stop_the_run_before_training(folder):
+    bad = damage(folder)
+    message = problem(lambda: images.build(recipe_of(folder)), RunError)
+    assert f"train_dir {folder}: 3 of 11 images cannot be decoded: " in message
+    assert all(name in message for name in bad)
+    assert message.endswith("mend or remove them, or set on_bad_sample to skip")
+
+
+def test_bad_images_of_both_folders_are_named_at_once(folder):
+    damage(folder)
+    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(folder))), RunError)
+    assert f"train_dir {folder}: 3 of 11" in message
+    assert f"validation_dir {folder}: 3 of 11" in message
+
+
+def test_skipped_images_are_as_if_they_had_never_been_there(folder):
+    without, _ = images.build(recipe_of(folder, augmentation="imagenet"))
+    bad = damage(folder)
+    source, held_out = images.build(
+        recipe_of(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_sample="skip"
+    )
+    assert len(source) == len(without) == len(held_out) == 8
+    assert source.fingerprints == without.fingerprints
+    for name, value in cell_of(without, 1, range(8)).items():
+        assert torch.equal(cell_of(source, 1, range(8))[name], value)
+    assert "3 of 11 images cannot be decoded" in source.left_out
+    assert all(name in source.left_out for name in bad)
+    assert held_out.left_out.startswith("validation_dir")
+
+
+def test_many_bad_images_are_counted(folder):
+    for number in range(30):
+        (folder / "cat" / f"bad{number:02}.png").write_bytes(b"bad")
+    message = problem(lambda: images.build(recipe_of(folder)), RunError)
+    assert "30 of 38 images" in message
+    assert "bad09.png (not an image) and 20 more" in message
+    assert "bad10" not in message
+
+
+def test_a_class_of_bad_images_only(folder):
+    (folder / "ant").mkdir()
+    (folder / "ant" / "1.png").write_bytes(b"bad")
+    message = problem(lambda: images.build(recipe_of(folder, num_labels=3), on_bad_sample="skip"))
+    assert "no image of ant can be decoded: mend some, or remove the class" in message
+
+
+def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
+    verified, verify = [], images._verify
+
+    def counted(store, row):
+        verified.append(store.name(row))
+        return verify(store, row)
+
+    monkeypatch.setattr(images, "_verify", counted)
+    damage(folder)
+
+    def build() -> set[str]:
+        verified.clear()
+        assert len(images.build(recipe_of(folder), on_bad_sample="skip")[0]) + skipped == 11
+        return set(verified)
+
+    skipped = 3
+    assert len(build()) == 11
+    assert build() == set(), "bad ones are remembered, too, so that every process leaves out the same"
+    (folder / "dog" / "empty.png").write_bytes((folder / "dog" / "1.jpg").read_bytes())
+    skipped = 2
+    assert build() == {"dog/empty.png"}, "mended: its size has changed"
+    os.utime(folder / "cat" / "0.jpg", ns=(1, 1))
+    assert build() == {"cat/0.jpg"}, "its time has changed"
+    for file in (datasets.config.HF_DATASETS_CACHE / "verified_images").glob("*.json"):
+        file.write_text("{damaged")
+    assert len(build()) == 11
+
+
+def test_an_interrupted_verification_goes_on(folder, monkeypatch):
+    verify = images._verify
+
+    def interrupted(store, row):
+        if row == 5:
+            raise UsageError("the disk is gone")
+        return verify(store, row)
+
+    monkeypatch.setattr(images, "_verify", interrupted)
+    monkeypatch.setattr(images, "CHUNK", 1)
+    with pytest.raises(UsageError, match="the disk is gone"):
+        images.build(recipe_of(folder), num_workers=1)
+    verified = []
+    monkeypatch.setattr(images, "_verify", lambda store, row: verified.append(row))
+    images.build(recipe_of(folder))
+    assert sorted(verified) == [5, 6, 7]
+
+
+def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
+    """A disk that fails for a moment must not change the dataset."""
+    whole = images.Files.open
+
+    def failing(store, row):
+        if row == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return whole(store, row)
+
+    monkeypatch.setattr(images.Files, "open", failing)
+    message = problem(lambda: images.build(recipe_of(folder), on_bad_sample="skip"))
+    assert "cat/4.jpg cannot be read (Input/output error): check the file and its permissions" in message
+    monkeypatch.undo()
+    assert len(images.build(recipe_of(folder))[0]) == 8
+
+
+def test_an_image_that_is_lost_during_training(folder):
+    source, _ = images.build(recipe_of(folder))
+    (folder / "cat" / "2.jpg").unlink()
+    message = problem(lambda: cell_of(source, 0, range(8)), RunError)
+    assert "cat/2.jpg was an image at the start and is none now ([Errno 2] No such file" in message
+
+
+def test_folders_that_cannot_be_used(tmp_path, folder, monkeypatch):
+    def message(path, **changes) -> str:
+        return problem(lambda: images.build(recipe_of(path, **changes)))
+
+    assert re.search(r"train_dir .*nowhere: it cannot be read \(No such file", message(tmp_path / "nowhere"))
+    assert "it cannot be read (Not a directory)" in message(folder / "cat" / "0.jpg")
+    assert "has no class folder (4 images lie in it directly)" in message(folder / "cat")
+    assert "class data holds folders (cat, dog), but images must be CLASS/NAME" in message(tmp_path)
+    found = "num_labels is 5, but train_dir .* has 2 classes \\(cat, dog\\): set num_labels to 2"
+    assert re.search(found, message(folder, num_labels=5))
+    (folder / "eel").mkdir()
+    (folder / "eel" / "notes.txt").write_text("none yet")
+    assert "class eel holds no image (1 other files): remove it, or add images (.png" in message(folder, num_labels=3)
+    (folder / "eel" / "link.png").symlink_to(tmp_path / "gone.png")
+    assert "eel/link.png cannot be read (No such file" in message(folder, num_labels=3)
+
+    scan = os.scandir
+
+    def forbidden(path):
+        if str(path).endswith("dog"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", forbidden)
+    (folder / "eel" / "link.png").unlink()
+    assert "dog cannot be read (Permission denied): check the path and its permissions" in message(folder, num_labels=3)
+
+
+def test_all_empty_classes_are_named_at_once(folder):
+    for name in ("ant", "bee"):
+        (folder / name).mkdir()
+    with pytest.raises(UsageError) as error:
+        images.build(recipe_of(folder, num_labels=4))
+    assert ["ant" in line or "bee" in line for line in error.value.problems] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_dir": None, "dataset_name": None},
+            "of train_dir, dataset_name exactly one must be set, but none is set",
+        ),
+        (
+            {"dataset_name": "a"},
+            "of train_dir, dataset_name exactly one must be set, but train_dir and dataset_name are",
+        ),
+        (
+            {"train_dir": None, "dataset_name": "a", "validation_dir": "b"},
+            "validation_dir is b, but train_dir is not set: set both or neither",
+        ),
+        ({"image_mean": [0.5]}, "image_mean [0.5] must hold one number for each of num_channels 3"),
+        ({"image_std": [0.5, 0.5]}, "image_std [0.5, 0.5] must hold one number for each of num_channels 3"),
+        ({"image_std": [0.5, 0.5, 0.0]}, "image_std [0.5, 0.5, 0.0] must be positive numbers"),
+        (
+            {"num_channels": 2, "image_mean": [0.5, 0.5], "image_std": [0.5, 0.5]},
+            "num_channels is 2, must be 1 (grey) or 3 (red, green, blue)",
+        ),
+        ({"augmentation": "flip"}, "augmentation is 'flip', must be one of none, shift, imagenet"),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path, changes, message):
+    assert message in problem(lambda: recipe_of(tmp_path, **changes))
+
+
+def test_the_folder_replaces_the_dataset_and_does_not_decide(tmp_path):
+    recipe = recipe_of(tmp_path)
+    assert (recipe.train_dir, recipe.dataset_name) == (str(tmp_path), None)
+    assert recipe_of(tmp_path / "other").fingerprint == recipe.fingerprint
+    assert recipe_of(tmp_path, image_mean=[0.5, 0.5, 0.5]).fingerprint != recipe.fingerprint
