@@ -53,8 +53,8 @@ FLOORS = [
 ]
 THIRD_PARTY = [
     {"numpy", "yaml"},
-    {"torch", "datasets", "tokenizers", "transformers", "pyarrow"},
-    {"accelerate", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
+    {"torch", "datasets", "tokenizers", "transformers", "pyarrow", "captcha", "PIL", "tqdm"},
+    {"accelerate", "safetensors", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
 ]
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
