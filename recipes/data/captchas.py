@@ -235,17 +235,14 @@ def _build(recipe: CaptchaRecognition, split: str, num_workers: int | None) -> C
     key = hashlib.sha256(Path(__file__).read_bytes() + json.dumps(decisive).encode()).hexdigest()[:16]
     file = Path(datasets.config.HF_DATASETS_CACHE) / "captchas" / f"{split}-{key}"
     shape = recipe.image_height, recipe.image_width
-    size = num_samples * _row(shape, recipe.num_characters).itemsize
-    digest = _digest(file, size) or _write(file, size, recipe, split, num_samples, num_workers)
+    digest = _digest(file) or _write(file, recipe, split, num_samples, num_workers)
     return Captchas(file, num_samples, shape, recipe.num_characters, digest)
 
 
-def _digest(file: Path, size: int) -> str | None:
-    """SHA-256 of the file's content of `size` bytes, hexadecimal; None unless it is there and begins with this SHA-256."""
+def _digest(file: Path) -> str | None:
+    """SHA-256 of the file's content, hexadecimal; None unless it is there and begins with this SHA-256."""
     try:
         with open(file, "rb") as stream:
-            if os.fstat(stream.fileno()).st_size != DIGEST_SIZE + size:
-                return None
             recorded = stream.read(DIGEST_SIZE)
             digest = hashlib.file_digest(stream, "sha256")
             return digest.hexdigest() if digest.digest() == recorded else None
@@ -253,9 +250,7 @@ def _digest(file: Path, size: int) -> str | None:
         return None
 
 
-def _write(
-    file: Path, size: int, recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int | None
-) -> str:
+def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int | None) -> str:
     """Draw a split into the file, which appears when it is whole. Returns the SHA-256 of its content, hexadecimal."""
     digest = hashlib.sha256()
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")  # of our own: another job may be drawing the same
@@ -274,9 +269,10 @@ def _write(
         part.replace(file)
         return digest.hexdigest()
     except OSError as error:
+        size = num_samples * _row((recipe.image_height, recipe.image_width), recipe.num_characters).itemsize
         raise RunError(
-            f"captchas cannot be written to {file.parent} ({error.strerror or error}): {size / 1e6:,.0f} MB must fit there, or set "
-            "HF_DATASETS_CACHE to another folder"
+            f"captchas cannot be written to {file.parent} ({error.strerror or error}): {size / 1e6:,.1f} MB must fit there, or "
+            "set HF_DATASETS_CACHE to another folder"
         ) from error
     finally:
         progress.close()
