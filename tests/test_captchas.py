@@ -123,7 +123,7 @@ def test_the_texts_are_the_ones_they_always_were():
 
 def test_the_label_is_the_text_that_is_drawn(monkeypatch):
     recipe, texts = make(), []
-    _, painter = captchas._painter(recipe.image_width, recipe.image_height)
+    painter = captchas._painter(captchas._module(), recipe.image_width, recipe.image_height)
     real = painter.generate_image
     monkeypatch.setattr(painter, "generate_image", lambda text: texts.append(text) or real(text))
     label = draw_captcha(recipe, 11, "train")[1]
@@ -175,14 +175,14 @@ def test_a_package_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, o
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("captcha", "captcha.image"):
         monkeypatch.delitem(sys.modules, name)
-    captchas._painter.cache_clear()
+    captchas._module.cache_clear()
     try:
         with pytest.raises(
             UsageError, match=rf"captcha 9\.8\.7 cannot be seeded: {message}.*pip install captcha==0\.7\.1"
         ):
             build(make(), 2)
     finally:
-        captchas._painter.cache_clear()
+        captchas._module.cache_clear()
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
@@ -415,7 +415,7 @@ def test_two_jobs_at_once(cache):
     jobs = [context.Process(target=job) for _ in range(2)]
     for process in jobs:
         process.start()
-    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    first, second = answers.get(timeout=20), answers.get(timeout=20)
     for process in jobs:
         process.join(60)
     assert first == second == [source.fingerprints for source in build(make(), 1)]
@@ -451,18 +451,24 @@ def test_workers_end_with_a_job_that_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr(captchas, "draw_captcha", draw)
     job = context.Process(target=build, args=(make(), 2))
     job.start()
-    workers = []
-    deadline = time.monotonic() + 20
-    while len(workers) < 2 and time.monotonic() < deadline:
+    try:
+        assert until(lambda: len(list(tmp_path.glob("worker-*"))) == 2, seconds=20)
+    finally:
+        job.kill()
+        job.join()
+    workers = [int(path.name.split("-")[1]) for path in tmp_path.glob("worker-*")]
+    ended = until(lambda: not any(map(is_running, workers)), seconds=10)
+    for pid in filter(is_running, workers):
+        os.kill(pid, signal.SIGKILL)
+    assert ended
+
+
+def until(condition, seconds: float) -> bool:
+    """Whether it holds before so many seconds have passed."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-        workers = [int(path.name.split("-")[1]) for path in tmp_path.glob("worker-*")]
-    assert len(workers) == 2
-    job.kill()
-    job.join()
-    deadline = time.monotonic() + 10
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    return condition()
 
 
 def is_running(pid: int) -> bool:
