@@ -355,7 +355,9 @@ class CaptchaRecognition(ImageRecipe):
         if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
             problems.append(f"alphabet {self.alphabet!r} must hold each character once, and at least one")
         if self.num_channels != 3:
-            problems.append(f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3")
+            problems.append(
+                f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3"
+            )
         return problems
 
 

@@ -337,6 +337,7 @@ def test_processes_share_the_work(drawn, cache, num_workers, monkeypatch):
     alone = build(make(num_train_samples=70), 1)
     shutil.rmtree(cache)
     drawn.clear()
+    monkeypatch.setattr(captchas, "AT_ONCE", 6)  # more parts than are drawn ahead
     shared = build(make(num_train_samples=70), num_workers)
     assert [source.fingerprints for source in shared] == [source.fingerprints for source in alone]
     assert drawn == [("validation", i) for i in range(6)], "so few are drawn here, the others elsewhere"
