@@ -367,6 +367,7 @@ class ImageClassification(ImageRecipe):
 class CaptchaRecognition(ImageRecipe):
     """Reading the characters of a captcha: convolutions, each halving height and width, and one head per character."""
 
+    num_validation_samples: int = setting("held-out images, drawn beside the training data", POSITIVE, decides=False)
     alphabet: str = setting("the characters that may occur")
     num_characters: int = setting("characters of an image", POSITIVE)
     conv_channels: tuple[int, ...] = setting("channels of each convolution")
@@ -383,6 +384,10 @@ class CaptchaRecognition(ImageRecipe):
             )
         if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
             problems.append(f"alphabet {self.alphabet!r} must hold each character once, and at least one")
+        if self.num_channels != 3:
+            problems.append(
+                f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3"
+            )
         return problems
 
 

@@ -53,8 +53,8 @@ FLOORS = [
 ]
 THIRD_PARTY = [
     {"numpy", "yaml"},
-    {"torch", "datasets", "tokenizers", "transformers", "pyarrow", "sklearn", "PIL"},
-    {"accelerate", "safetensors", "tqdm", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
+    {"torch", "datasets", "tokenizers", "transformers", "pyarrow", "sklearn", "captcha", "PIL", "tqdm"},
+    {"accelerate", "safetensors", "matplotlib", "huggingface_hub", "cloudpickle", "pytest"},
 ]
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -160,6 +160,7 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         ),
         ("plan captcha_3xa100 --conv_channels 0", "conv_channels [0] must be positive numbers, at least one"),
         ("plan captcha_3xa100 --alphabet aab", "must hold each character once"),
+        ("plan captcha_3xa100 --num_channels 1", "num_channels is 1, but captchas are drawn in red, green and blue"),
         (f"{MODEL} --on 1xt4 --seq_length 9", "did you mean --seq_len"),
     ],
 )
