@@ -198,7 +198,7 @@ NONSENSE = st.text(
     flag=st.sampled_from(["on", "per_device_train_batch_size", "global_batch_size", "critical_batch_size"]),
     value=NONSENSE,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_nonsense_gets_one_clear_message(flag, value):
     err, out = io.StringIO(), io.StringIO()
     argv = ["recipes", "plan", "bert_base", "--on", "1xt4", f"--{flag}={value}"]
