@@ -184,7 +184,7 @@ def _workload_of_model(
 
 def _config(name: str) -> dict[str, Any]:
     """The configuration of a model here, or on the hub."""
-    if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if Path(name).exists() or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return read_config(name)
     from huggingface_hub import hf_hub_download  # here: it takes its time
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

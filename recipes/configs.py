@@ -43,7 +43,8 @@ def has_formula(config: Mapping[str, Any]) -> bool:
 
 
 def _class(config: Mapping[str, Any]) -> str:
-    return (config.get("architectures") or ["?"])[0]
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else "?"
 
 
 def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
@@ -57,6 +58,7 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
     Raises:
         UsageError: a class without a formula, a field that is missing, a length that the model does not have.
     """
+    _check(config, name)
     kind = _class(config)
     if kind not in _SHAPES:
         raise UsageError(
@@ -73,6 +75,51 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
         return _SHAPES[kind](config, length)
     except KeyError as error:
         raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
+
+
+SIZES = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *(
+        "head_dim",
+        "max_position_embeddings",
+        "type_vocab_size",
+        "n_positions",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_inner",
+    ),
+    *("num_channels", "embedding_size"),
+)
+LISTS = ("hidden_sizes", "depths")
+RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "attention_dropout")
+
+
+def _check(config: Mapping[str, Any], name: str) -> None:
+    """Raise UsageError for the first field that is no size, or no rate."""
+    for field in SIZES:
+        value = config.get(field)
+        if value is not None and not _is_size(value):
+            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must be a whole number of 1 or more")
+    for field in LISTS:
+        value = config.get(field, [1])
+        if not isinstance(value, list) or not value or not all(map(_is_size, value)):
+            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must be whole numbers of 1 or more")
+    for field in RATES:
+        value = config.get(field, 0)
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must lie in [0, 1)")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

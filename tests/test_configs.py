@@ -90,6 +90,23 @@ def test_mistakes(tmp_path, content, length, message):
         shape_of(read_config(str(tmp_path)), length, name="it")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", "many"),
+        ("hidden_size", 0),
+        ("num_hidden_layers", True),
+        ("hidden_dropout_prob", 1),
+        ("depths", []),
+    ],
+)
+def test_a_field_that_is_no_size_is_named(tmp_path, field, value):
+    save(tmp_path, "BertForMaskedLM")
+    config = read_config(str(tmp_path)) | {field: value}
+    with pytest.raises(UsageError, match=f"it: {field} is .* in its configuration, must"):
+        shape_of(config, 8, name="it")
+
+
 def test_a_length_beyond_the_positions_is_refused(tmp_path):
     save(tmp_path, "BertForMaskedLM")
     with pytest.raises(UsageError, match="seq_len is 65, but it has 64 positions: use 64 or less"):
