@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 train-digits train-captcha test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -32,6 +32,16 @@ pretrain-gpt2: venv ## pretrain a small GPT-2 on Python's documentation: at most
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
 		scripts/pretrain_gpt2.py --recipe gpt2_small_cpu --eval_steps 200 --sample_prompt "The function returns" \
 		--output_dir runs/gpt2_small_cpu --overwrite_output_dir
+
+train-digits: venv ## train a small ResNet on handwritten digits: at most 5 minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/train_image_classifier.py --recipe resnet_digits_cpu --eval_steps 135 \
+		--output_dir runs/resnet_digits_cpu --overwrite_output_dir
+
+train-captcha: venv ## draw captchas and learn to read them: at most 5 minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/train_captcha.py --recipe captcha_cpu --eval_steps 79 \
+		--output_dir runs/captcha_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: under 12 minutes on 2 cores
 	$(BIN)/python -m pytest $(IN_PARALLEL)

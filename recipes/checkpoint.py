@@ -355,7 +355,7 @@ def _own_rows(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dic
     assert all(tensor.placements == (Shard(0),) for tensor in sharded.values()), "FSDP2 shards rows"
     rows = {name: tensor.to_local().contiguous() for name, tensor in sharded.items()}
     if accelerator.is_main_process:
-        rows |= {name: tensor for name, tensor in tensors.items() if name not in sharded}
+        rows |= {name: tensor.contiguous() for name, tensor in tensors.items() if name not in sharded}
     return rows
 
 
@@ -564,7 +564,7 @@ def load(
         if (theirs := state.data_fingerprints.get(name)) != ours:
             raise UsageError(
                 f"checkpoint {folder} was trained on other data: fingerprint of the {name} {theirs} there, {ours} here. Give "
-                "the same documents, in the same order, and the same tokenizer"
+                "the same ones, in the same order, and for text the same tokenizer"
             )
     try:
         tensors, moments = (read(folder, part) for part in ("model", "optimizer"))
@@ -581,8 +581,17 @@ def load(
     states = {name: {key: moments[f"{name}/{key}"] for key in of} for name, of in live["state"].items()}
     saved = {"state": states, "param_groups": live["param_groups"]}
     set_optimizer_state_dict(model, _unwrapped(optimizer), saved, options=WHOLE)
+    _lay_out_as_parameters(optimizer)
     if accelerator.scaler is not None and state.scaler is not None:
         accelerator.scaler.load_state_dict(state.scaler)
+
+
+def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments the strides of their parameters: torch's fused optimizers are silently wrong where they differ."""
+    for parameter, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if not isinstance(parameter, DTensor) and moment.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
 
 
 def _check_shapes(folder: Path, theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:

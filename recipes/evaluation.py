@@ -1,12 +1,34 @@
 """Exact evaluation: every held-out sample counted once, on any number of processes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from recipes.data.steps import Steps, to_device
+from recipes.data.steps import Cell, Steps, to_device
 from recipes.order import Order
 from recipes.plan import solve_layout
+
+
+@torch.no_grad()
+def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) -> tuple[Cell, torch.Tensor]:
+    """A cell of samples spread evenly over a dataset of images, and what a network says of it, on the host.
+
+    Args:
+        network: given pixel_values, returns logits [samples, ..., classes], or what holds them; in evaluation mode.
+        source: a `SampleSource` of images.
+        num_samples: at most.
+
+    Returns:
+        The cell; the places of the largest logits, int64 [samples, ...].
+    """
+    places = torch.linspace(0, len(source) - 1, min(num_samples, len(source))).long().unique()
+    cell = source.collate([source.draw(0, place) for place in places.tolist()])
+    weight = next(network.parameters())
+    logits = network(cell["pixel_values"].to(weight.device, weight.dtype))
+    return cell, getattr(logits, "logits", logits).argmax(-1).cpu()
 
 
 @torch.no_grad()

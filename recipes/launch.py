@@ -19,6 +19,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from recipes.batch_norm import BatchNorm
 from recipes.errors import UsageError
 
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
@@ -31,7 +32,9 @@ UNSUPPORTED = {
 }
 
 
-def create_accelerator(mixed_precision: str | None = None, ddp_timeout: float = 1800, **kwargs) -> Accelerator:
+def create_accelerator(
+    mixed_precision: str | None = None, ddp_timeout: float = 1800, may_shard: bool = True, **kwargs
+) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
 
     One process takes the GPU if there is one. The launch asks for the CPU by ACCELERATE_USE_CPU or by hiding the GPUs
@@ -41,12 +44,18 @@ def create_accelerator(mixed_precision: str | None = None, ddp_timeout: float = 
     Args:
         mixed_precision: no, fp16 or bf16; None: what the launch says.
         ddp_timeout: seconds that a process waits for another in a collective.
+        may_shard: whether FSDP2 is supported.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
         UsageError: a launch that would not be what it says, or whose steps would not be the recipe's.
     """
-    if problems := _environment_problems():
+    problems = _environment_problems()
+    if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        problems.append(
+            "the launch file shards weights (FSDP), which programs of images do not: launch with distributed_type MULTI_GPU"
+        )
+    if problems:
         raise UsageError(problems)
     plugin = _sharding()
     # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
@@ -109,6 +118,12 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     return model, optimizer
+
+
+def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether each forward needs all processes: for parts of the model, or for statistics of batch normalisation."""
+    synchronized = any(isinstance(module, BatchNorm) and module.group is not None for module in model.modules())
+    return is_sharded(accelerator) or synchronized
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -16,15 +16,16 @@ from recipes.transformer import LOGITS_AT_ONCE
 IGNORED = -100  # label of a place where nothing is to be predicted
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Summed cross-entropy: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
 
     Args:
         logits: [targets, classes].
         labels: int64 [targets]; targets of -100 are left out.
+        label_smoothing: share of the target that all classes divide between them (Szegedy et al. 2016, 1512.00567).
     """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
 
 
 def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from recipes.errors import UsageError
 
 
-def initial_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, name_or_path: str | None):
+def initial_model(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, name_or_path: str | None, head: str | None = None
+) -> PreTrainedModel:
     """A model of `config` with random weights (of torch's seed), or with those of `name_or_path`, in float32.
+
+    Args:
+        model_class: of transformers.
+        config: decides the shapes.
+        name_or_path: on the hub, or a folder.
+        head: begins the names of weights that stay random if they have other shapes there; all others must be there.
 
     Raises:
         UsageError: the weights cannot be loaded, or have another shape.
@@ -15,11 +23,28 @@ def initial_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
     if name_or_path is None:
         return model_class(config)
     try:
-        return model_class.from_pretrained(name_or_path, config=config, dtype=torch.float32)
+        model, found = model_class.from_pretrained(
+            name_or_path,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=head is not None,
+        )
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
             f"model_name_or_path {name_or_path} cannot be loaded: {str(error).strip().splitlines()[0]}"
         ) from None
+    if head is not None:
+        differ = {"lacks": found["missing_keys"], "has": found["unexpected_keys"]}
+        differ["has another shape of"] = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
+        differ = {what: [name for name in sorted(names) if not name.startswith(head)] for what, names in differ.items()}
+        texts = [f"it {what} {names[0]} and {len(names) - 1} more" for what, names in differ.items() if names]
+        if texts:
+            raise UsageError(
+                f"model_name_or_path {name_or_path} is another model than the recipe's: {'; '.join(texts)}. Set its shape and "
+                "normalization to what was trained"
+            )
+    return model
 
 
 def causal_attention(device: torch.device, mixed_precision: str, length: int) -> str:

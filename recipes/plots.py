@@ -1,9 +1,14 @@
 """Charts as PNG pictures, drawn by matplotlib, which is imported when one is drawn."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
+OUTCOMES = {"wrong": "#b3261e", "right": "#1b6e3c"}
+COLUMNS, SHOWN = 8, 16  # of predictions: images in a row, and of a kind at most
 MARKERS = {"strong": "o", "weak": "s"}
 
 
@@ -46,6 +51,45 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
+    return _png(figure)
+
+
+def plot_predictions(pictures: np.ndarray, wanted: Sequence[str], found: Sequence[str]) -> bytes:
+    """Draw images with what was read in them: wrong ones first, then right ones, at most 16 of each.
+
+    Args:
+        pictures: float [images, height, width, channels] in [0, 1].
+        wanted, found: the true label of each image, and the predicted one.
+
+    Returns:
+        The PNG file's content.
+    """
+    from matplotlib.figure import Figure
+
+    wrong = [place for place, pair in enumerate(zip(wanted, found, strict=True)) if pair[0] != pair[1]]
+    right = [place for place in range(len(wanted)) if place not in wrong]
+    shown = {"wrong": wrong[:SHOWN], "right": right[:SHOWN]}
+    num_rows = {kind: -(-len(places) // COLUMNS) for kind, places in shown.items()}
+    height, width = pictures.shape[1:3]
+    per_row = 0.45 + 1.3 * min(1.5, height / width)
+    total = sum(num_rows.values())
+    figure = Figure(figsize=(1.45 * COLUMNS, per_row * total + 0.5), dpi=120, layout="constrained")
+    figure.suptitle(f"{len(wanted)} held-out images: {len(right)} right, {len(wrong)} wrong")
+    axes = figure.subplots(total, COLUMNS, squeeze=False)
+    for each in axes.flat:
+        each.axis("off")
+    first = 0
+    for kind, places in shown.items():
+        for number, place in enumerate(places):
+            each = axes[first + number // COLUMNS, number % COLUMNS]
+            each.imshow(pictures[place].squeeze(), cmap="gray", vmin=0, vmax=1)
+            text = found[place] if kind == "right" else f"{found[place]} (is {wanted[place]})"
+            each.set_title(text, fontsize="small", color=OUTCOMES[kind])
+        first += num_rows[kind]
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     return picture.getvalue()

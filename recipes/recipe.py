@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -25,7 +25,13 @@ ALTERNATIVES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples."""
+    """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
+
+    Attributes:
+        unit: what `length` of its samples counts.
+    """
+
+    unit: ClassVar[str] = "token"
 
     # What it is
     name: str = setting("name in the catalog", decides=False, flag=False)
@@ -272,6 +278,8 @@ class Gpt2Pretraining(TextPretraining):
 class ImageRecipe(Recipe):
     """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
 
+    unit: ClassVar[str] = "image"
+
     # Optimizer
     optimizer: str = setting("sgd (with momentum) or adamw", one_of("sgd", "adamw"))
     sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", BELOW_ONE)
@@ -287,8 +295,12 @@ class ImageRecipe(Recipe):
 
     # Model
     normalization: str = setting(
-        "group, or batch: its statistics depend on how the step is cut, so the cut is not exact",
-        one_of("batch", "group"),
+        "group; batch: its statistics depend on how the step is cut, so the cut is not exact; frozen: batch with the "
+        "statistics of model_name_or_path",
+        one_of("batch", "group", "frozen"),
+    )
+    exact_batch_norm: bool = setting(
+        "batch normalisation by statistics of the whole step, however it is cut: exact, and several times slower"
     )
 
     def problems(self) -> list[str]:
@@ -299,6 +311,10 @@ class ImageRecipe(Recipe):
                 if (getattr(self, name) is None) == (optimizer == self.optimizer):
                     rule = "must be a number" if optimizer == self.optimizer else "must be null"
                     problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
+        if self.exact_batch_norm and self.normalization != "batch":
+            problems.append(
+                f"exact_batch_norm is true, but normalization is {self.normalization}, which is exact: set it to false"
+            )
         return problems
 
 
@@ -327,6 +343,9 @@ class ImageClassification(ImageRecipe):
     label_smoothing: float = setting("share of the target that all classes divide between them", BELOW_ONE)
 
     # Model
+    model_name_or_path: str | None = setting(
+        "weights to start from, but for a head of another num_labels; null: random", decides=False
+    )
     num_labels: int = setting("classes", POSITIVE)
     layer_type: str = setting(
         "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
@@ -353,7 +372,14 @@ class ImageClassification(ImageRecipe):
             )
         if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
             problems.append(f"hidden_sizes {list(self.hidden_sizes)} must be multiples of 4 with layer_type bottleneck")
+        if self.normalization == "frozen" and self.model_name_or_path is None:
+            problems.append("normalization is frozen, but model_name_or_path, whose statistics it takes, is not set")
         return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"class": 1.0}
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -388,7 +414,30 @@ class CaptchaRecognition(ImageRecipe):
             problems.append(
                 f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3"
             )
+        if self.normalization == "frozen":
+            problems.append(
+                "normalization is frozen, but no trained statistics exist for captchas: set it to group or batch"
+            )
         return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term: a whole string's loss is the sum of its characters', and only logged."""
+        return {"character": 1.0, "string": 0.0}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What `networks.CaptchaReader` takes."""
+        names = (
+            "image_height",
+            "image_width",
+            "num_channels",
+            "alphabet",
+            "num_characters",
+            "hidden_size",
+            "normalization",
+        )
+        return {name: getattr(self, name) for name in names} | {"conv_channels": list(self.conv_channels)}
 
 
 TASKS: dict[str, type[Recipe]] = {

@@ -24,7 +24,7 @@ from recipes import accumulate, interrupt
 from recipes.capacity import is_out_of_memory, recall
 from recipes.data.steps import StepData, Steps
 from recipes.errors import RunError
-from recipes.launch import is_sharded
+from recipes.launch import waits_in_forward
 from recipes.report import RunLog
 
 SECONDS_TO_REPORT = 5  # that waiting processes give each other to say that they wait
@@ -115,7 +115,7 @@ class Recovery:
         if not self.steps.halve(step):
             raise RunError(
                 f"memory ran out in step {step + 1} with one sample in a cell: nothing smaller is the same step. Try "
-                "--gradient_checkpointing, or share the weights among processes (FSDP2)"
+                f"{self.settings.memory_remedy}"
             )
         caps = {"per_device_train_batch_size": self.steps.layout.per_device_train_batch_size}
         if self.steps.max_tokens is not None:
@@ -180,11 +180,12 @@ class Attempt:
         if self.is_agreed:
             raise RunError(
                 f"memory ran out in the optimizer's step {step}, which cannot be cut: resume with "
-                "--gradient_checkpointing, or share the weights among processes (FSDP2)"
+                f"{recovery.settings.memory_remedy}"
             ) from error
-        if is_sharded(recovery.accelerator):
+        if waits_in_forward(recovery.accelerator, recovery.model):
             raise RunError(
-                f"memory ran out in step {step}. With sharded weights it cannot be done again: resume with a smaller "
+                f"memory ran out in step {step}. With sharded weights or synchronised batch normalisation it cannot be done "
+                "again: resume with a smaller "
                 f"--per_device_train_batch_size than {recovery.steps.layout.per_device_train_batch_size}"
             ) from error
         traceback.clear_frames(error.__traceback__)  # whose variables hold the activations

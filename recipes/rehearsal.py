@@ -8,22 +8,26 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
+from recipes import accumulate, batch_norm
 from recipes.capacity import is_out_of_memory
 from recipes.data.steps import Cell
 from recipes.errors import RunError
-from recipes.launch import is_sharded
+from recipes.launch import waits_in_forward
 from recipes.recovery import Recovery
 
 ForwardBackward = Callable[[Cell, torch.Tensor], torch.Tensor]
+Share = Callable[[Cell, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
 def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     """Lower the caps of `recovery.steps` to the largest that fit, the same on every process. Called by all.
 
     First the caps as they are (without --per_device_train_batch_size all of a process's share), then halves of them, then
-    what lies between: the fewest micro-steps that fit. What is remembered is not tried again. With sharded weights nothing is
-    tried: a process that fails alone would leave the others waiting.
+    what lies between: the fewest micro-steps that fit. What is remembered is not tried again. Where forwards wait for each
+    other (sharded weights, synchronised batch normalisation) nothing is tried: a process that fails alone would leave the
+    others waiting.
 
     Args:
         recovery: of this run; its `capacity` learns.
@@ -33,7 +37,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         RunError: not even one sample fits.
     """
     steps, accelerator, capacity = recovery.steps, recovery.accelerator, recovery.capacity
-    if is_sharded(accelerator):
+    if waits_in_forward(accelerator, recovery.model):
         return
     if recovery.settings.per_device_train_batch_size is not None:
         capacity.fails = None  # what was asked for is tried, whatever failed before
@@ -49,8 +53,8 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     while not fits(num_samples):
         if num_samples == 1:
             raise RunError(
-                f"not one sample of {steps.source.max_length} tokens fits into the memory of {accelerator.device}: try "
-                "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
+                f"not one {_sample(recovery)} fits into the memory of {accelerator.device}: try "
+                f"{recovery.settings.memory_remedy}"
             )
         num_samples = -(-num_samples // 2)
     enough, too_few = -(-wanted // num_samples), 0 if num_samples == wanted else -(-wanted // capacity.fails)
@@ -64,8 +68,38 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         max_tokens = steps.max_tokens and num_samples * steps.source.max_length
         steps.set_caps(num_samples, max_tokens)
         accelerator.print(
-            f"{num_samples} samples of {steps.source.max_length} tokens fit into memory at once: {steps.layout}"
+            f"{num_samples} of the largest samples ({_sample(recovery)}) fit into memory at once: {steps.layout}"
         )
+
+
+def measure_batch_norm(recovery: Recovery, model: nn.Module, share: Share) -> None:
+    """Say once, where batch normalisation makes the step depend on its cut, by how much it does. Called by all processes.
+
+    Args:
+        recovery: of this run.
+        model: as it was before `launch.prepare`.
+        share: a cell's share of the step's loss, and its summed losses, given the cell, the step's counts and the model.
+    """
+    log, accelerator, steps = recovery.log, recovery.accelerator, recovery.steps
+    if log.recipe.normalization != "batch" or log.recipe.exact_batch_norm or log.first_step >= log.num_steps:
+        return
+    data = steps[log.first_step]
+    counts = accumulate.total_counts(accelerator, data.counts)
+    accumulate.seed_noise(accelerator, log.recipe.seed, log.first_step)
+    error = batch_norm.deviation(model, data.cells, lambda cell: share(cell, counts, model)[0])
+    log.event(
+        log.first_step + 1,
+        "batch normalisation takes its statistics from each micro-step, so that another layout's steps differ; "
+        "--exact_batch_norm or group normalisation does not",
+        micro_steps=len(data.cells),
+        gradient_error=float(f"{error:.2g}"),
+    )
+
+
+def _sample(recovery: Recovery) -> str:
+    """What the largest sample is."""
+    unit = recovery.log.recipe.unit
+    return unit if unit == "image" else f"sample of {recovery.steps.source.max_length} {unit}s"
 
 
 def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int) -> bool:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -25,6 +26,9 @@ from recipes.data.steps import StepData
 from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
 from recipes.run import RunSettings
+
+PICTURES = ("loss.png", "predictions.png")
+"""That the model card shows, where they were drawn."""
 
 
 def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
@@ -103,7 +107,8 @@ class RunLog:
         self.output_dir = Path(run.output_dir)
         self.num_steps, self.num_skipped = num_steps, start.num_skipped
         self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
-        self.num_tokens, self.seconds = 0, 0.0
+        self.first_step = first_step
+        self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
         self.saver = saver
@@ -161,9 +166,10 @@ class RunLog:
             "epoch": data.epoch,
             "learning_rate": learning_rate,
             "samples": data.num_samples,
-            "tokens": data.num_tokens,
-            "seconds": now - self.clock,
         }
+        if self.recipe.unit != "image":  # images are samples
+            line[f"{self.recipe.unit}s"] = data.num_tokens
+        line["seconds"] = now - self.clock
         self.clock = now
         self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
         self.bar.update()
@@ -187,7 +193,7 @@ class RunLog:
             torch.stack([norm for *_, norm in pending]).double().cpu(),
             strict=True,
         )
-        ledger, broken = [], None
+        ledger, broken, num_units, seconds = [], None, 0, 0.0
         for (line, cells, cell_sums, *_), total, counts, norm in rows:
             line |= self.losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
@@ -200,11 +206,14 @@ class RunLog:
                 self.num_skipped += 1
                 line["skipped"] = True
             self._write(_order(line))
-            self.num_tokens += line["tokens"]
-            self.seconds += line["seconds"]
+            num_units += line.get(f"{self.recipe.unit}s", line["samples"])
+            seconds += line["seconds"]
             for micro_step, samples in enumerate(cells):
                 where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
                 ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
+        self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
+        if seconds:
+            self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
         if self.run.record_samples:
             ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
@@ -219,6 +228,12 @@ class RunLog:
                 f"{message}. Parameters and optimizer are those after step {line['step'] - 1}, and saved: resume with "
                 "--on_nonfinite skip to leave such steps out"
             )
+
+    def _progress(self, line: dict[str, Any], rate: float) -> dict[str, str]:
+        """What the progress bar says beside the time left, of the last step that was read."""
+        memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
+        numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
+        return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
 
     def _not_finite(self, line: dict[str, Any], cells: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
         """What is not finite in a step, and where: called by all processes, `sums` [cells, terms] are each one's own."""
@@ -295,8 +310,6 @@ class RunLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])
-        if "loss" in line:
-            self.bar.set_postfix(loss=f"{line['loss']:.3f}", lr=f"{line['learning_rate']:.2e}", refresh=False)
         if self.run.report_to != "none":
             self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
@@ -315,6 +328,13 @@ class RunLog:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
             tqdm.write(f"WARNING: {path} cannot be written ({error.strerror}); trying again later", file=sys.stderr)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most, of a GPU's memory in tensors, on a CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,14 +394,14 @@ def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:
     return output_dir / "loss.png"
 
 
-def finish(log: RunLog, model_class: str) -> None:
+def finish(log: RunLog, usage: str) -> None:
     """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
 
     Called by process 0 only, after the model and the tokenizer were saved in the output folder.
 
     Args:
         log: closed.
-        model_class: the transformers class that loads the model.
+        usage: lines of Python that load what was saved; OUTPUT_DIR stands for the folder.
     """
     recipe, output_dir = log.recipe, log.output_dir
     steps, evaluations = read_metrics(output_dir)
@@ -391,18 +411,16 @@ def finish(log: RunLog, model_class: str) -> None:
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
     if log.seconds:
-        results |= {"train_seconds": log.seconds, "tokens_per_second": log.num_tokens / log.seconds}
+        results |= {"train_seconds": log.seconds, f"{recipe.unit}s_per_second": log.num_units / log.seconds}
+        results["peak_memory_gb"] = peak_memory(log.accelerator.device) / 1e9
     if log.num_skipped:
         results["skipped_steps"] = log.num_skipped
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     terms = list(recipe.loss_weights)
     plot_losses(output_dir, recipe.name, terms if len(terms) > 1 else [])
-    usage = (
-        f"from transformers import AutoTokenizer, {model_class}\n"
-        f'model = {model_class}.from_pretrained("{output_dir}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{output_dir}")'
-    )
-    (output_dir / "README.md").write_text(_model_card(recipe, results, usage), encoding="utf-8")
+    usage = usage.replace("OUTPUT_DIR", str(output_dir))
+    pictures = [name for name in PICTURES if (output_dir / name).exists()]
+    (output_dir / "README.md").write_text(_model_card(recipe, results, usage, pictures), encoding="utf-8")
     first = evaluations[0] if evaluations else {}
     width = max(len(name) for name in results)
     print(f"\n{recipe.name}: {recipe.description}")
@@ -424,10 +442,11 @@ def _number(value: float) -> str:
     return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
 
 
-def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str) -> str:
+def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str, pictures: Iterable[str]) -> str:
+    shown = "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in pictures)
     rows = "".join(f"| {name} | {_number(value)} |\n" for name, value in results.items())
     return f"""---
-library_name: transformers
+library_name: {"transformers" if "transformers" in usage else "pytorch"}
 tags: [{recipe.task}]
 ---
 # {recipe.name}
@@ -439,7 +458,7 @@ Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Sou
 | metric | value |
 |---|---|
 {rows}
-![loss](loss.png)
+{shown}
 
 ```python
 {usage}

@@ -5,13 +5,11 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
-from typing import Any, TypeVar
+from typing import Any
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError
 from recipes.settings import NOT_NEGATIVE, POSITIVE, build, one_of, parse_flags, setting
-
-Settings = TypeVar("Settings", bound="RunSettings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,20 +25,13 @@ class RunSettings:
     gradient_accumulation_steps: int | None = setting(
         "micro-steps per step (k); follows from b", POSITIVE, default=None
     )
-    per_device_train_tokens: int | None = setting(
-        "most tokens in one forward, padding included", POSITIVE, default=None
-    )
     per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", POSITIVE, default=32)
 
-    # Memory, speed, precision (mixed precision is the launch file's)
-    attn_implementation: str | None = setting(
-        "attention kernel; none: sdpa on a GPU, on a CPU the one measured to be faster",
-        one_of("sdpa", "eager"),
-        default=None,
-    )
-    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    # Speed, precision (mixed precision is the launch file's)
     dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
-    preprocessing_num_workers: int | None = setting("processes that tokenize", POSITIVE, default=None)
+    preprocessing_num_workers: int | None = setting(
+        "processes or threads that prepare the data", POSITIVE, default=None
+    )
     dataloader_num_workers: int = setting("processes that prepare coming steps; 0: none", NOT_NEGATIVE, default=0)
 
     # Progress, checkpoints
@@ -69,10 +60,16 @@ class RunSettings:
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
     @property
+    def memory_remedy(self) -> str:
+        """What helps when memory does not hold a sample."""
+        return "a smaller model or smaller images"
+
+    @property
     def for_accelerator(self) -> dict[str, Any]:
         """What `launch.create_accelerator` wants to know."""
         tracker = None if self.report_to == "none" else self.report_to
-        return {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
+        known = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
+        return known | {"may_shard": isinstance(self, LanguageModelSettings)}
 
     def problems(self) -> list[str]:
         problems = []
@@ -89,7 +86,37 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalLmSettings(RunSettings):
+class LanguageModelSettings(RunSettings):
+    """Settings of one run that trains a transformer on tokens."""
+
+    per_device_train_tokens: int | None = setting(
+        "most tokens in one forward, padding included", POSITIVE, default=None
+    )
+    attn_implementation: str | None = setting(
+        "attention kernel; none: sdpa on a GPU, on a CPU the one measured to be faster",
+        one_of("sdpa", "eager"),
+        default=None,
+    )
+    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+
+    @property
+    def memory_remedy(self) -> str:
+        return "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSettings(RunSettings):
+    """Settings of one run that trains on files of images."""
+
+    on_bad_sample: str = setting(
+        "when images cannot be decoded: end before training, or leave them out and say which",
+        one_of("stop", "skip"),
+        default="stop",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 
     torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
@@ -103,21 +130,27 @@ class CausalLmSettings(RunSettings):
         return problems
 
 
-def parse(
-    argv: Sequence[str], task: str, description: str, settings_class: type[Settings] = RunSettings
-) -> tuple[recipes.Recipe, Settings]:
-    """The recipe (flags laid over its file) and the run settings that the flags in `argv` describe.
+SETTINGS: dict[str, type[RunSettings]] = {
+    "bert_pretraining": LanguageModelSettings,
+    "gpt2_pretraining": CausalLmSettings,
+    "image_classification": ImageSettings,
+    "captcha_recognition": RunSettings,
+}
+"""Task -> what can be set of its runs."""
+
+
+def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
+    """The recipe (flags laid over its file) and the run settings, of the task's class, that the flags in `argv` describe.
 
     Args:
         argv: the flags.
         task: of the recipe.
         description: of the program, for `--help`.
-        settings_class: `RunSettings`, or what a task adds to it.
 
     Raises:
         UsageError: unknown flags or recipe, and any broken rule.
     """
-    cls = recipes.TASKS[task]
+    cls, settings_class = recipes.TASKS[task], SETTINGS[task]
     flags = parse_flags([settings_class, cls], argv, description)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")

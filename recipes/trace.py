@@ -31,6 +31,7 @@ from transformers.utils.generic import find_labels
 from recipes import losses, networks, optim
 from recipes.errors import UsageError
 from recipes.recipe import BertPretraining, Gpt2Pretraining, ImageClassification, ImageRecipe, Recipe
+from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 from recipes.scaling import Hyperparameters
 from recipes.transformer import Moment
 
@@ -316,18 +317,8 @@ def trace_recipe(
             num_samples,
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=lambda model: _optimizer(recipe, model),
+            make_optimizer=lambda model: optim.of_recipe(model, recipe),
         )
-
-
-def _optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    if isinstance(recipe, ImageRecipe) and recipe.optimizer == "sgd":
-        return _sgd(model)
-    return optim.adamw(model, recipe.scaled(), recipe.weight_decay)
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), momentum=0.9, fused=True)  # whatever the momentum, it is kept
 
 
 def _bert(recipe: BertPretraining, attn_implementation: str) -> PreTrainedModel:
@@ -342,11 +333,10 @@ def _gpt2(recipe: Gpt2Pretraining, attn_implementation: str) -> PreTrainedModel:
 
 
 def _resnet(recipe: ImageClassification, _: str) -> PreTrainedModel:
-    config = AutoConfig.for_model("resnet", **recipe.architecture)
-    model = _build(transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config)
     if recipe.normalization == "group":
-        networks.normalize_by_groups(model)
-    return model
+        return _build(GroupNormResNet, GroupNormResNetConfig(**recipe.architecture))
+    config = AutoConfig.for_model("resnet", **recipe.architecture)
+    return _build(transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config)
 
 
 def _bert_loss(model: nn.Module, recipe: BertPretraining, num_samples: int) -> Tensor:
@@ -386,7 +376,7 @@ _TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
     "bert_pretraining": (_bert, _bert_loss),
     "gpt2_pretraining": (_gpt2, _gpt2_loss),
     "image_classification": (_resnet, _image_loss),
-    "captcha_recognition": (lambda recipe, _: networks.CaptchaReader(recipe), _image_loss),
+    "captcha_recognition": (lambda recipe, _: networks.CaptchaReader(**recipe.architecture), _image_loss),
 }
 
 
@@ -489,7 +479,9 @@ def trace_config(
             num_samples,
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=lambda model: _sgd(model) if optimizer == "sgd" else optim.adamw(model, USUAL, 0.0),
+            make_optimizer=lambda model: (
+                optim.sgd(model, 0.1, 0.9, 0.0) if optimizer == "sgd" else optim.adamw(model, USUAL, 0.0)
+            ),
         )
 
 

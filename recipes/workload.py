@@ -10,7 +10,12 @@ from recipes.recipe import ImageRecipe, Recipe
 from recipes.schedule import Schedule
 from recipes.transformer import Transformer
 
-SCRIPTS = {"bert_pretraining": "pretrain_bert.py", "gpt2_pretraining": "pretrain_gpt2.py"}
+SCRIPTS = {
+    "bert_pretraining": "pretrain_bert.py",
+    "gpt2_pretraining": "pretrain_gpt2.py",
+    "image_classification": "train_image_classifier.py",
+    "captcha_recognition": "train_captcha.py",
+}
 """task -> the script that trains it; a task that is missing can be planned only."""
 UPDATE = {"adamw": 28, "sgd": 20}
 """Bytes that an update moves per parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""

@@ -50,6 +50,12 @@ def build_model(recipe: BertPretraining) -> BertForPreTraining:
     return models.initial_model(BertForPreTraining, BertConfig(**recipe.architecture), recipe.model_name_or_path)
 
 
+USAGE = """\
+from transformers import AutoTokenizer, BertForPreTraining
+model = BertForPreTraining.from_pretrained("OUTPUT_DIR")
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
+
+
 def main(argv: list[str]) -> int:
     # -----------------------------------------------------------------------------------------------------------------
     # What: the recipe. How here: the layout
@@ -165,7 +171,7 @@ def main(argv: list[str]) -> int:
     if step == num_steps and accelerator.is_main_process:
         trained.bert.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
-        report.finish(log, "BertForPreTraining")
+        report.finish(log, USAGE)
     # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
     model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()

@@ -49,11 +49,17 @@ def build_model(recipe: Gpt2Pretraining, end_of_text: int) -> GPT2LMHeadModel:
     return models.initial_model(GPT2LMHeadModel, config, recipe.model_name_or_path)
 
 
+USAGE = """\
+from transformers import AutoTokenizer, GPT2LMHeadModel
+model = GPT2LMHeadModel.from_pretrained("OUTPUT_DIR")
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
+
+
 def main(argv: list[str]) -> int:
     # -----------------------------------------------------------------------------------------------------------------
     # What: the recipe. How here: the layout
 
-    recipe, settings = run.parse(argv, "gpt2_pretraining", __doc__, run.CausalLmSettings)
+    recipe, settings = run.parse(argv, "gpt2_pretraining", __doc__)
     output_dir = Path(settings.output_dir)
     accelerator = launch.create_accelerator(**settings.for_accelerator)
     layout = plan.solve_layout(
@@ -168,7 +174,7 @@ def main(argv: list[str]) -> int:
         gpt2 = trained.gpt2
         gpt2.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
-        report.finish(log, "GPT2LMHeadModel")
+        report.finish(log, USAGE)
         if settings.sample_prompt is not None:
             text = models.continue_text(
                 gpt2, train.tokenizer, settings.sample_prompt, settings.sample_length, recipe.seed

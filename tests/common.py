@@ -7,6 +7,8 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from recipes.workload import SCRIPTS
+
 ROOT = Path(__file__).parent.parent
 # Models that train in moments; what a flag does not set is the recipe's.
 TINY = (
@@ -18,18 +20,31 @@ TINY_GPT2 = (
     "--recipe gpt2_small_cpu --vocab_size 400 --block_size 48 --n_positions 48 --n_embd 32 --n_layer 2 --n_head 2 "
     "--initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 --max_train_steps 10 --warmup_ratio 0.1"
 ).split()
-TINIES = {"pretrain_bert": TINY, "pretrain_gpt2": TINY_GPT2}
+TINY_RESNET = (
+    "--recipe resnet_digits_cpu --image_height 16 --image_width 16 --embedding_size 4 --hidden_sizes 4 8 --depths 1 1 "
+    "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
+).split()
+TINY_READER = (
+    "--recipe captcha_cpu --num_train_samples 61 --num_validation_samples 20 --conv_channels 2 4 4 4 --hidden_size 16 "
+    "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
+).split()
+TINIES = {
+    "pretrain_bert": TINY,
+    "pretrain_gpt2": TINY_GPT2,
+    "train_image_classifier": TINY_RESNET,
+    "train_captcha": TINY_READER,
+}
 
 
 def task_of(program: str) -> str:
     """The task that a program trains: pretrain_bert -> bert_pretraining."""
-    verb, model = program.split("_")
-    return f"{model}_{verb}ing"
+    return next(task for task, script in SCRIPTS.items() if script == f"{program}.py")
 
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
-    argv = [*TINIES[program], "--train_file", str(corpus), "--output_dir", str(output_dir)]
+    data = ["--train_file", str(corpus)] if program.startswith("pretrain") else []
+    argv = [*TINIES[program], *data, "--output_dir", str(output_dir)]
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 

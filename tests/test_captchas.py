@@ -207,7 +207,7 @@ def test_a_cell_holds_what_is_drawn(train):
     assert cell["pixel_values"].shape == (4, 3, 30, 80)
     assert cell["pixel_values"].is_contiguous(memory_format=torch.channels_last)
     assert cell["labels"].dtype == cell["counts"].dtype == torch.int64
-    assert cell["counts"].tolist() == [16]
+    assert cell["counts"].tolist() == [16, 4]
     for i, pixels, label in zip(ids, cell["pixel_values"], cell["labels"], strict=True):
         image, text = draw_captcha(make(), i, "train")
         back = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8)
@@ -228,7 +228,7 @@ def test_a_cell_of_no_samples(train):
     cell = train.collate([])
     assert cell["pixel_values"].shape == (0, 3, 30, 80)
     assert (cell["labels"].shape, cell["labels"].dtype) == ((0, 4), torch.int64)
-    assert cell["counts"].tolist() == [0]
+    assert cell["counts"].tolist() == [0, 0]
 
 
 def test_cells_are_copies(train):
@@ -272,7 +272,7 @@ def test_steps_are_the_same_with_workers(train):
     steps = Steps(train, order, layout, process_index=0)
     workers = DataLoader(steps, batch_size=None, sampler=range(3), num_workers=1)
     for ours, theirs in zip((steps[0], steps[1], steps[2]), workers, strict=True):
-        assert ours.counts.tolist() == theirs.counts.tolist() == [64]
+        assert ours.counts.tolist() == theirs.counts.tolist() == [64, 16]
         for mine, other in zip(ours.cells, theirs.cells, strict=True):
             assert torch.equal(mine["pixel_values"], other["pixel_values"])
             assert torch.equal(mine["labels"], other["labels"])

@@ -10,8 +10,9 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from recipes.convnet import ConvNet
 from recipes.memory import model_of
-from recipes.networks import CaptchaReader, normalize_by_groups
+from recipes.networks import CaptchaReader
 from recipes.recipe import ImageRecipe, catalog_names, load
+from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
 SMALL = {
@@ -30,7 +31,9 @@ def small(kind: str, **changes) -> ImageRecipe:
 
 def build(recipe: ImageRecipe) -> torch.nn.Module:
     if recipe.task == "captcha_recognition":
-        return CaptchaReader(recipe)
+        return CaptchaReader(**recipe.architecture)
+    if recipe.normalization == "group":
+        return GroupNormResNet(GroupNormResNetConfig(**recipe.architecture))
     return ResNetForImageClassification(ResNetConfig(**recipe.architecture))
 
 
@@ -125,23 +128,22 @@ def test_a_step_of_the_captcha_reader_by_hand():
 
 def test_the_reader_reads_each_character():
     recipe = small("captcha")
-    model = CaptchaReader(recipe)
+    model = CaptchaReader(**recipe.architecture)
     assert logits(model, images(recipe)).shape == (3, 4, 3)
     assert isinstance(model_of(recipe), ConvNet)
     assert [type(module).__name__ for module in model.features[:4]] == ["Conv2d", "GroupNorm", "ReLU", "MaxPool2d"]
     assert model.features[1].num_groups == 8  # of 8 channels
     assert model.features[5].num_groups == 12
     make = partial(dataclasses.replace, recipe)
-    assert type(CaptchaReader(make(normalization="batch")).features[1]).__name__ == "BatchNorm2d"
+    assert type(CaptchaReader(**make(normalization="batch").architecture).features[1]).__name__ == "BatchNorm2d"
 
 
 def test_with_group_normalisation_samples_do_not_see_each_other():
-    recipe = small("bottleneck", normalization="group")
-    model, batch = build(recipe), images(recipe, 4)
-    shared = logits(model, batch)
-    assert not torch.allclose(shared[:2], logits(model, batch[:2]), rtol=1e-3)
-    normalize_by_groups(model)
-    kinds = {type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__}
-    assert kinds == {"GroupNorm"}
+    batch_normalized, recipe = small("bottleneck"), small("bottleneck", normalization="group")
+    model, batch = build(batch_normalized), images(recipe, 4)
+    assert not torch.allclose(logits(model, batch)[:2], logits(model, batch[:2]), rtol=1e-3)
+    model = build(recipe)
+    kinds = {type(module).__name__ for module in model.modules() if "Norm2d" in type(module).__name__}
+    assert not kinds
     assert torch.allclose(logits(model, batch)[:2], logits(model, batch[:2]), rtol=1e-4, atol=1e-6)
     assert sum(p.numel() for p in model.parameters()) == model_of(recipe).num_parameters

@@ -23,6 +23,13 @@ WORKLOADS = {
     "documents": ("pretrain_gpt2", " --packing false --train_file CORPUS/short.jsonl"),
     "masked": ("pretrain_gpt2", " --document_mask true"),
 }
+# Of images: normalised by groups, by statistics of the whole step, without augmentation.
+IMAGES = {
+    "groups": ("train_image_classifier", ""),
+    "reader": ("train_captcha", ""),
+    "batch": ("train_image_classifier", " --normalization batch --exact_batch_norm"),
+    "batch_reader": ("train_captcha", " --normalization batch --exact_batch_norm"),
+}
 TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 
 
@@ -48,7 +55,7 @@ def check(output_dir, reference, dtype: str) -> None:
         for a, b in zip(ours, theirs, strict=True):
             assert a[name] == pytest.approx(b[name], rel=1e-5 if dtype == "float32" else 1e-11)
     for name in ("epoch", "learning_rate", "samples", "tokens"):
-        assert [line[name] for line in ours] == [line[name] for line in theirs]
+        assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
     last, true_last = evaluations(output_dir)[-1], evaluations(reference)[-1]
     for name in true_last if dtype == "float64" else ["step", "eval_loss"]:
         assert last[name] == pytest.approx(true_last[name], rel=1e-4 if dtype == "float32" else 1e-11)
@@ -90,6 +97,49 @@ def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
             if not reference.exists():
                 train(reference.name, flags(batch, "B", dtype) + more, program=program)
             check(folder / program / f"{workload}-{batch}-{cap}-{dtype}", reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("workload", IMAGES)
+def test_every_cut_in_time_is_the_same_step_of_images(train, workload, dtype):
+    program, more = IMAGES[workload]
+    for batch in BATCHES:
+        reference = train(f"B{batch}", flags(batch, "B", dtype) + more, program=program)
+        assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
+        for cap in ("8", "3"):
+            check(train(f"{batch}-{cap}", flags(batch, cap, dtype) + more, program=program), reference, dtype)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_every_cut_in_space_is_the_same_step_of_images(train, train_on, num_processes):
+    """Three processes get samples 4 + 3 + 3, and 1 + 1 + 0."""
+    cases = {2: [(32, "8", "float32"), (10, "3", "float64")], 3: [(10, "3", "float64"), (2, "1", "float64")]}[
+        num_processes
+    ]
+    runs = {
+        f"{program}/{workload}-{batch}-{cap}-{dtype}": flags(batch, cap, dtype) + more
+        for workload, (program, more) in IMAGES.items()
+        for batch, cap, dtype in cases
+    }
+    folder = train_on(num_processes, runs)
+    for workload, (program, more) in IMAGES.items():
+        for batch, cap, dtype in cases:
+            reference = train(f"{workload}-{batch}-{dtype}", flags(batch, "B", dtype) + more, program=program)
+            check(folder / program / f"{workload}-{batch}-{cap}-{dtype}", reference, dtype)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_batch_normalisation_is_another_step_when_it_is_cut_in_time_and_the_same_in_space(train, train_on):
+    """Statistics are those of a micro-step, over all processes."""
+    run = " --normalization batch"
+    reference = train("whole", flags(10, "B", "float64") + run, program="train_image_classifier")
+    name = "train_image_classifier/processes"
+    check(train_on(2, {name: flags(10, "B", "float64") + run}) / name, reference, "float64")
+    cut = train("cut", flags(10, "5", "float64") + run, program="train_image_classifier")
+    assert relative(parameters(cut), parameters(reference)) > 1e-2
 
 
 @pytest.mark.distributed

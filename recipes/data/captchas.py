@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import types
@@ -36,6 +37,7 @@ import torch
 from tqdm import tqdm
 
 from recipes.errors import RunError, UsageError
+from recipes.networks import pixel_values
 from recipes.order import sample_rng
 from recipes.recipe import CaptchaRecognition
 
@@ -202,15 +204,19 @@ class Captchas:
         Returns:
             pixel_values: float32 [S, 3, height, width] in [-1, 1], in memory channels last.
             labels: int64 [S, num_characters].
-            counts: int64 [1], S x num_characters.
+            counts: int64 [2], S x num_characters and S.
         """
         places = np.array([sample.sample_id for sample in samples], np.int64)
         images, labels = (torch.from_numpy(np.asarray(self.rows[name][places])) for name in ("image", "label"))
         return {
-            "pixel_values": images.permute(0, 3, 1, 2).to(torch.float32).div_(127.5).sub_(1),
+            "pixel_values": pixel_values(images),
             "labels": labels,
-            "counts": torch.tensor([len(samples) * self.num_characters]),
+            "counts": torch.tensor([len(samples) * self.num_characters, len(samples)]),
         }
+
+    def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
+        """float [S, height, width, 3] in [0, 1], to look at, of a cell's pixel_values."""
+        return ((pixel_values + 1) / 2).permute(0, 2, 3, 1).numpy()
 
 
 def _row(shape: tuple[int, int], num_characters: int) -> np.dtype:
@@ -262,7 +268,8 @@ def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int,
     """Draw a split into the file, which appears when it is whole. Returns the SHA-256 of its content, hexadecimal."""
     digest = hashlib.sha256()
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")  # of our own: another job may be drawing the same
-    progress = tqdm(total=num_samples, desc=f"Drawing captchas ({split})", unit="image")
+    seconds = 0.2 if sys.stderr.isatty() else 10
+    progress = tqdm(total=num_samples, desc=f"Drawing captchas ({split})", unit="image", mininterval=seconds)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _sweep(file.parent)

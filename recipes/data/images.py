@@ -26,9 +26,9 @@ import PIL
 import torch
 from datasets.utils.tqdm import tqdm
 from PIL import Image, ImageOps, UnidentifiedImageError
+from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
 from recipes.errors import RunError, UsageError
-from recipes.losses import IGNORED
 from recipes.order import sample_rng
 from recipes.recipe import ImageClassification
 
@@ -98,8 +98,8 @@ class Images:
         training: bool,
         left_out: str | None = None,
     ):
-        self.store, self.rows, self.left_out = store, rows, left_out
-        self.seed = recipe.seed if training else None
+        self.store, self.rows, self.left_out, self.classes = store, rows, left_out, store.classes
+        self.seed, self.planned = recipe.seed if training else None, recipe.num_train_samples
         self.augmentation = recipe.augmentation
         self.height, self.width, self.num_channels = recipe.image_height, recipe.image_width, recipe.num_channels
         mean, std = np.array(recipe.image_mean), np.array(recipe.image_std)
@@ -110,6 +110,13 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __str__(self) -> str:
+        """How many images, and what of them is not as the recipe says."""
+        lines = [f"{len(self)} images of {len(self.classes)} classes"]
+        if len(self) != self.planned:
+            lines.append(f"num_train_samples is {self.planned}: epochs are those of {len(self)}")
+        return "; ".join(lines + ([f"left out: {self.left_out}"] if self.left_out else []))
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -125,7 +132,7 @@ class Images:
         return Drawn(0, 0)
 
     def collate(self, samples: list[Drawn]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples; no samples make one black image without a target.
+        """A cell of S samples; none make one of no rows.
 
         Returns:
             pixel_values: float32 [S, channels, height, width], contiguous in channels_last; in each channel
@@ -136,18 +143,23 @@ class Images:
         Raises:
             RunError: an image that can no longer be read.
         """
-        shape = (max(1, len(samples)), self.height, self.width, self.num_channels)
+        shape = (len(samples), self.height, self.width, self.num_channels)
         values = np.zeros((*shape[:2], self.width * self.num_channels), np.float32)
-        for image, sample in zip(values, samples, strict=False):
+        for image, sample in zip(values, samples, strict=True):
             image[...] = self._pixels(sample).reshape(image.shape)
         values *= self.factor
         values += self.offset
-        labels = self.store.labels[self.rows[[sample.sample_id for sample in samples]]] if samples else [IGNORED]
+        rows = self.rows[np.array([sample.sample_id for sample in samples], np.int64)]
         return {
             "pixel_values": torch.from_numpy(values.reshape(shape)).permute(0, 3, 1, 2),
-            "labels": torch.from_numpy(np.array(labels, np.int64)),
+            "labels": torch.from_numpy(self.store.labels[rows]),
             "counts": torch.tensor([len(samples)]),
         }
+
+    def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
+        """float [S, height, width, channels] in [0, 1], to look at, of a cell's pixel_values."""
+        factor, offset = (each[: self.num_channels] for each in (self.factor, self.offset))
+        return np.clip((pixel_values.permute(0, 2, 3, 1).numpy() - offset) / factor / 255, 0, 1)
 
     def _pixels(self, sample: Drawn) -> np.ndarray:
         """uint8 [height, width, channels]."""
@@ -292,6 +304,18 @@ def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     kept = pixels[max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
     shifted[max(0, down) :, max(0, right) :][: kept.shape[0], : kept.shape[1]] = kept
     return shifted
+
+
+def processor(recipe: ImageClassification) -> ConvNextImageProcessorPil:
+    """What transformers' ResNets take for a preprocessor: it treats images as held-out ones are treated here, if the recipe's
+    are squares; else it makes them squares."""
+    return ConvNextImageProcessorPil(
+        size={"shortest_edge": recipe.image_height},
+        crop_pct=CENTRE if recipe.augmentation == "imagenet" else 1.0,
+        resample=Image.Resampling.BILINEAR,
+        image_mean=list(recipe.image_mean),
+        image_std=list(recipe.image_std),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

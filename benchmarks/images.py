@@ -1,0 +1,301 @@
+"""Images per second: our programs beside a plain PyTorch loop and transformers' Trainer, on a CPU.
+
+    make bench-images
+
+Same model, data, batch, precision and threads; every program in a process of its own, in turns of two seconds (see
+shakespeare.py), so that a machine whose speed changes is the same for all. Counted are steps only, loading included, without
+the first ones and without those that the end of a turn interrupted; no program evaluates or saves inside them.
+
+- ours: the script as users launch it: channels_last, fused optimizer, group normalisation of `networks.GroupNorm`.
+- plain: the loop that every tutorial has: DataLoader, autocast, cross_entropy, torch's optimizer with its defaults.
+- plain, channels_last: the same, with model and images in channels_last.
+- Trainer: transformers', on the same dataset.
+
+And what the loaders deliver without a model, in one process.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import accelerate
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from shakespeare import Program
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.data import captchas, images
+from recipes.networks import CaptchaReader
+from recipes.recipe import load
+from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = {"captcha_cpu": "train_captcha.py", "resnet_digits_cpu": "train_image_classifier.py"}
+PEERS = {"plain": "plain", "plain, channels_last": "channels_last", "transformers' Trainer": "trainer"}
+PRECISIONS = ("no", "bf16")
+WARM_UP, TURN = 5, 2.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the peers train
+
+
+class Samples(Dataset):
+    """One image at a time, as a DataLoader wants them: channels first."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        cell = self.source.collate([self.source.draw(0, place)])
+        return {"pixel_values": cell["pixel_values"][0].contiguous(), "labels": cell["labels"][0]}
+
+
+class WithLoss(nn.Module):
+    """A network that returns the mean loss, too, as Trainer wants it."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.network(pixel_values)
+        logits = getattr(logits, "logits", logits)
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten()), "logits": logits}
+
+
+def things(name: str) -> tuple:
+    """Recipe, dataset and network."""
+    recipe = load(name, {"num_validation_samples": 64} if name == "captcha_cpu" else {})
+    module = captchas if name == "captcha_cpu" else images
+    source, _ = module.build(recipe)
+    torch.manual_seed(recipe.seed)
+    if name == "captcha_cpu":
+        return recipe, Samples(source), CaptchaReader(**recipe.architecture)
+    return recipe, Samples(source), GroupNormResNet(GroupNormResNetConfig(**recipe.architecture))
+
+
+def plain(name: str, precision: str, num_steps: int, channels_last: bool) -> list[float]:
+    """Seconds of each step of a loop as tutorials have it."""
+    recipe, dataset, network = things(name)
+    network.train()
+    if channels_last:
+        network.to(memory_format=torch.channels_last)
+    if recipe.optimizer == "sgd":
+        optimizer = torch.optim.SGD(network.parameters(), recipe.learning_rate, recipe.sgd_momentum)
+    else:
+        optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate)
+    loader, seconds = DataLoader(dataset, recipe.global_batch_size, shuffle=True, drop_last=True), []
+    start = time.perf_counter()
+    while len(seconds) < num_steps:
+        for batch in loader:
+            pixel_values = batch["pixel_values"]
+            if channels_last:
+                pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                logits = network(pixel_values)
+                logits = getattr(logits, "logits", logits)
+                loss = F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if len(seconds) % 10 == 0:
+                print(f"loss {loss.item():.3f}")
+            now = time.perf_counter()
+            seconds.append(now - start)
+            start = now
+            if len(seconds) == num_steps:
+                break
+    return seconds
+
+
+def trainer(name: str, precision: str, num_steps: int) -> list[float]:
+    """Seconds of each step of transformers' Trainer."""
+    recipe, dataset, network = things(name)
+
+    class Clock(transformers.TrainerCallback):
+        times: list[float] = []
+
+        def on_step_end(self, *_, **__):
+            self.times.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=num_steps,
+            per_device_train_batch_size=recipe.global_batch_size,
+            learning_rate=recipe.learning_rate,
+            optim="sgd" if recipe.optimizer == "sgd" else "adamw_torch",
+            bf16=precision == "bf16",
+            use_cpu=True,
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+            dataloader_drop_last=True,
+            disable_tqdm=True,
+            max_grad_norm=0,
+        )
+        transformers.Trainer(WithLoss(network), arguments, train_dataset=dataset, callbacks=[Clock()]).train()
+    return np.diff(Clock.times).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The comparison
+
+
+def ours(name: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
+    words += [str(ROOT / "scripts" / SCRIPTS[name]), "--recipe", name, "--max_train_steps", str(num_steps)]
+    words += ["--num_warmup_steps", "5", "--output_dir", str(work / f"ours-{precision}")]
+    words += ["--num_validation_samples", "64"] if name == "captcha_cpu" else []
+    return Program(words, work, work / f"ours-{precision}.log", threads)
+
+
+def peer(kind: str, name: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
+    file = work / f"{kind}-{precision}.json"
+    words = [sys.executable, __file__, "--peer", kind, name, precision, str(num_steps), str(file)]
+    return Program(words, work, file.with_suffix(".log"), threads)
+
+
+def rate(batch: int, seconds: list[float]) -> float:
+    """Images per second, without the first steps and those that the end of a turn interrupted."""
+    counted = seconds[WARM_UP:]
+    longest = 3 * statistics.median(counted)
+    return batch / statistics.mean(second for second in counted if second < longest)
+
+
+def measure(name: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
+    """Images per second of each program, by precision, in one round."""
+    batch, found = load(name).global_batch_size, {}
+    with tempfile.TemporaryDirectory() as folder:
+        work, running = Path(folder), []
+        for precision in PRECISIONS:
+            running.append(ours(name, precision, num_steps, work, threads))
+            running += [peer(kind, name, precision, num_steps, work, threads) for kind in PEERS.values()]
+        while running:
+            for program in list(running):
+                program.turn(TURN)
+                if program.done:
+                    running.remove(program)
+        for precision in PRECISIONS:
+            lines = (work / f"ours-{precision}" / "metrics.jsonl").read_text().splitlines()
+            seconds = [line["seconds"] for line in map(json.loads, lines) if "seconds" in line]
+            found[precision] = {"ours": rate(batch, seconds)}
+            for title, kind in PEERS.items():
+                found[precision][title] = rate(batch, json.loads((work / f"{kind}-{precision}.json").read_text()))
+    return found
+
+
+def loading() -> list[dict]:
+    """Images per second that one process delivers, ready for a model."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(0)
+        for number in range(64):
+            path = Path(folder) / "photos" / f"class{number % 2}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            coarse = Image.fromarray(rng.integers(256, size=(60, 80, 3), dtype=np.uint8))
+            coarse.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+        photos = {"train_dir": f"{folder}/photos", "num_labels": 2, "validation_fraction": 0.1}
+        cases = {
+            "captchas of 60 x 160, from the memory map": (captchas, load("captcha_cpu")),
+            "digits, shifted": (images, load("resnet_digits_cpu")),
+            "JPEG photographs of 500 x 375, decoded, cropped and flipped to 224 x 224": (
+                images,
+                load("resnet50_imagenet_4xt4", photos),
+            ),
+        }
+        for title, (module, recipe) in cases.items():
+            source, _ = module.build(recipe)
+            seconds = []
+            for round_ in range(6):
+                places = [(place + 64 * round_) % len(source) for place in range(64)]
+                start = time.perf_counter()
+                source.collate([source.draw(round_, place) for place in places])
+                seconds.append(time.perf_counter() - start)
+            rows.append({"source": title, "images_per_second": 64 / statistics.median(seconds)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "images")
+    parser.add_argument("--peer", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.peer:
+        kind, name, precision, num_steps, file = arguments.peer
+        if kind == "trainer":
+            seconds = trainer(name, precision, int(num_steps))
+        else:
+            seconds = plain(name, precision, int(num_steps), channels_last=kind == "channels_last")
+        Path(file).write_text(json.dumps(seconds))
+        return
+    rows = []
+    for name in SCRIPTS:
+        subprocess.run([sys.executable, __file__, "--peer", "plain", name, "no", "1", "/dev/null"], check=True)  # draws
+        rounds = []
+        for _ in range(arguments.rounds):
+            rounds.append(measure(name, arguments.steps, arguments.threads))
+            print(name, rounds[-1], file=sys.stderr)
+        rows.append({"recipe": name, "rounds": rounds})
+    about = {
+        "command": "make bench-images",
+        "steps": arguments.steps - WARM_UP,
+        "machine": f"{platform.machine()}, {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
+    }
+    results = {"about": about, "rows": rows, "loading": loading()}
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+
+
+def markdown(results: dict) -> str:
+    about, table, bf16 = results["about"], "", ""
+    for row in results["rows"]:
+        for precision in PRECISIONS:
+            each = [numbers[precision] for numbers in row["rounds"]]
+            table += f"| {row['recipe']} | {precision} | {_spread([one['ours'] for one in each], ',.0f')} "
+            table += (
+                "".join(f"| {_spread([one['ours'] / one[title] for one in each], '.2f')} " for title in PEERS) + "|\n"
+            )
+        ratios = [numbers["bf16"]["ours"] / numbers["no"]["ours"] for numbers in row["rounds"]]
+        bf16 += f"| {row['recipe']} | {_spread(ratios, '.2f')} |\n"
+    loaded = "".join(f"| {row['source']} | {row['images_per_second']:,.0f} |\n" for row in results["loading"])
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        "# Images per second\n\n"
+        f"Generated by `{about['command']}` (benchmarks/images.py, which says what is compared); do not edit.\n\n"
+        f"| recipe | precision | ours, images/s | {' | '.join(f'ours / {title}' for title in PEERS)} |\n"
+        f"|---|---|---|{'---|' * len(PEERS)}\n{table}\n"
+        f"Ours in bf16 beside ours in float32, both in channels_last:\n\n| recipe | bf16 / float32 |\n|---|---|\n{bf16}\n"
+        f"What one process loads, without a model:\n\n| source | images/s |\n|---|---|\n{loaded}\n"
+        f"Medians (smallest to largest) of {len(results['rows'][0]['rounds'])} rounds of {about['steps']} steps, all programs of a "
+        f"round in turns. {about['machine']}, Python {about['python']}, {versions}.\n"
+    )
+
+
+def _spread(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The programs of images as a user meets them: what they leave behind, what they refuse, how they go on."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from common import all_metrics, evaluations, fresh_accelerator, metrics
+from PIL import Image
+from test_checkpoint import same_weights, without_time
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from recipes.data import captchas, images
+from recipes.errors import RunError, UsageError
+from recipes.networks import CaptchaReader, GroupNorm
+from recipes.recipe import load
+
+PROGRAMS = ["train_image_classifier", "train_captcha"]
+SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
+
+
+@pytest.fixture
+def classify(train):
+    return partial(train, program="train_image_classifier")
+
+
+@pytest.fixture
+def read(train):
+    return partial(train, program="train_captcha")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of eight images of different sizes: dark and bright."""
+    rng = np.random.default_rng(0)
+    for number in range(16):
+        path = tmp_path / "images" / ("bright" if number % 2 else "dark") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(128, size=(20 + number, 30 - number, 3)) + 127 * (number % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    return tmp_path / "images"
+
+
+def of_folder(folder) -> str:
+    return (
+        f"--global_batch_size 4 --train_dir {folder} --num_labels 2 --num_channels 3 --image_mean 0 0 0 --image_std 1 1 1 "
+        "--num_train_samples 12 --validation_fraction 0.25"
+    )
+
+
+def test_what_a_run_leaves_behind(classify, capsys):
+    output_dir = classify("run", SMALL + " --eval_steps 5")
+    assert {path.name for path in output_dir.iterdir()} == {
+        *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "loss.png", "metrics.jsonl"),
+        *("model.safetensors", "predictions.png", "preprocessor_config.json", "recipe.yaml", "resnet.py"),
+    }
+    names = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "seconds"]
+    assert list(metrics(output_dir)[0]) == names
+    results = json.loads((output_dir / "all_results.json").read_text())
+    assert results["images_per_second"] > 0
+    assert results["peak_memory_gb"] > 0.1
+    assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
+    said = capsys.readouterr()
+    assert "1438 images of 10 classes; global batch 8" in said.out
+    assert "images/s=" in said.err
+    assert "peak=" in said.err
+    card = (output_dir / "README.md").read_text()
+    assert "![predictions](predictions.png)" in card
+    assert f'AutoModelForImageClassification.from_pretrained("{output_dir}", trust_remote_code=True)' in card
+    assert Image.open(output_dir / "predictions.png").size[0] > 1000
+
+
+@pytest.mark.parametrize("normalization", ["group", "batch"])
+def test_the_saved_classifier_is_the_trained_one(classify, normalization):
+    """Loaded as the model card says, it sees what the program saw: the same pixels, the same accuracy."""
+    output_dir = classify("run", f"{SMALL} --normalization {normalization}")
+    model = AutoModelForImageClassification.from_pretrained(output_dir, trust_remote_code=normalization == "group")
+    processor = AutoImageProcessor.from_pretrained(output_dir)
+    _, held_out = images.build(load("resnet_digits_cpu", {"image_height": 16, "image_width": 16}))
+    cell = held_out.collate([held_out.draw(0, place) for place in range(len(held_out))])
+    pictures = [held_out.store.open(row) for row in held_out.rows]
+    pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+    assert torch.allclose(pixels, cell["pixel_values"], atol=1e-5)
+    logits = model.eval()(pixels).logits
+    loss = torch.nn.functional.cross_entropy(logits, cell["labels"])
+    assert loss.item() == pytest.approx(evaluations(output_dir)[-1]["eval_loss"], rel=1e-5)
+    assert model.config.id2label == {place: str(place) for place in range(10)}
+
+
+def test_the_saved_reader_is_the_trained_one(read):
+    output_dir = read("run", SMALL)
+    reader = CaptchaReader.from_pretrained(output_dir).eval()
+    flags = {"num_train_samples": 61, "num_validation_samples": 20}
+    _, held_out = captchas.build(load("captcha_cpu", flags))
+    texts = reader.read(torch.from_numpy(np.array(held_out.rows["image"])))
+    wanted = reader.texts(torch.from_numpy(np.array(held_out.rows["label"])))
+    last = evaluations(output_dir)[-1]
+    characters = np.mean([a == b for x, y in zip(texts, wanted, strict=True) for a, b in zip(x, y, strict=True)])
+    assert characters == pytest.approx(last["eval_character_accuracy"])
+    assert np.mean([x == y for x, y in zip(texts, wanted, strict=True)]) == pytest.approx(last["eval_string_accuracy"])
+    assert all(len(text) == 4 and text.isdigit() for text in texts)
+    assert 'CaptchaReader.from_pretrained("' in (output_dir / "README.md").read_text()
+
+
+def test_the_loss_of_a_string_is_that_of_its_characters_and_only_logged(read):
+    for line in metrics(read("run", SMALL)):
+        assert line["string_loss"] == pytest.approx(4 * line["character_loss"], rel=1e-6)
+        assert line["loss"] == line["character_loss"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("more", ["", " --normalization batch", " --normalization batch --exact_batch_norm"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train, program, more):
+    run = partial(train, program=program)
+    whole = run("whole", SMALL + more)
+    parts = run("parts", f"{SMALL}{more} --stop_after_step 4")
+    run("parts", f"{SMALL}{more} --resume_from_checkpoint latest", output_dir=parts)
+    assert without_time(parts) == without_time(whole)
+    assert same_weights(parts, whole)
+
+
+def test_it_learns(classify, read):
+    """Twenty steps of ten images, again and again: far better than chance on them."""
+    flags = "--global_batch_size 32 --max_train_steps 60 --hidden_sizes 16 32 --max_grad_norm none"
+    assert evaluations(classify("digits", flags))[-1]["eval_accuracy"] > 0.6
+    flags = (
+        "--num_train_samples 16 --global_batch_size 16 --max_train_steps 60 --conv_channels 8 8 16 16 --hidden_size 64"
+    )
+    lines = metrics(read("captchas", flags + " --max_grad_norm none"))
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+
+
+def test_label_smoothing_changes_the_loss(classify):
+    plain, smooth = (metrics(classify(name, f"{SMALL} --label_smoothing {name}"))[0]["loss"] for name in ("0.0", "0.5"))
+    assert plain != smooth
+
+
+def test_images_are_in_channels_last_where_that_is_faster(classify, monkeypatch):
+    seen = []
+    forward = GroupNorm.forward
+    monkeypatch.setattr(GroupNorm, "forward", lambda self, x: seen.append(x.is_contiguous()) or forward(self, x))
+    flags = SMALL + " --max_train_steps 1"
+    classify("float32", flags)
+    assert seen
+    assert all(seen), "channels first"
+    seen.clear()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    classify("bf16", flags)
+    assert seen
+    assert not any(seen), "channels_last"
+
+
+def test_batch_normalisation_says_by_how_much_the_cut_matters(classify, read, capsys):
+    for run, flags in ((classify, "--normalization batch"), (read, "--normalization batch")):
+        events = [line for line in all_metrics(run("cut", f"{SMALL} {flags}")) if "event" in line]
+        assert events[0]["micro_steps"] == 2
+        assert 0.01 < events[0]["gradient_error"] < 2
+        assert "--exact_batch_norm" in events[0]["event"]
+        events = [line for line in all_metrics(run("exact", f"{SMALL} {flags} --exact_batch_norm")) if "event" in line]
+        assert events == []
+
+
+def test_frozen_statistics_stay(classify):
+    trained = classify("trained", f"{SMALL} --normalization batch")
+    frozen = classify("frozen", f"{SMALL} --normalization frozen --model_name_or_path {trained}")
+    before, after = (AutoModelForImageClassification.from_pretrained(folder) for folder in (trained, frozen))
+    ours, theirs = before.state_dict(), after.state_dict()
+    statistics = [name for name in ours if "running" in name]
+    assert statistics
+    assert all(torch.equal(ours[name], theirs[name]) for name in statistics)
+    assert not torch.equal(ours["classifier.1.weight"], theirs["classifier.1.weight"])
+
+
+def test_another_head_starts_anew_and_another_body_is_refused(classify, folder):
+    trained = classify("trained", f"{SMALL} --normalization batch --num_channels 1")
+    two = "--global_batch_size 4 --num_labels 2 --num_train_samples 12 --validation_fraction 0.25"
+    start = f"--model_name_or_path {trained} --max_train_steps 1 --train_dir {folder} {two}"
+    output_dir = classify("two", f"{start} --normalization batch")
+    assert AutoModelForImageClassification.from_pretrained(output_dir).config.id2label == {0: "bright", 1: "dark"}
+    with pytest.raises(UsageError, match=r"is another model than the recipe's: it has .*running_mean"):
+        classify("groups", start)
+    with pytest.raises(UsageError, match="it has another shape of"):
+        classify("wide", f"{start} --normalization batch --hidden_sizes 4 16")
+
+
+def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
+    (folder / "dark" / "bad.png").write_bytes(b"no image")
+    with pytest.raises(
+        RunError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"
+    ):
+        classify("stop", of_folder(folder))
+    output_dir = classify("skip", of_folder(folder) + " --on_bad_sample skip --max_train_steps 2")
+    assert "left out: train_dir" in capsys.readouterr().out
+    assert metrics(output_dir)[0]["samples"] == 4
+
+
+def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
+    with pytest.raises(UsageError, match=r"num_labels is 3, but train_dir .* has 2 classes \(bright, dark\)"):
+        classify("labels", of_folder(folder) + " --num_labels 3")
+    classify("samples", of_folder(folder) + " --num_train_samples 99 --max_train_steps 1")
+    assert "num_train_samples is 99: epochs are those of 12" in capsys.readouterr().out
+    (folder / "none").mkdir()
+    with pytest.raises(UsageError, match="class none holds no image"):
+        classify("empty", of_folder(folder))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_sharding_is_refused(train, program, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(UsageError, match="which programs of images do not"):
+        train("sharded", SMALL, program=program)
+    fresh_accelerator()
