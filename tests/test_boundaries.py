@@ -35,7 +35,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models", "networks", "trace"},
+    {"losses", "optim", "data", "models", "networks", "batch_norm", "trace"},
     {
         "__main__",
         "accumulate",
