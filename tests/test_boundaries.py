@@ -35,7 +35,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models", "networks", "resnet", "trace"},
+    {"losses", "optim", "data", "models", "networks", "resnet", "batch_norm", "trace"},
     {
         "__main__",
         "accumulate",

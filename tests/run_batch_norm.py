@@ -1,0 +1,192 @@
+"""Networks with batch normalisation, a step of samples and its cut; run as a program: one of several processes over gloo."""
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes import batch_norm
+
+LAYER_SIZES = {2: [[5, 2], [0, 7]], 3: [[4, 0, 3], [1, 5, 1]]}
+"""Samples of each process in two micro-steps."""
+CELLS = {1: [[5, 3, 1]], 2: [[5, 3], [1]], 3: [[5, 3], [], [1]]}
+"""Sizes of each process's cells of a step."""
+EVEN_CELLS = {2: [[5, 0], [3, 1]], 3: [[5, 2], [0, 0], [1, 1]]}
+"""As many cells on each process."""
+ONE_CELL = {2: [[5], [4]], 3: [[5], [0], [4]]}
+
+
+def block(in_channels: int, out_channels: int) -> list[nn.Module]:
+    return [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False), nn.BatchNorm2d(out_channels), nn.ReLU()]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(*block(3, 4))
+        self.body = nn.Sequential(*block(4, 6), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6))
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(F.relu(self.body(x) + self.shortcut(x)).mean((2, 3)))
+
+
+def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A network `plain` or `residual` of four normalisations, whose weights and biases are not their initial ones."""
+    torch.manual_seed(0)
+    layers = [*block(3, 4), *block(4, 6), *block(6, 4), *block(4, 6), nn.Flatten(), nn.Linear(6 * 6 * 6, 5)]
+    model = nn.Sequential(*layers) if kind == "plain" else Residual()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1, 0.3)
+            nn.init.normal_(module.bias, 0, 0.3)
+    return model.to(dtype)
+
+
+def samples(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nine images, each brighter and with more contrast than the one before, and their labels."""
+    torch.manual_seed(1)
+    levels = torch.linspace(-1, 1, 9).view(9, 1, 1, 1)
+    return ((torch.randn(9, 3, 6, 6) * (1 + levels / 2) + levels).to(dtype), torch.arange(9) % 5)
+
+
+def cut(sizes: list[list[int]], process: int) -> list[slice]:
+    """This process's cells, as slices of the samples."""
+    ends = itertools.accumulate(itertools.chain(*sizes), initial=0)
+    cells = [slice(*pair) for pair in itertools.pairwise(ends)]
+    first = sum(map(len, sizes[:process]))
+    return cells[first : first + len(sizes[process])]
+
+
+def make_loss(model: nn.Module, dtype: torch.dtype = torch.float64):
+    """A cell's share of the step's loss."""
+    images, labels = samples(dtype)
+    return lambda cell: F.cross_entropy(model(images[cell]), labels[cell], reduction="sum") / 9
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def layer_and_maps() -> tuple[nn.BatchNorm2d, list[torch.Tensor]]:
+    """A layer and seven feature maps for each of two micro-steps, far from mean 0."""
+    torch.manual_seed(2)
+    layer = nn.BatchNorm2d(3).double()
+    nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    return layer, [torch.randn(7, 3, 4, 5, dtype=torch.float64) * 3 + 20 for _ in range(2)]
+
+
+def micro_steps(layer: nn.Module, maps: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs, gradients, running statistics after forward and backward of each of the maps."""
+    outputs, inputs = [], []
+    for x in maps:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        y.sin().sum().backward()
+        outputs.append(y.detach()), inputs.append(x.grad)
+    shares = {"weight.grad": layer.weight.grad, "bias.grad": layer.bias.grad}
+    return {"y": outputs, "dx": inputs, **shares, **layer.state_dict()}
+
+
+def one_layer(rank: int, size: int) -> dict:
+    layer, maps = layer_and_maps()
+    batch_norm.synchronize(model := nn.Sequential(layer))
+    parts = [x.split(sizes)[rank] for x, sizes in zip(maps, LAYER_SIZES[size], strict=True)]
+    return micro_steps(model[0], parts)
+
+
+def whole_step(kind: str, rank: int, size: int) -> dict:
+    model = build(kind)
+    batch_norm.synchronize(model)
+    cells, loss, collectives = cut(CELLS[size], rank), make_loss(model), []
+    whole, all_reduce = batch_norm.WholeStep(model), dist.all_reduce
+    dist.all_reduce = lambda tensor, *rest, **kwargs: (collectives.append(0), all_reduce(tensor, *rest, **kwargs))[1]
+    whole.prepare(cells, loss)
+    dist.all_reduce = all_reduce
+    for cell in cells:
+        (loss(cell) + whole.correction()).backward()
+    whole.finish()
+    gradient = torch.zeros(sum(p.numel() for p in model.parameters())).double()
+    if cells:
+        gradient = gradients(model)
+    dist.all_reduce(gradient)
+    return {"gradient": gradient, "collectives": len(collectives), "passes": passes(whole), "state": model.state_dict()}
+
+
+def passes(whole: batch_norm.WholeStep) -> list[int]:
+    return [whole.num_forward_passes, whole.num_adjoint_passes]
+
+
+def under_ddp(rank: int, size: int) -> dict:
+    """k = 2 on one process, 1 on the others."""
+    model = build("residual")
+    batch_norm.synchronize(model)
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    cells, (images, labels) = cut({2: [[3, 2], [4]], 3: [[3, 2], [3], [1]]}[size], rank), samples()
+    whole = batch_norm.WholeStep(model)
+    whole.prepare(cells, make_loss(model))
+    for place, cell in enumerate(cells):
+        parallel.require_backward_grad_sync = place == len(cells) - 1
+        loss = F.cross_entropy(parallel(images[cell]), labels[cell], reduction="sum") / 9
+        ((loss + whole.correction()) * size).backward()
+    whole.finish()
+    return {"gradient": gradients(model)}
+
+
+def deviations(rank: int, size: int) -> dict:
+    model = build("residual")
+    batch_norm.synchronize(model)
+    before, loss = copy.deepcopy(model.state_dict()), make_loss(model)
+    found = [batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_CELLS, ONE_CELL)]
+    return {"deviations": found, "is_untouched": same_state(model, before)}
+
+
+def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def failures(rank: int, size: int) -> dict:
+    """The last process fails in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
+    model = build("plain")
+    batch_norm.synchronize(model)
+    cells, loss, said = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
+    whole = batch_norm.WholeStep(model)
+    for fails_with_gradient in (False, True):
+
+        def failing(cell, when=fails_with_gradient):
+            if rank == size - 1 and torch.is_grad_enabled() == when:
+                raise MemoryError("none left")
+            return loss(cell)
+
+        try:
+            whole.prepare(cells, failing)
+        except Exception as error:
+            said.append(type(error).__name__)
+    whole.prepare(cells, lambda cell: loss(cell) * (torch.inf if rank == 0 else 1))
+    return {"said": said, "passes": passes(whole)}
+
+
+if __name__ == "__main__":
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=size)
+    torch.save(
+        {
+            "one_layer": one_layer(rank, size),
+            "plain": whole_step("plain", rank, size),
+            "residual": whole_step("residual", rank, size),
+            "under_ddp": under_ddp(rank, size),
+            "deviations": deviations(rank, size),
+            "failures": failures(rank, size),
+        },
+        folder / f"{rank}.pt",
+    )
+    dist.barrier()
+    dist.destroy_process_group()
