@@ -73,24 +73,25 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
 
 
 def measure_batch_norm(recovery: Recovery, model: nn.Module, share: Share) -> None:
-    """Say once, where batch normalisation makes the step depend on its cut, by how much it does. Called by all processes.
+    """Say at the start of training, where batch normalisation makes the step depend on its cut, by how much it does: the
+    relative error of the first step's gradient beside that of one large batch. Called by all processes.
 
     Args:
         recovery: of this run.
         model: as it was before `launch.prepare`.
         share: a cell's share of the step's loss, and its summed losses, given the cell, the step's counts and the model.
     """
-    log, accelerator, steps = recovery.log, recovery.accelerator, recovery.steps
-    if log.recipe.normalization != "batch" or log.recipe.exact_batch_norm or log.first_step >= log.num_steps:
+    log, accelerator, recipe = recovery.log, recovery.accelerator, recovery.log.recipe
+    if recipe.normalization != "batch" or recipe.exact_batch_norm or log.first_step > 0:
         return
-    data = steps[log.first_step]
+    data = recovery.steps[0]
     counts = accumulate.total_counts(accelerator, data.counts)
-    accumulate.seed_noise(accelerator, log.recipe.seed, log.first_step)
+    accumulate.seed_noise(accelerator, recipe.seed, 0)
     error = batch_norm.deviation(model, data.cells, lambda cell: share(cell, counts, model)[0])
     log.event(
-        log.first_step + 1,
-        "batch normalisation takes its statistics from each micro-step, so that another layout's steps differ; "
-        "--exact_batch_norm or group normalisation does not",
+        1,
+        "batch normalisation takes its statistics from each micro-step, so that the step depends on how it is cut, unlike with "
+        "--exact_batch_norm or group normalisation",
         micro_steps=len(data.cells),
         gradient_error=float(f"{error:.2g}"),
     )

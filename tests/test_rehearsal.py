@@ -64,7 +64,10 @@ def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tri
     with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 5):
         assert largest_cell(train("eight", flags + "8")) == 4
         assert tries == [8, 4]
-        assert "4 of the largest samples (sample of 48 tokens) fit into memory at once: global batch 20 = " in capsys.readouterr().out
+        assert (
+            "4 of the largest samples (sample of 48 tokens) fit into memory at once: global batch 20 = "
+            in capsys.readouterr().out
+        )
         assert largest_cell(train("four", flags + "4")) == 4
         assert tries == [8, 4], "4 are known to fit"
     assert largest_cell(train("again", flags + "8")) == 8
