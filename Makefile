@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 train-digits train-captcha test test-fast check bench bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 train-digits train-captcha test test-fast check bench bench-images bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -55,6 +55,12 @@ check: venv ## lint and formatting
 
 bench: venv ## time the loop against the barest one; writes benchmarks/results/
 	$(BIN)/python benchmarks/overhead.py
+
+bench-images: venv ## images per second beside a plain loop and transformers' Trainer; writes benchmarks/results/images.*
+	$(BIN)/python benchmarks/images.py
+
+bench-batch-norm: venv ## what cutting batch normalisation does, and what exactness costs; writes docs/exactness.md, too
+	$(BIN)/python benchmarks/batch_norm.py
 
 bench-loops: venv ## measure documented loops beside the exact step; writes benchmarks/results/loops.*
 	$(BIN)/python benchmarks/loops.py

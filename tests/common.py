@@ -25,7 +25,8 @@ TINY_RESNET = (
     "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
 ).split()
 TINY_READER = (
-    "--recipe captcha_cpu --num_train_samples 61 --num_validation_samples 20 --conv_channels 2 4 4 4 --hidden_size 16 "
+    "--recipe captcha_cpu --num_train_samples 61 --num_validation_samples 20 --image_height 40 --image_width 96 "
+    "--conv_channels 2 4 4 4 --hidden_size 16 --adam_epsilon 1e-6 "
     "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
 ).split()
 TINIES = {

@@ -91,7 +91,7 @@ def test_the_saved_classifier_is_the_trained_one(classify, normalization):
 def test_the_saved_reader_is_the_trained_one(read):
     output_dir = read("run", SMALL)
     reader = CaptchaReader.from_pretrained(output_dir).eval()
-    flags = {"num_train_samples": 61, "num_validation_samples": 20}
+    flags = {"num_train_samples": 61, "num_validation_samples": 20, "image_height": 40, "image_width": 96}
     _, held_out = captchas.build(load("captcha_cpu", flags))
     texts = reader.read(torch.from_numpy(np.array(held_out.rows["image"])))
     wanted = reader.texts(torch.from_numpy(np.array(held_out.rows["label"])))
