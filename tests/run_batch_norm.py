@@ -98,9 +98,10 @@ def micro_steps(layer: nn.Module, maps: list[torch.Tensor]) -> dict[str, torch.T
 
 def one_layer(rank: int, size: int) -> dict:
     layer, maps = layer_and_maps()
-    batch_norm.synchronize(model := nn.Sequential(layer))
+    batch_norm.synchronize(nn.Sequential(layer))
     parts = [x.split(sizes)[rank] for x, sizes in zip(maps, LAYER_SIZES[size], strict=True)]
-    return micro_steps(model[0], parts)
+    assert layer.group not in (None, dist.group.WORLD), "its own, which DDP does not use"
+    return micro_steps(layer, parts)
 
 
 def whole_step(kind: str, rank: int, size: int) -> dict:

@@ -181,16 +181,21 @@ def test_as_many_passes_as_layers_are_enough_and_tolerance_ends_them_earlier():
     assert errors[0] < 1e-11 < 1e-6 < errors[1] <= errors[2]
 
 
-def test_cells_learn_from_each_other():
-    """Long chains need fewer passes than they have layers."""
+def test_cells_learn_from_each_other_and_half_precision_ends_earlier():
+    """A chain needs fewer passes than it has layers."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(30):
         layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    whole = take(model, make_loss(model, torch.float32), cut([[3, 3, 3]], 0), tolerance=1e-4)
+    loss, cells = make_loss(model, torch.float32), cut([[3, 3, 3]], 0)
+    whole = take(model, loss, cells, tolerance=1e-4)
     assert whole.num_forward_passes <= 26
     assert whole.num_adjoint_passes <= 20
+    with torch.autocast("cpu", torch.bfloat16):
+        half = take(model, loss, cells)
+    assert half.num_forward_passes < whole.num_forward_passes
+    assert half.num_adjoint_passes < whole.num_adjoint_passes
 
 
 def test_steps_follow_each_other():
@@ -414,6 +419,17 @@ def test_autocast_computes_statistics_in_float32():
     assert max(passes(whole)) <= 4
     assert whole.layers[0].running_var.dtype == torch.float32
     assert torch.allclose(whole.layers[-1].running_mean, theirs.shortcut[1].running_mean, atol=2e-3)
+
+
+def test_half_precision_is_summed_in_float32():
+    """Means of 20 to five digits, of maps that have less than three."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0))
+    x = (torch.randn(9, 3, 40, 40) + 20).bfloat16()
+    take(model, lambda cell: model(x[cell]).float().pow(3).mean())
+    var, mean = torch.var_mean(x.double(), (0, 2, 3))
+    assert torch.allclose(model[0].running_mean.double(), mean, rtol=1e-5)
+    assert torch.allclose(model[0].running_var.double(), var, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
