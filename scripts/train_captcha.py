@@ -135,7 +135,8 @@ def main(argv: list[str]) -> int:
         for attempt in recovery.attempts(data):  # a second one, in smaller cells, if memory runs out
             with attempt:
                 accumulate.seed_noise(accelerator, recipe.seed, step)
-                whole_step.prepare(attempt.data.cells, lambda cell, n=attempt.counts: share(cell, n, bare)[0])
+                if steps.layout.gradient_accumulation_steps > 1:  # else a micro-step's statistics are the whole step's
+                    whole_step.prepare(attempt.data.cells, lambda cell, n=attempt.counts: share(cell, n, bare)[0])
                 for cell in accumulate.micro_steps(accelerator, attempt.data.cells):
                     with accelerator.accumulate(model):
                         attempt.sums.append(forward_backward(cell, attempt.counts))

@@ -1,0 +1,169 @@
+"""Batch normalisation: how far a cut takes the step's gradient, and what exact statistics of the whole step cost.
+
+    make bench-batch-norm
+
+The deviation is that of recipes.batch_norm.deviation, with which training logs it: the relative error of a step's gradient, its
+statistics taken from micro-steps of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
+exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm) over that of the ordinary step, the same cells
+in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random numbers.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from recipes import batch_norm, losses, optim
+from recipes.data import captchas, images
+from recipes.networks import CaptchaReader
+from recipes.recipe import load
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- batch norm: begin -->\n", "<!-- batch norm: end -->\n"
+RESNETS = {
+    "ResNet-18": {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]},
+    "ResNet-50": {"layer_type": "bottleneck", "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]},
+}
+
+
+class Case:
+    """A model, its optimizer, and cells of a step: `images(size)` makes the pixels and labels of a step."""
+
+    def __init__(self, title: str, network: nn.Module, optimizer, draw: Callable[[int, int], tuple], batch: int):
+        self.title, self.network, self.optimizer, self.draw, self.batch = title, network.train(), optimizer, draw, batch
+        batch_norm.synchronize(network)
+        self.whole = batch_norm.WholeStep(network)
+
+    def cells(self, step: int, size: int) -> list[tuple]:
+        pixels, labels = self.draw(step, self.batch)
+        return list(zip(pixels.split(size), labels.split(size), strict=True))
+
+    def loss(self, cell: tuple) -> torch.Tensor:
+        """The cell's share of the mean over the step."""
+        pixels, labels = cell
+        logits = self.network(pixels)
+        logits = getattr(logits, "logits", logits).flatten(0, -2)
+        return losses.cross_entropy_sum(logits, labels.flatten()) / (self.batch * labels[0].numel())
+
+    def step(self, cells: list[tuple], exact: bool) -> float:
+        """Take a step; its seconds."""
+        start = time.perf_counter()
+        if exact:
+            self.whole.prepare(cells, self.loss)
+        for cell in cells:
+            (self.loss(cell) + self.whole.correction() if exact else self.loss(cell)).backward()
+        self.whole.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def of_recipe(name: str, module, build, batch: int) -> Case:
+    recipe = load(name, {"normalization": "batch", "global_batch_size": batch})
+    source, _ = module.build(recipe)
+
+    def draw(step: int, size: int) -> tuple:
+        rng = torch.Generator().manual_seed(step)
+        places = torch.randint(len(source), (size,), generator=rng).tolist()
+        cell = source.collate([source.draw(step, place) for place in places])
+        return cell["pixel_values"], cell["labels"]
+
+    torch.manual_seed(0)
+    network = build(recipe)
+    return Case(f"{name}, normalization batch", network, optim.of_recipe(network, recipe), draw, batch)
+
+
+def of_resnet(name: str, size: int, batch: int) -> Case:
+    torch.manual_seed(0)
+    network = ResNetForImageClassification(ResNetConfig(**RESNETS[name], embedding_size=64, num_labels=1000))
+
+    def draw(step: int, number: int) -> tuple:
+        rng = torch.Generator().manual_seed(step)
+        labels = torch.randint(1000, (number,), generator=rng)
+        return torch.randn(number, 3, size, size, generator=rng), labels
+
+    return Case(f"{name}, {size} x {size}", network, optim.sgd(network, 0.05, 0.9, 0.0), draw, batch)
+
+
+def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> list[dict]:
+    rows = []
+    before = {size: batch_norm.deviation(case.network, case.cells(0, size), case.loss) for size in sizes}
+    for step in range(num_steps):
+        case.step(case.cells(step, case.batch), exact=False)  # one cell: exact as it is
+    for size in sizes:
+        cells = case.cells(num_steps, size)
+        row = {"model": case.title, "layers": len(case.whole.layers), "B": case.batch, "b": size, "k": len(cells)}
+        row |= {
+            "first": before[size],
+            "steps": num_steps,
+            "later": batch_norm.deviation(case.network, cells, case.loss),
+        }
+        ordinary, exact = [], []
+        for _ in range(num_timed):
+            ordinary.append(case.step(cells, exact=False))
+            exact.append(case.step(cells, exact=True))
+        row |= {"forward_passes": case.whole.num_forward_passes, "adjoint_passes": case.whole.num_adjoint_passes}
+        row["cost"] = statistics.median(exact) / statistics.median(ordinary)
+        rows.append(row)
+        print(row, file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timed", type=int, default=5, help="pairs of steps")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "batch_norm")
+    arguments = parser.parse_args()
+    digits = of_recipe(
+        "resnet_digits_cpu",
+        images,
+        lambda recipe: ResNetForImageClassification(ResNetConfig(**recipe.architecture)),
+        64,
+    )
+    reader = of_recipe("captcha_cpu", captchas, lambda recipe: CaptchaReader(**recipe.architecture), 128)
+    rows = measure(digits, [32, 16, 8], 100, arguments.timed)
+    rows += measure(reader, [64, 32], 30, arguments.timed)
+    rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.timed)
+    rows += measure(of_resnet("ResNet-50", 64, 32), [16, 8], 5, arguments.timed)
+    about = {
+        "command": "make bench-batch-norm",
+        "pairs": arguments.timed,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
+    }
+    arguments.output.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    document = ROOT / "docs" / "exactness.md"
+    text = document.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    document.write_text(head + BEGIN + markdown(about, rows) + END + rest.split(END)[1], encoding="utf-8")
+    print(markdown(about, rows))
+
+
+def markdown(about: dict, rows: list[dict]) -> str:
+    table = "".join(
+        f"| {row['model']} | {row['layers']} | {row['B']} = {row['b']} x {row['k']} | {row['first']:.2g} "
+        f"| {row['later']:.2g} (step {row['steps']}) "
+        f"| {row['forward_passes']} + {row['adjoint_passes']} | {row['cost']:.1f} |\n"
+        for row in rows
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        "| model | layers | batch | error at the start | later | passes, forward + adjoint | time, exact / cut |\n"
+        f"|---|---|---|---|---|---|---|\n{table}\n"
+        f"Generated by `{about['command']}` (benchmarks/batch_norm.py, which says what is measured). Time: medians of "
+        f"{about['pairs']} pairs of steps in float32. {about['machine']}, Python {about['python']}, {versions}.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
