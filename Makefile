@@ -40,7 +40,7 @@ train-digits: venv ## train a small ResNet on handwritten digits: at most 5 minu
 
 train-captcha: venv ## draw captchas and learn to read them: at most 5 minutes on 2 cores, no download
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/train_captcha.py --recipe captcha_cpu --eval_steps 79 \
+		scripts/train_captcha.py --recipe captcha_cpu --eval_steps 141 \
 		--output_dir runs/captcha_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: under 12 minutes on 2 cores
