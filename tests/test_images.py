@@ -105,6 +105,15 @@ def test_no_samples_make_a_cell_without_a_target(folder):
     assert (loss.item(), logits.grad.shape) == (0.0, (0, 2))
 
 
+def test_pictures_are_what_was_normalised(folder):
+    """In [0, 1] again, each channel by its own mean and standard deviation."""
+    plain, _ = images.build(recipe_of(folder))
+    normalised, _ = images.build(recipe_of(folder, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.1)))
+    expected = cell_of(plain, 0, [0, 5])["pixel_values"].permute(0, 2, 3, 1).numpy()
+    pictures = normalised.pictures(cell_of(normalised, 0, [0, 5])["pixel_values"])
+    assert np.allclose(pictures, expected, atol=1e-6)
+
+
 def test_nothing_is_read_when_a_sample_is_drawn(folder, monkeypatch):
     source, _ = images.build(recipe_of(folder))
     monkeypatch.setattr(images, "_decode", lambda *_: pytest.fail("decoded"))

@@ -1,5 +1,6 @@
 """The launch files say what they do; `create_accelerator` makes what they say, or refuses what would be another."""
 
+import ctypes
 import json
 import os
 import re
@@ -362,3 +363,31 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
     for key, value in env.items():
         bare.setenv(key, value)
     assert message in " ".join(problems())
+
+
+KEEPS = """
+import resource, sys, torch
+from recipes.launch import create_accelerator, keep_memory
+if sys.argv[1] == "kept":
+    create_accelerator()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**24)  # 64 MB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_is_kept_on_a_cpu():
+    """Pages are handed out once, not for every tensor anew."""
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    measured = {
+        how: int(
+            subprocess.run([sys.executable, "-c", KEEPS, how], env=environment, capture_output=True, check=True).stdout
+        )
+        for how in ("kept", "not")
+    }
+    assert measured["kept"] < measured["not"] / 10

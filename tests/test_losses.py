@@ -106,3 +106,14 @@ def test_a_second_backward_is_refused_not_wrong():
     total.backward(retain_graph=True)
     with pytest.raises(AttributeError):
         total.backward()
+
+
+def test_smoothed_labels_add_up_over_cells():
+    """(1 - a) * -log p of the label + a / classes * the sum of -log p of all (Szegedy et al. 2016, section 7)."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 4, 2, -100, 1, 1])
+    log_p, counted = logits.log_softmax(-1), labels >= 0
+    expected = -(0.7 * log_p[counted, labels[counted]] + 0.3 / 5 * log_p[counted].sum(-1)).sum()
+    assert cross_entropy_sum(logits, labels, 0.3).item() == pytest.approx(expected.item(), rel=1e-12)
+    parts = [cross_entropy_sum(logits[part], labels[part], 0.3) for part in (slice(2), slice(2, 6), slice(6, 6))]
+    assert sum(parts).item() == pytest.approx(expected.item(), rel=1e-12)

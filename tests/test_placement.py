@@ -93,6 +93,16 @@ def test_warnings():
     assert on("bert_large_phase1", "8xa100-80").warnings == ()
 
 
+def test_batch_normalisation_is_a_matter_of_micro_steps():
+    """Statistics are those of all processes, so that k alone matters."""
+    assert not any("batch normalisation" in warning for warning in on("resnet50_imagenet_4xt4", "4xt4").warnings)
+    cut = on("resnet50_imagenet_4xt4", "4xt4", per_device_train_batch_size=8)
+    assert cut.layout.gradient_accumulation_steps == 8
+    said = next(warning for warning in cut.warnings if "batch normalisation" in warning)
+    assert "from the 32 samples of a micro-step, not from 256" in said
+    assert "--exact_batch_norm" in said
+
+
 @given(
     name=st.sampled_from(catalog_names()),
     device=st.sampled_from(device_names()),

@@ -199,3 +199,18 @@ def test_the_fingerprint_holds_what_decides_the_steps():
         assert load("bert_small_cpu", changes).fingerprint != small.fingerprint
     for changes in ({"expect": "else"}, {"train_file": ["elsewhere.txt"]}):
         assert load("bert_small_cpu", changes).fingerprint == small.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("resnet_digits_cpu", {"exact_batch_norm": True}, "exact_batch_norm is true, but normalization is group"),
+        ("resnet_digits_cpu", {"normalization": "frozen"}, "normalization is frozen, but model_name_or_path"),
+        ("captcha_cpu", {"normalization": "frozen"}, "no trained statistics exist for captchas"),
+        ("captcha_cpu", {"normalization": "layer"}, "normalization is 'layer', must be one of batch, group, frozen"),
+        ("resnet_digits_cpu", {"adam_beta1": 0.9}, "adam_beta1 is 0.9, but with optimizer sgd it must be null"),
+    ],
+)
+def test_mistakes_in_recipes_of_images(name, changes, message):
+    (found,) = problems(lambda: load(name, changes))
+    assert message in found

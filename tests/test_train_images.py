@@ -120,6 +120,18 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train, program, more):
     assert same_weights(parts, whole)
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_in_channels_last_too(train, program, monkeypatch):
+    """Files hold tensors in one order; optimizers that are fused need moments in the order of their parameters."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run = partial(train, program=program)
+    whole = run("whole", SMALL)
+    parts = run("parts", f"{SMALL} --stop_after_step 4")
+    run("parts", f"{SMALL} --resume_from_checkpoint latest", output_dir=parts)
+    assert without_time(parts) == without_time(whole)
+    assert same_weights(parts, whole)
+
+
 def test_it_learns(classify, read):
     """Twenty steps of ten images, again and again: far better than chance on them."""
     flags = "--global_batch_size 32 --max_train_steps 60 --hidden_sizes 16 32 --max_grad_norm none"

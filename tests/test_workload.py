@@ -51,6 +51,7 @@ def test_batch_normalization_and_attention():
         True,
         False,
     ]
+    assert not of_recipe(load("resnet50_1xv100", {"exact_batch_norm": True})).batch_normalization
     shape = shape_of(BERT, 16, name="it")
     assert of_model(shape, "it", global_batch_size=8, attention="eager").model == dataclasses.replace(shape, eager=True)
     assert not of_model(shape, "it", global_batch_size=8).batch_normalization

@@ -1,0 +1,71 @@
+"""Pictures of predictions: which images are shown, and what is written above them."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import plots
+from recipes.evaluation import predict
+
+
+@pytest.fixture
+def figure_of(monkeypatch):
+    """The figure instead of its picture."""
+    monkeypatch.setattr(plots, "_png", lambda figure: figure)
+    return plots.plot_predictions
+
+
+def titles(figure) -> list[tuple[str, str]]:
+    return [(axes.get_title(), axes.title.get_color()) for axes in figure.axes if axes.get_title()]
+
+
+def test_wrong_ones_first_and_at_most_sixteen_of_each(figure_of):
+    pictures = np.linspace(0, 1, 60)[:, None, None, None] * np.ones((60, 4, 6, 3))
+    wanted = [str(number) for number in range(60)]
+    found = ["x" if number % 3 == 0 else name for number, name in enumerate(wanted)]
+    figure = figure_of(pictures, wanted, found)
+    shown = titles(figure)
+    assert figure.get_suptitle() == "60 held-out images: 40 right, 20 wrong"
+    assert [text for text, _ in shown[:3]] == ["x (is 0)", "x (is 3)", "x (is 6)"]
+    assert [text for text, _ in shown[16:19]] == ["1", "2", "4"]
+    assert len(shown) == 32
+    assert [colour for _, colour in shown] == [plots.OUTCOMES["wrong"]] * 16 + [plots.OUTCOMES["right"]] * 16
+    images = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    assert np.array_equal(images[1], pictures[3])
+
+
+@pytest.mark.parametrize("found", ["ab", "xx", "ax"])
+def test_all_right_all_wrong_and_grey(found):
+    content = plots.plot_predictions(np.zeros((2, 5, 5, 1)), ["a", "b"], list(found))
+    assert Image.open(io.BytesIO(content)).format == "PNG"
+
+
+class Numbers:
+    """Sample i is an image of i everywhere; its label is i."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def draw(self, epoch: int, sample_id: int) -> int:
+        return sample_id
+
+    def collate(self, samples: list[int]) -> dict[str, torch.Tensor]:
+        labels = torch.tensor(samples)
+        return {"pixel_values": labels.float()[:, None, None, None].expand(-1, 1, 2, 2), "labels": labels}
+
+
+class Reads(torch.nn.Linear):
+    """Says the number that it sees."""
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        assert pixel_values.dtype == self.weight.dtype
+        return -((torch.arange(20.0) - pixel_values[:, 0, 0, :1]) ** 2)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(4, [0, 3, 6, 9]), (10, list(range(10))), (99, list(range(10)))])
+def test_samples_are_spread_over_the_dataset(most, expected):
+    cell, places = predict(Reads(1, 1).double(), Numbers(), most)
+    assert cell["labels"].tolist() == places.tolist() == expected
