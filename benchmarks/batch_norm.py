@@ -133,7 +133,7 @@ def main() -> None:
     rows = measure(digits, [32, 16, 8], 100, arguments.timed)
     rows += measure(reader, [64, 32], 30, arguments.timed)
     rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.timed)
-    rows += measure(of_resnet("ResNet-50", 64, 32), [16, 8], 5, arguments.timed)
+    rows += measure(of_resnet("ResNet-50", 64, 32), [16], 5, arguments.timed)
     about = {
         "command": "make bench-batch-norm",
         "pairs": arguments.timed,

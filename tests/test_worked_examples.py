@@ -209,12 +209,13 @@ def test_all_reduce_of_5_mb_over_8_nodes(monkeypatch, capsys, tmp_path):
 
 def test_warnings(monkeypatch, capsys):
     notes = plan(monkeypatch, capsys, T4)["warnings"]
-    assert any("statistics from 64 samples, not from 256" in note for note in notes)
+    assert not any("statistics" in note for note in notes), "four cards share theirs"
+    cut = plan(monkeypatch, capsys, f"{T4} --per_device_train_batch_size 16")["warnings"]
+    assert any("statistics from the 64 samples of a micro-step, not from 256" in note for note in cut)
     assert any("photographs per second and device" in note for note in notes)
-    notes = plan(monkeypatch, capsys, f"{T4} --normalization group")["warnings"]
-    assert not any("statistics" in note for note in notes)
-    notes = plan(monkeypatch, capsys, "resnet50_1xv100 --on 1xv100-16")["warnings"]
-    assert not any("statistics" in note for note in notes)
+    for exact in ("--normalization group", "--exact_batch_norm true"):
+        notes = plan(monkeypatch, capsys, f"{T4} --per_device_train_batch_size 16 {exact}")["warnings"]
+        assert not any("statistics" in note for note in notes)
     notes = plan(monkeypatch, capsys, f"{CAPTCHA} --critical_batch_size 1024")["warnings"]
     assert any("3072 is 3 times the critical one of 1024: about 4 times the samples" in note for note in notes)
     assert plan(monkeypatch, capsys, f"{CAPTCHA} --critical_batch_size 4000")["warnings"] == []
