@@ -296,7 +296,7 @@ def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hard
         found.append(
             f"batch normalisation takes its statistics from the {together} samples of a micro-step, not from {batch}: the step "
             "is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation is "
-            "exact, and so is --exact_batch_norm, in several times the time"
+            "exact, and so is --exact_batch_norm, in 9 times the time and more"
         )
     if critical is not None and batch > critical:
         found.append(

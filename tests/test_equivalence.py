@@ -110,7 +110,7 @@ def test_every_cut_in_time_is_the_same_step_of_images(train, workload, batch, ca
     reference = train("B", flags(batch, "B", dtype) + more, program=program)
     assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
     for cap in caps:
-        check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype, norms=1e-4)
+        check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype, norms=1e-3)
 
 
 def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
@@ -137,7 +137,7 @@ def test_every_cut_in_space_is_the_same_step_of_images(train, train_on, num_proc
     for workload, batch, cap, dtype in cases:
         program, more = workloads[workload]
         reference = train(f"{workload}-{batch}", flags(batch, "B", dtype) + more, program=program)
-        check(folder / program / f"{workload}-{batch}-{cap}", reference, dtype, norms=1e-4)
+        check(folder / program / f"{workload}-{batch}-{cap}", reference, dtype, norms=1e-3)
 
 
 @pytest.mark.distributed
