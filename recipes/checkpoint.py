@@ -62,7 +62,7 @@ class State:
     Attributes:
         step: optimizer steps taken.
         recipe_fingerprint: what decided the steps (see `Recipe.fingerprint`).
-        data_fingerprints: what the samples were made of, tokenizer first (see `SentencePairs.fingerprints`).
+        data_fingerprints: what the samples were made of, of text the tokenizer first (see a source's `fingerprints`).
         num_skipped: steps that were left out so far, by the fp16 scaler or because a gradient was not finite.
         run_id: of the run, for trackers.
         scaler: state of the gradient scaler, plain numbers; None: there is none.
