@@ -41,15 +41,18 @@ from recipes.audit.script import BATCH, WINDOW, Variation, record
 TOLERANCE = 1e-5
 BEGIN, END = "<!-- audit: begin -->\n", "<!-- audit: end -->\n"
 TIMEOUT = 200  # seconds for a run
+# Documents so short that epochs end within the steps.
+SHORT = "--train_file CORPUS/short.jsonl"
 # Name -> program, its B, and flags beside its tiny model's.
 SCRIPTS = {
-    "BERT": ("pretrain_bert", 32, "--epoch_end keep"),
-    "GPT-2, packed": ("pretrain_gpt2", 16, "--epoch_end keep"),
-    "GPT-2, packed, document mask": ("pretrain_gpt2", 16, "--document_mask true"),
-    "GPT-2, a document per sample": ("pretrain_gpt2", 32, "--packing false"),
+    "BERT": ("pretrain_bert", 32, f"{SHORT} --epoch_end keep"),
+    "GPT-2, packed": ("pretrain_gpt2", 16, f"{SHORT} --epoch_end keep"),
+    "GPT-2, packed, document mask": ("pretrain_gpt2", 16, f"{SHORT} --document_mask true"),
+    "GPT-2, a document per sample": ("pretrain_gpt2", 32, f"{SHORT} --packing false"),
+    "ResNet, normalised by groups": ("train_image_classifier", 32, "--validation_fraction 0.95 --epoch_end keep"),
+    "ResNet, exact batch normalisation": ("train_image_classifier", 32, "--normalization batch --exact_batch_norm"),
+    "captcha reader": ("train_captcha", 16, ""),
 }
-# Of all: documents so short that epochs end within the steps.
-FLAGS = "--train_file CORPUS/short.jsonl --max_train_steps 8"
 LAYOUTS = [(5, 1), (1, 1), (3, 2), (4, 3)]  # b, N
 CONTROL = "accelerate_documented"
 PAIRS, WARM_UP = 9, 1
@@ -65,7 +68,7 @@ def run_script(name: str, b: int, num_processes: int, corpus: Path) -> tuple:
     """How it is cut, what was recorded, what the script itself logged."""
     program, batch, more = SCRIPTS[name]
     output_dir = corpus.parent / f"{name}-{b}-{num_processes}"
-    argv = tiny_argv(program, corpus, output_dir, f"{FLAGS} --global_batch_size {batch} {more}")
+    argv = tiny_argv(program, corpus, output_dir, f"--max_train_steps 8 --global_batch_size {batch} {more}")
     variation = Variation({BATCH: str(b)}, num_processes)
     recordings = record([str(ROOT / "scripts" / f"{program}.py"), *argv], variation, 0, TIMEOUT)
     return variation, recordings, metrics(output_dir)
@@ -79,7 +82,7 @@ def audit_scripts(folder: Path) -> list[dict]:
             variation, recordings, _ = run_script(name, *layout, corpus)
             row = {
                 "script": name,
-                "command": f"scripts/{program}.py --global_batch_size {batch} {more}",
+                "command": f"scripts/{program}.py --global_batch_size {batch} {more}".strip(),
                 "smallest_step": min(line["samples"] for line in lines),
                 "epochs": lines[-1]["epoch"],
                 "reference": str(reference),

@@ -2,14 +2,17 @@
 
     make bench-images
 
-Same model, data, batch, precision and threads; every program in a process of its own, in turns of two seconds (see
+Same model, data, batch, precision and threads; every program in a process of its own, in turns of some seconds (see
 shakespeare.py), so that a machine whose speed changes is the same for all. Counted are steps only, loading included, without
 the first ones and without those that the end of a turn interrupted; no program evaluates or saves inside them.
 
-- ours: the script as users launch it: channels_last in bf16, fused optimizers, freed memory kept (`launch.keep_memory`).
+- ours: the script as users launch it: channels_last where it is faster (`networks.memory_format`), fused optimizers, freed
+  memory kept (`launch.keep_memory`).
 - plain: the loop that every tutorial has: DataLoader, autocast, cross_entropy, torch's optimizer with its defaults.
 - plain, channels_last: the same, with model and images in channels_last.
 - Trainer: transformers', on the same dataset.
+
+resnet18_photographs is ResNet-18 of the paper on JPEG photographs (made here), 16 of 224 x 224 per step, batch-normalised.
 
 And what the loaders deliver without a model, in one process.
 """
@@ -29,10 +32,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from PIL import Image
 from shakespeare import Program
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from recipes.data import captchas, images
 from recipes.networks import CaptchaReader
@@ -40,11 +45,17 @@ from recipes.recipe import load
 from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"captcha_cpu": "train_captcha.py", "resnet_digits_cpu": "train_image_classifier.py"}
+SCRIPTS = {
+    "captcha_cpu": "train_captcha.py",
+    "resnet_digits_cpu": "train_image_classifier.py",
+    "resnet18_photographs": "train_image_classifier.py",
+}
 PEERS = {"plain": "plain", "plain, channels_last": "channels_last", "transformers' Trainer": "trainer"}
 PRECISIONS = ("no", "bf16")
-STEPS = {"captcha_cpu": 15, "resnet_digits_cpu": 150}  # of a round, the first ones included
-WARM_UP, TURN = 5, 2.0
+# Steps of a round, the first ones included, and seconds of a turn: several steps.
+STEPS = {"captcha_cpu": 15, "resnet_digits_cpu": 150, "resnet18_photographs": 15}
+TURNS = {"captcha_cpu": 2.0, "resnet_digits_cpu": 2.0, "resnet18_photographs": 8.0}
+WARM_UP = 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,20 +89,24 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, -2), labels.flatten()), "logits": logits}
 
 
-def things(name: str) -> tuple:
+def things(name_or_file: str) -> tuple:
     """Recipe, dataset and network."""
-    recipe = load(name, {"num_validation_samples": 64} if name == "captcha_cpu" else {})
-    module = captchas if name == "captcha_cpu" else images
-    source, _ = module.build(recipe)
-    torch.manual_seed(recipe.seed)
-    if name == "captcha_cpu":
+    if name_or_file == "captcha_cpu":
+        recipe = load(name_or_file, {"num_validation_samples": 64})
+        source, _ = captchas.build(recipe)
+        torch.manual_seed(recipe.seed)
         return recipe, Samples(source), CaptchaReader(**recipe.architecture)
-    return recipe, Samples(source), GroupNormResNet(GroupNormResNetConfig(**recipe.architecture))
+    recipe = load(name_or_file)
+    source, _ = images.build(recipe)
+    torch.manual_seed(recipe.seed)
+    if recipe.normalization == "group":
+        return recipe, Samples(source), GroupNormResNet(GroupNormResNetConfig(**recipe.architecture))
+    return recipe, Samples(source), ResNetForImageClassification(ResNetConfig(**recipe.architecture))
 
 
-def plain(name: str, precision: str, num_steps: int, channels_last: bool) -> list[float]:
+def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool) -> list[float]:
     """Seconds of each step of a loop as tutorials have it."""
-    recipe, dataset, network = things(name)
+    recipe, dataset, network = things(name_or_file)
     network.train()
     if channels_last:
         network.to(memory_format=torch.channels_last)
@@ -123,9 +138,9 @@ def plain(name: str, precision: str, num_steps: int, channels_last: bool) -> lis
     return seconds
 
 
-def trainer(name: str, precision: str, num_steps: int) -> list[float]:
+def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
     """Seconds of each step of transformers' Trainer."""
-    recipe, dataset, network = things(name)
+    recipe, dataset, network = things(name_or_file)
 
     times: list[float] = []
 
@@ -157,18 +172,34 @@ def trainer(name: str, precision: str, num_steps: int) -> list[float]:
 # The comparison
 
 
-def ours(name: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
+def write_photographs(folder: Path) -> Path:
+    """128 JPEG photographs of 500 x 375 in two classes, and the recipe that trains on them."""
+    rng = np.random.default_rng(0)
+    for number in range(128):
+        path = folder / "photos" / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(256, size=(60, 80, 3), dtype=np.uint8))
+        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+    resnet18 = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
+    data = {"train_dir": str(folder / "photos"), "num_labels": 2, "validation_fraction": 0.1, "num_train_samples": 115}
+    values = {"extends": "resnet50_imagenet_4xt4", "global_batch_size": 16} | resnet18 | data
+    file = folder / "resnet18_photographs.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def ours(name: str, recipe: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
-    words += [str(ROOT / "scripts" / SCRIPTS[name]), "--recipe", name, "--max_train_steps", str(num_steps)]
+    words += [str(ROOT / "scripts" / SCRIPTS[name]), "--recipe", recipe, "--max_train_steps", str(num_steps)]
     words += ["--num_warmup_steps", "5", "--output_dir", str(work / f"ours-{precision}")]
     words += ["--num_validation_samples", "64"] if name == "captcha_cpu" else []
     return Program(words, work, work / f"ours-{precision}.log", threads)
 
 
-def peer(kind: str, name: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
+def peer(kind: str, recipe: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
     file = work / f"{kind}-{precision}.json"
-    words = [sys.executable, __file__, "--peer", kind, name, precision, str(num_steps), str(file)]
+    words = [sys.executable, __file__, "--peer", kind, recipe, precision, str(num_steps), str(file)]
     return Program(words, work, file.with_suffix(".log"), threads)
 
 
@@ -179,17 +210,17 @@ def rate(batch: int, seconds: list[float]) -> float:
     return batch / statistics.mean(second for second in counted if second < longest)
 
 
-def measure(name: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
+def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
     """Images per second of each program, by precision, in one round."""
-    batch, found = load(name).global_batch_size, {}
+    batch, found = load(recipe).global_batch_size, {}
     with tempfile.TemporaryDirectory() as folder:
         work, running = Path(folder), []
         for precision in PRECISIONS:
-            running.append(ours(name, precision, num_steps, work, threads))
-            running += [peer(kind, name, precision, num_steps, work, threads) for kind in PEERS.values()]
+            running.append(ours(name, recipe, precision, num_steps, work, threads))
+            running += [peer(kind, recipe, precision, num_steps, work, threads) for kind in PEERS.values()]
         while running:
             for program in list(running):
-                program.turn(TURN)
+                program.turn(TURNS[name])
                 if program.done:
                     running.remove(program)
         for precision in PRECISIONS:
@@ -201,34 +232,23 @@ def measure(name: str, num_steps: int, threads: int) -> dict[str, dict[str, floa
     return found
 
 
-def loading() -> list[dict]:
+def loading(photographs: Path) -> list[dict]:
     """Images per second that one process delivers, ready for a model."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        rng = np.random.default_rng(0)
-        for number in range(64):
-            path = Path(folder) / "photos" / f"class{number % 2}" / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            coarse = Image.fromarray(rng.integers(256, size=(60, 80, 3), dtype=np.uint8))
-            coarse.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
-        photos = {"train_dir": f"{folder}/photos", "num_labels": 2, "validation_fraction": 0.1}
-        cases = {
-            "captchas of 60 x 160, from the memory map": (captchas, load("captcha_cpu")),
-            "digits, shifted": (images, load("resnet_digits_cpu")),
-            "JPEG photographs of 500 x 375, decoded, cropped and flipped to 224 x 224": (
-                images,
-                load("resnet50_imagenet_4xt4", photos),
-            ),
-        }
-        for title, (module, recipe) in cases.items():
-            source, _ = module.build(recipe)
-            seconds = []
-            for round_ in range(6):
-                places = [(place + 64 * round_) % len(source) for place in range(64)]
-                start = time.perf_counter()
-                source.collate([source.draw(round_, place) for place in places])
-                seconds.append(time.perf_counter() - start)
-            rows.append({"source": title, "images_per_second": 64 / statistics.median(seconds)})
+    cases = {
+        "captchas of 60 x 160, from the memory map": (captchas, load("captcha_cpu")),
+        "digits, shifted": (images, load("resnet_digits_cpu")),
+        "JPEG photographs of 500 x 375, decoded, cropped and flipped to 224 x 224": (images, load(str(photographs))),
+    }
+    for title, (module, recipe) in cases.items():
+        source, _ = module.build(recipe)
+        seconds = []
+        for round_ in range(6):
+            places = [(place + 64 * round_) % len(source) for place in range(64)]
+            start = time.perf_counter()
+            source.collate([source.draw(round_, place) for place in places])
+            seconds.append(time.perf_counter() - start)
+        rows.append({"source": title, "images_per_second": 64 / statistics.median(seconds)})
     return rows
 
 
@@ -252,14 +272,19 @@ def main() -> None:
     file = arguments.output.with_suffix(".json")
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     rows = [row for row in rows if row["recipe"] not in arguments.recipes]
-    for name in arguments.recipes:
-        num_steps = arguments.steps or STEPS[name]
-        subprocess.run([sys.executable, __file__, "--peer", "plain", name, "no", "1", "/dev/null"], check=True)  # draws
-        rounds = []
-        for _ in range(arguments.rounds):
-            rounds.append(measure(name, num_steps, arguments.threads))
-            print(name, rounds[-1], file=sys.stderr)
-        rows.append({"recipe": name, "steps": num_steps - WARM_UP, "rounds": rounds})
+    with tempfile.TemporaryDirectory() as folder:
+        photographs = write_photographs(Path(folder))
+        for name in arguments.recipes:
+            num_steps, recipe = arguments.steps or STEPS[name], str(photographs) if name == photographs.stem else name
+            subprocess.run(
+                [sys.executable, __file__, "--peer", "plain", recipe, "no", "1", "/dev/null"], check=True
+            )  # draws
+            rounds = []
+            for _ in range(arguments.rounds):
+                rounds.append(measure(name, recipe, num_steps, arguments.threads))
+                print(name, rounds[-1], file=sys.stderr)
+            rows.append({"recipe": name, "steps": num_steps - WARM_UP, "rounds": rounds})
+        loaded = loading(photographs)
     about = {
         "command": "make bench-images",
         "machine": f"{platform.machine()}, {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}",
@@ -267,7 +292,7 @@ def main() -> None:
         "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
     }
     rows.sort(key=lambda row: row["recipe"])
-    results = {"about": about, "rows": rows, "loading": loading()}
+    results = {"about": about, "rows": rows, "loading": loaded}
     file.write_text(json.dumps(results, indent=2) + "\n")
     arguments.output.with_suffix(".md").write_text(markdown(results))
     print(markdown(results))
@@ -292,7 +317,7 @@ def markdown(results: dict) -> str:
         "# Images per second\n\n"
         f"Generated by `{about['command']}` (benchmarks/images.py, which says what is compared); do not edit.\n\n"
         f"| recipe | precision | ours, images/s | {peers} |\n|---|---|---|{'---|' * len(PEERS)}\n{table}\n"
-        "Ours in bf16, channels_last, beside float32, channels first:\n\n"
+        "Ours in bf16, channels_last, beside float32 (plain: channels first):\n\n"
         f"| recipe | bf16 / ours in float32 | bf16 / plain in float32 |\n|---|---|---|\n{bf16}\n"
         f"What one process loads, without a model:\n\n| source | images/s |\n|---|---|\n{loaded}\n"
         f"Medians (smallest to largest) of {num_rounds} rounds of {steps}, all programs of a round in turns. "

@@ -35,12 +35,13 @@ def test_group_normalisation_is_torchs(of, shape, dtype):
 
 def test_memory_format():
     formats = {
-        (kind, precision): networks.memory_format(torch.device(kind), precision)
+        (normalization, kind, precision): networks.memory_format(reader, torch.device(kind), precision)
+        for normalization in ("group", "batch")
+        for reader in [CaptchaReader(**load("captcha_cpu", SMALL | {"normalization": normalization}).architecture)]
         for kind in ("cpu", "cuda")
         for precision in ("no", "bf16")
     }
-    first = [of for of, found in formats.items() if found == torch.contiguous_format]
-    assert first == [("cpu", "no")]
+    assert [of for of, found in formats.items() if found == torch.contiguous_format] == [("group", "cpu", "no")]
 
 
 @pytest.mark.parametrize("normalization", ["group", "batch"])
