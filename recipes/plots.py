@@ -10,6 +10,7 @@ COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
 OUTCOMES = {"wrong": "#b3261e", "right": "#1b6e3c"}
 COLUMNS, SHOWN = 8, 16  # of predictions: images in a row, and of a kind at most
 MARKERS = {"strong": "o", "weak": "s"}
+NUMBERED, NAME_LENGTH = 20, 16  # of a confusion matrix: most classes with numbers in the cells, characters of a name
 
 
 def plot_growth(answer: dict[str, Any]) -> bytes:
@@ -86,6 +87,41 @@ def plot_predictions(pictures: np.ndarray, wanted: Sequence[str], found: Sequenc
             text = found[place] if kind == "right" else f"{found[place]} (is {wanted[place]})"
             each.set_title(text, fontsize="small", color=OUTCOMES[kind])
         first += num_rows[kind]
+    return _png(figure)
+
+
+def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
+    """Draw which classes are taken for which: a row per true class, coloured by its shares; numbers for up to 20 classes.
+
+    Args:
+        counts: int [classes, classes]: samples of each true class (rows) that were predicted as each class (columns).
+        names: of the classes; long ones are shortened.
+
+    Returns:
+        The PNG file's content.
+    """
+    from matplotlib.figure import Figure
+
+    num_classes, total = len(counts), counts.sum()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    short = [name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…" for name in names]
+    digits = len(str(counts.max())) if num_classes <= NUMBERED else 0
+    cell = max(0.09 * digits + 0.1, 0.32, 2.5 / num_classes)  # inches
+    margin = 0.5 + 0.08 * max(len(name) for name in short)
+    figure = Figure(figsize=(cell * num_classes + margin + 1, cell * num_classes + margin), dpi=120, layout="constrained")
+    figure.suptitle(f"{counts.trace() / max(total, 1):.1%} of {total:,} samples are right")
+    axes = figure.subplots()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    places = range(num_classes)
+    axes.set_xticks(places, short, rotation=90 if max(map(len, short)) > 2 else 0)
+    axes.set_yticks(places, short)
+    axes.tick_params(labelsize="small")
+    axes.set(xlabel="predicted", ylabel="true")
+    if num_classes <= NUMBERED:
+        for (row, column), count in np.ndenumerate(counts):
+            colour = "0.7" if not count else "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", fontsize="small", color=colour)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
     return _png(figure)
 
 

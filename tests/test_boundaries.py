@@ -35,7 +35,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models", "networks", "resnet", "batch_norm", "trace"},
+    {"losses", "optim", "data", "models", "networks", "resnet", "batch_norm", "trace", "metrics"},
     {
         "__main__",
         "accumulate",
@@ -61,6 +61,8 @@ THIRD_PARTY = [
         "huggingface_hub",
         "pyarrow",
         "sklearn",
+        "scipy",
+        "evaluate",
         "captcha",
         "PIL",
         "tqdm",

@@ -126,7 +126,10 @@ def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
 def test_every_cut_in_space_is_the_same_step_of_images(train, train_on, num_processes):
     """Three processes get samples 4 + 3 + 3, and 1 + 1 + 0; batch-normalised images in one micro-step, the last one empty."""
     cases = [(workload, 10, "3", "float64") for workload in IMAGES if num_processes == 2 or workload != "batch_reader"]
-    more = {2: [("groups", 32, "8", "float32"), ("reader", 32, "8", "float32")], 3: [("batch_reader", 2, "1", "float64")]}
+    more = {
+        2: [("groups", 32, "8", "float32"), ("reader", 32, "8", "float32")],
+        3: [("batch_reader", 2, "1", "float64")],
+    }
     cases += more[num_processes]
     workloads = IMAGES | {"in_space": ("train_image_classifier", " --normalization batch")}
     cases += [("in_space", 10 if num_processes == 2 else 2, "B", "float64")]
