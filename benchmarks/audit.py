@@ -49,6 +49,7 @@ SCRIPTS = {
     "GPT-2, packed": ("pretrain_gpt2", 16, f"{SHORT} --epoch_end keep"),
     "GPT-2, packed, document mask": ("pretrain_gpt2", 16, f"{SHORT} --document_mask true"),
     "GPT-2, a document per sample": ("pretrain_gpt2", 32, f"{SHORT} --packing false"),
+    "BERT classifier": ("finetune_classifier", 32, "--epoch_end keep"),
     "ResNet, normalised by groups": ("train_image_classifier", 32, "--validation_fraction 0.95 --epoch_end keep"),
     "ResNet, exact batch normalisation": ("train_image_classifier", 32, "--normalization batch --exact_batch_norm"),
     "captcha reader": ("train_captcha", 16, ""),

@@ -55,7 +55,8 @@ def create_accelerator(
     problems = _environment_problems()
     if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         problems.append(
-            "the launch file shards weights (FSDP), which programs of images do not: launch with distributed_type MULTI_GPU"
+            "the launch file shards weights (FSDP), which only programs of language models do: launch with distributed_type "
+            "MULTI_GPU"
         )
     if problems:
         raise UsageError(problems)

@@ -28,6 +28,18 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
 
 
+def squared_error_sum(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed squared error: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
+
+    Args:
+        predictions: [targets, 1].
+        labels: floating [targets]; targets of NaN are left out.
+    """
+    wide = torch.promote_types(predictions.dtype, torch.float32)
+    errors = predictions.squeeze(1).to(wide) - labels.nan_to_num().to(wide)
+    return (errors.square() * labels.isfinite()).sum()
+
+
 def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Targets whose largest logit is the label's: int64 scalar. Arguments as in `cross_entropy_sum`."""
     return (logits.argmax(-1) == labels).sum()

@@ -11,7 +11,14 @@ from recipes import convnet, transformer
 from recipes.convnet import ConvNet
 from recipes.errors import UsageError
 from recipes.plan import Layout
-from recipes.recipe import BertPretraining, CaptchaRecognition, Gpt2Pretraining, ImageClassification, Recipe
+from recipes.recipe import (
+    BertPretraining,
+    CaptchaRecognition,
+    Gpt2Pretraining,
+    ImageClassification,
+    Recipe,
+    TextClassification,
+)
 from recipes.transformer import Transformer
 
 Model = Transformer | ConvNet
@@ -49,6 +56,11 @@ def _gpt2(recipe: Gpt2Pretraining) -> Transformer:
     return transformer.gpt2(recipe.architecture, recipe.block_size)
 
 
+def _bert_classifier(recipe: TextClassification) -> Transformer:
+    shape = recipe.architecture | {"num_labels": recipe.num_labels or 2}
+    return transformer.bert(shape, recipe.max_seq_length, None)
+
+
 def _resnet(recipe: ImageClassification) -> ConvNet:
     grouped = recipe.normalization == "group"
     return convnet.resnet(recipe.architecture, recipe.image_height, recipe.image_width, grouped=grouped)
@@ -65,6 +77,7 @@ def _captcha_reader(recipe: CaptchaRecognition) -> ConvNet:
 _MODELS: dict[str, Callable[..., Model]] = {
     "bert_pretraining": _bert,
     "gpt2_pretraining": _gpt2,
+    "text_classification": _bert_classifier,
     "image_classification": _resnet,
     "captcha_recognition": _captcha_reader,
 }

@@ -7,7 +7,10 @@ from recipes.errors import UsageError
 
 
 def initial_model(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, name_or_path: str | None, head: str | None = None
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    name_or_path: str | None,
+    head: str | tuple[str, ...] | None = None,
 ) -> PreTrainedModel:
     """A model of `config` with random weights (of torch's seed), or with those of `name_or_path`, in float32.
 
@@ -15,7 +18,8 @@ def initial_model(
         model_class: of transformers.
         config: decides the shapes.
         name_or_path: on the hub, or a folder.
-        head: begins the names of weights that stay random if they have other shapes there; all others must be there.
+        head: begins the names of weights that stay random if they have other shapes there or are not there, and that may be
+            there in vain; all others must be there, and be all.
 
     Raises:
         UsageError: the weights cannot be loaded, or have another shape.

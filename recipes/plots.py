@@ -107,9 +107,9 @@ def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
     short = [name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…" for name in names]
     digits = len(str(counts.max())) if num_classes <= NUMBERED else 0
     cell = max(0.09 * digits + 0.1, 0.32, 2.5 / num_classes)  # inches
-    margin = 0.5 + 0.08 * max(len(name) for name in short)
-    figure = Figure(figsize=(cell * num_classes + margin + 1, cell * num_classes + margin), dpi=120, layout="constrained")
-    figure.suptitle(f"{counts.trace() / max(total, 1):.1%} of {total:,} samples are right")
+    size = cell * num_classes + 0.6 + 0.065 * max(map(len, short))
+    figure = Figure(figsize=(size + 1, size), dpi=120, layout="compressed")
+    figure.suptitle(f"accuracy {counts.trace() / max(total, 1):.1%}, {total:,} samples")
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     places = range(num_classes)

@@ -154,32 +154,18 @@ class TextPretraining(Recipe):
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
 
-    def _shape(self, first: str) -> dict[str, Any]:
-        """The vocabulary and the fields from `first` on, the model's shape."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index(first) :]]}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertPretraining(TextPretraining):
-    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+class BertRecipe(Recipe):
+    """What recipes that train a BERT share: how text becomes samples, and the model's shape."""
 
     # Data
+    tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
     do_lower_case: bool = setting("lower-case and strip accents")
     max_seq_length: int = setting(
         "tokens per sample, [CLS] and both [SEP] included", ("must be 8 or more", lambda v: v >= 8)
     )
-    short_seq_probability: float = setting("share of the pairs cut to a random shorter length", PROBABILITY)
-    next_sentence_probability: float = setting("share of the pairs whose second segment truly follows", PROBABILITY)
-    mlm_probability: float = setting(
-        "share of a sample's tokens to predict (80 % [MASK], 10 % random, 10 % kept)", PROBABILITY
-    )
-
-    # Loss
-    mlm_loss_weight: float = setting(
-        "weight of the masked-token loss (mean over the step's masked tokens)", NOT_NEGATIVE
-    )
-    nsp_loss_weight: float = setting("weight of the next-sentence loss (mean over the step's pairs)", NOT_NEGATIVE)
 
     # Model
     model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
@@ -210,14 +196,77 @@ class BertPretraining(TextPretraining):
         return problems
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.BertConfig` takes it."""
+        names = [field.name for field in dataclasses.fields(BertRecipe)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("hidden_size") :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertPretraining(BertRecipe, TextPretraining):
+    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+
+    # Data
+    short_seq_probability: float = setting("share of the pairs cut to a random shorter length", PROBABILITY)
+    next_sentence_probability: float = setting("share of the pairs whose second segment truly follows", PROBABILITY)
+    mlm_probability: float = setting(
+        "share of a sample's tokens to predict (80 % [MASK], 10 % random, 10 % kept)", PROBABILITY
+    )
+
+    # Loss
+    mlm_loss_weight: float = setting(
+        "weight of the masked-token loss (mean over the step's masked tokens)", NOT_NEGATIVE
+    )
+    nsp_loss_weight: float = setting("weight of the next-sentence loss (mean over the step's pairs)", NOT_NEGATIVE)
+
+    @property
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of each loss term."""
         return {"mlm": self.mlm_loss_weight, "nsp": self.nsp_loss_weight}
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextClassification(BertRecipe):
+    """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
+
+    # Data
+    train_file: tuple[str, ...] | None = setting("labelled texts: csv, tsv, jsonl, parquet; globs", decides=False)
+    validation_file: tuple[str, ...] | None = setting("held-out texts; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/python_docs_parts, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset (of GLUE: the task)", decides=False)
+    validation_split_name: str | None = setting(
+        "split of the hub dataset that is held out; null: validation_fraction", decides=False
+    )
+    text_column: str | None = setting("column of the text; null: found by its name", decides=False)
+    text_pair_column: str | None = setting(
+        "column of the second text of a pair; null: found by its name, when text_column is null too", decides=False
+    )
+    label_column: str | None = setting("column of the label; null: found by its name", decides=False)
+    validation_fraction: float = setting("fraction of the texts held out, unless others are named", BELOW_ONE)
+    num_labels: int | None = setting("classes; null: those of the training texts; 1: the label is a number", POSITIVE)
+
+    # What is trained, and how it is judged
+    layerwise_lr_decay: float = setting(
+        "learning rate of a layer / of the layer above it; 1: all the same",
+        ("must lie in (0, 1]", lambda v: 0 < v <= 1),
+    )
+    freeze_embeddings: bool = setting("leave the embeddings as they are")
+    metrics: tuple[str, ...] = setting("metrics of the held-out texts: ours, or of the hub", decides=False)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.freeze_embeddings and self.model_name_or_path is None:
+            problems.append("freeze_embeddings is true, but model_name_or_path is not set: they would stay random")
+        if self.text_pair_column is not None and self.text_column is None:
+            problems.append("text_pair_column is set, but text_column is not: name both, or neither")
+        if not self.metrics:
+            problems.append("metrics is empty: name at least one, for example accuracy")
+        return problems
+
     @property
-    def architecture(self) -> dict[str, Any]:
-        """The model's shape, as `transformers.BertConfig` takes it."""
-        return self._shape("hidden_size")
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term: cross-entropy, or the squared error of a number."""
+        return {"label": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,7 +320,8 @@ class Gpt2Pretraining(TextPretraining):
     @property
     def architecture(self) -> dict[str, Any]:
         """The model's shape, as `transformers.GPT2Config` takes it."""
-        return self._shape("n_positions")
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("n_positions") :]]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -443,6 +493,7 @@ class CaptchaRecognition(ImageRecipe):
 TASKS: dict[str, type[Recipe]] = {
     "bert_pretraining": BertPretraining,
     "gpt2_pretraining": Gpt2Pretraining,
+    "text_classification": TextClassification,
     "image_classification": ImageClassification,
     "captcha_recognition": CaptchaRecognition,
 }

@@ -27,7 +27,7 @@ from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
 from recipes.run import RunSettings
 
-PICTURES = ("loss.png", "predictions.png")
+PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """That the model card shows, where they were drawn."""
 
 
@@ -120,8 +120,8 @@ class RunLog:
             _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
         done = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
-        # Steps after which the model was evaluated, now or in an earlier session.
-        self.evaluated: set[int] = broadcast_object_list([{line["step"] for line in done}])[0]
+        # Of this session and earlier ones.
+        self.evaluations: list[dict[str, Any]] = broadcast_object_list([done])[0]
         if run.report_to != "none":
             config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
             goes_on = {
@@ -263,17 +263,28 @@ class RunLog:
         terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True) if len(weights) > 1}
         return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
 
-    def evaluation(self, step: int, totals: torch.Tensor) -> None:
-        """Write the losses, accuracies and, of a language model, the perplexity of `totals` (see `evaluate`) at `step`."""
+    @property
+    def evaluated(self) -> set[int]:
+        """Steps after which the model was evaluated, now or in an earlier session."""
+        return {line["step"] for line in self.evaluations}
+
+    def evaluation(self, step: int, totals: torch.Tensor, judged: Mapping[str, float] | None = None) -> None:
+        """Write the losses of `totals` (see `evaluate`) at `step`, and what they were `judged` by.
+
+        None: accuracies, and of a language model the perplexity.
+        """
         self.flush()
-        self.evaluated.add(step)
         sums, correct, counts = totals
         accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
         metrics = self.losses(sums, counts, prefix="eval_")
-        if terms == ["lm"]:
-            metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
-        names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
-        metrics |= dict(zip(names, accuracies, strict=True))
+        if judged is not None:
+            metrics |= {f"eval_{name}": value for name, value in judged.items()}
+        else:
+            if terms == ["lm"]:
+                metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+            names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
+            metrics |= dict(zip(names, accuracies, strict=True))
+        self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -394,7 +405,18 @@ def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:
     return output_dir / "loss.png"
 
 
-def finish(log: RunLog, usage: str) -> None:
+def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer: Any) -> None:
+    """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
+    if accelerator.is_main_process:
+        partial, best = output_dir / "best.partial", output_dir / "best"
+        for each in (model, tokenizer):
+            each.save_pretrained(partial)
+        shutil.rmtree(best, ignore_errors=True)
+        partial.rename(best)
+    accelerator.wait_for_everyone()
+
+
+def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
     """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
 
     Called by process 0 only, after the model and the tokenizer were saved in the output folder.
@@ -402,10 +424,14 @@ def finish(log: RunLog, usage: str) -> None:
     Args:
         log: closed.
         usage: lines of Python that load what was saved; OUTPUT_DIR stands for the folder.
+        best_step: whose evaluation is that of what was saved; None: the last one.
     """
     recipe, output_dir = log.recipe, log.output_dir
     steps, evaluations = read_metrics(output_dir)
-    results: dict[str, Any] = {"steps": log.num_steps}
+    results: dict[str, Any] = {"steps": steps[-1]["step"] if steps else log.num_steps}
+    if best_step is not None:
+        results["best_step"] = best_step
+        evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
         results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
     if evaluations:

@@ -69,7 +69,8 @@ class RunSettings:
         """What `launch.create_accelerator` wants to know."""
         tracker = None if self.report_to == "none" else self.report_to
         known = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        return known | {"may_shard": isinstance(self, LanguageModelSettings)}
+        is_sharded = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
+        return known | {"may_shard": is_sharded}
 
     def problems(self) -> list[str]:
         problems = []
@@ -105,6 +106,27 @@ class LanguageModelSettings(RunSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuningSettings(LanguageModelSettings):
+    """Settings of one run that fine-tunes a classifier."""
+
+    predict_file: tuple[str, ...] | None = setting("texts to label at the end; columns as in train_file", default=None)
+    metric_for_best_model: str | None = setting(
+        "which evaluation is the best one: loss or one of the recipe's metrics; none: the first metric", default=None
+    )
+    early_stopping_patience: int | None = setting(
+        "end the training after so many evaluations that are no better; none: never", POSITIVE, default=None
+    )
+    load_best_model_at_end: bool = setting("leave the best evaluation's model, not the last step's", default=False)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, name) and self.eval_steps is None:
+                problems.append(f"{name} compares evaluations, but there is one only: set eval_steps")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSettings(RunSettings):
     """Settings of one run that trains on files of images."""
 
@@ -133,6 +155,7 @@ class CausalLmSettings(LanguageModelSettings):
 SETTINGS: dict[str, type[RunSettings]] = {
     "bert_pretraining": LanguageModelSettings,
     "gpt2_pretraining": CausalLmSettings,
+    "text_classification": FineTuningSettings,
     "image_classification": ImageSettings,
     "captcha_recognition": RunSettings,
 }

@@ -30,7 +30,14 @@ from transformers.utils.generic import find_labels
 
 from recipes import losses, networks, optim
 from recipes.errors import UsageError
-from recipes.recipe import BertPretraining, Gpt2Pretraining, ImageClassification, ImageRecipe, Recipe
+from recipes.recipe import (
+    BertPretraining,
+    Gpt2Pretraining,
+    ImageClassification,
+    ImageRecipe,
+    Recipe,
+    TextClassification,
+)
 from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 from recipes.scaling import Hyperparameters
 from recipes.transformer import Moment
@@ -326,6 +333,14 @@ def _bert(recipe: BertPretraining, attn_implementation: str) -> PreTrainedModel:
     return _build(transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)], config)
 
 
+def _bert_classifier(recipe: TextClassification, attn_implementation: str) -> PreTrainedModel:
+    shape = recipe.architecture | {"num_labels": recipe.num_labels or 2, "attn_implementation": attn_implementation}
+    config = AutoConfig.for_model("bert", **shape)
+    model = _build(transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], config)
+    model.bert.embeddings.requires_grad_(not recipe.freeze_embeddings)
+    return model
+
+
 def _gpt2(recipe: Gpt2Pretraining, attn_implementation: str) -> PreTrainedModel:
     shape = recipe.architecture | {"use_cache": False, "attn_implementation": attn_implementation}
     config = AutoConfig.for_model("gpt2", **shape)
@@ -356,6 +371,19 @@ def _bert_loss(model: nn.Module, recipe: BertPretraining, num_samples: int) -> T
     return torch.stack([losses.cross_entropy_sum(*target) for target in targets]).sum()
 
 
+def _classifier_loss(model: nn.Module, recipe: TextClassification, num_samples: int) -> Tensor:
+    """As scripts/finetune_classifier.py."""
+    ids = torch.zeros(num_samples, recipe.max_seq_length, dtype=torch.int64)
+    mask = None
+    if num_samples > 1:
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+    logits = model(ids, mask, torch.zeros_like(ids)).logits
+    if logits.shape[1] == 1:
+        return losses.squared_error_sum(logits, torch.zeros(num_samples))
+    return losses.cross_entropy_sum(logits, torch.zeros(num_samples, dtype=torch.int64))
+
+
 def _gpt2_loss(model: nn.Module, recipe: Gpt2Pretraining, num_samples: int) -> Tensor:
     """As scripts/pretrain_gpt2.py: every token is predicted, by a head in chunks."""
     ids = torch.zeros(num_samples, recipe.block_size, dtype=torch.int64)
@@ -375,6 +403,7 @@ def _image_loss(model: nn.Module, recipe: ImageRecipe, num_samples: int) -> Tens
 _TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
     "bert_pretraining": (_bert, _bert_loss),
     "gpt2_pretraining": (_gpt2, _gpt2_loss),
+    "text_classification": (_bert_classifier, _classifier_loss),
     "image_classification": (_resnet, _image_loss),
     "captcha_recognition": (lambda recipe, _: networks.CaptchaReader(**recipe.architecture), _image_loss),
 }

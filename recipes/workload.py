@@ -13,6 +13,7 @@ from recipes.transformer import Transformer
 SCRIPTS = {
     "bert_pretraining": "pretrain_bert.py",
     "gpt2_pretraining": "pretrain_gpt2.py",
+    "text_classification": "finetune_classifier.py",
     "image_classification": "train_image_classifier.py",
     "captcha_recognition": "train_captcha.py",
 }

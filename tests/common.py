@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -20,6 +21,11 @@ TINY_GPT2 = (
     "--recipe gpt2_small_cpu --vocab_size 400 --block_size 48 --n_positions 48 --n_embd 32 --n_layer 2 --n_head 2 "
     "--initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 --max_train_steps 10 --warmup_ratio 0.1"
 ).split()
+TINY_CLASSIFIER = (
+    "--recipe finetune_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
+    "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "
+    "--max_train_steps 10"
+).split()
 TINY_RESNET = (
     "--recipe resnet_digits_cpu --image_height 16 --image_width 16 --embedding_size 4 --hidden_sizes 4 8 --depths 1 1 "
     "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
@@ -32,6 +38,7 @@ TINY_READER = (
 TINIES = {
     "pretrain_bert": TINY,
     "pretrain_gpt2": TINY_GPT2,
+    "finetune_classifier": TINY_CLASSIFIER,
     "train_image_classifier": TINY_RESNET,
     "train_captcha": TINY_READER,
 }
@@ -44,19 +51,28 @@ def task_of(program: str) -> str:
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
-    data = ["--train_file", str(corpus)] if program.startswith("pretrain") else []
+    labelled = str(corpus.with_name("labelled.csv"))
+    files = {"pretrain_bert": str(corpus), "pretrain_gpt2": str(corpus), "finetune_classifier": labelled}
+    data = ["--train_file", files[program]] if program in files else []
     argv = [*TINIES[program], *data, "--output_dir", str(output_dir)]
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 
 def write_corpus(folder: Path) -> Path:
-    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings."""
+    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings, labelled.csv
+    pairs of words from them and labels."""
     from recipes.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
 
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
     for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
         lines = [json.dumps({"text": documents[8 * row]["text"][: first + more * row]}) + "\n" for row in range(61)]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    words = [re.findall(r"[A-Za-z]+", documents[8 * row]["text"]) for row in range(61)]
+    lines = [
+        f"{' '.join(of[: 2 + row % 17])},{' '.join(of[40 : 42 + row % 5])},{'abc'[row % 3]}"
+        for row, of in enumerate(words)
+    ]
+    (folder / "labelled.csv").write_text("\n".join(["text,other,label", *lines]) + "\n", encoding="utf-8")
     return folder / "corpus.jsonl"
 
 

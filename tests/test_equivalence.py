@@ -25,8 +25,10 @@ WORKLOADS = {
     "documents": ("pretrain_gpt2", " --packing false --train_file CORPUS/short.jsonl"),
     "masked": ("pretrain_gpt2", " --document_mask true"),
 }
-# Of images: normalised by groups, by statistics of the whole step, without augmentation.
-IMAGES = {
+# Of classifiers: of texts, of pairs, of images normalised by groups, by statistics of the whole step.
+CLASSIFIERS = {
+    "texts": ("finetune_classifier", " --layerwise_lr_decay 0.8"),
+    "pairs": ("finetune_classifier", " --text_column text --text_pair_column other"),
     "groups": ("train_image_classifier", ""),
     "reader": ("train_captcha", ""),
     "batch": ("train_image_classifier", " --normalization batch --exact_batch_norm"),
@@ -104,9 +106,9 @@ def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
 
 
 @pytest.mark.parametrize(("batch", "caps", "dtype"), [(32, "8", "float32"), (10, "31", "float64")])
-@pytest.mark.parametrize("workload", IMAGES)
-def test_every_cut_in_time_is_the_same_step_of_images(train, workload, batch, caps, dtype):
-    program, more = IMAGES[workload]
+@pytest.mark.parametrize("workload", CLASSIFIERS)
+def test_every_cut_in_time_is_the_same_step_of_classifiers(train, workload, batch, caps, dtype):
+    program, more = CLASSIFIERS[workload]
     reference = train("B", flags(batch, "B", dtype) + more, program=program)
     assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
     for cap in caps:
@@ -123,15 +125,16 @@ def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_every_cut_in_space_is_the_same_step_of_images(train, train_on, num_processes):
+def test_every_cut_in_space_is_the_same_step_of_classifiers(train, train_on, num_processes):
     """Three processes get samples 4 + 3 + 3, and 1 + 1 + 0; batch-normalised images in one micro-step, the last one empty."""
-    cases = [(workload, 10, "3", "float64") for workload in IMAGES if num_processes == 2 or workload != "batch_reader"]
+    some = {2: {"texts", "groups", "reader", "batch", "batch_reader"}, 3: {"pairs", "groups", "reader", "batch"}}
+    cases = [(workload, 10, "3", "float64") for workload in CLASSIFIERS if workload in some[num_processes]]
     more = {
-        2: [("groups", 32, "8", "float32"), ("reader", 32, "8", "float32")],
+        2: [("pairs", 32, "8", "float32"), ("groups", 32, "8", "float32"), ("reader", 32, "8", "float32")],
         3: [("batch_reader", 2, "1", "float64")],
     }
     cases += more[num_processes]
-    workloads = IMAGES | {"in_space": ("train_image_classifier", " --normalization batch")}
+    workloads = CLASSIFIERS | {"in_space": ("train_image_classifier", " --normalization batch")}
     cases += [("in_space", 10 if num_processes == 2 else 2, "B", "float64")]
     runs = {
         f"{workloads[workload][0]}/{workload}-{batch}-{cap}": flags(batch, cap, dtype) + workloads[workload][1]

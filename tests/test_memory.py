@@ -253,6 +253,7 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
     names = {
         "bert_pretraining": "max_seq_length",
         "gpt2_pretraining": "block_size",
+        "text_classification": "max_seq_length",
         "image_classification": "image_width",
     }
     field = names.get(recipe.task, "image_height")

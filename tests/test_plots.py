@@ -1,4 +1,4 @@
-"""Pictures of predictions: which images are shown, and what is written above them."""
+"""Pictures of predictions and of confusions: what is shown, and what is written above it."""
 
 import io
 
@@ -69,3 +69,48 @@ class Reads(torch.nn.Linear):
 def test_samples_are_spread_over_the_dataset(most, expected):
     cell, places = predict(Reads(1, 1).double(), Numbers(), most)
     assert cell["labels"].tolist() == places.tolist() == expected
+
+
+def confusion(monkeypatch, counts, names):
+    """The axes of the picture, and the title above them."""
+    monkeypatch.setattr(plots, "_png", lambda figure: figure)
+    figure = plots.plot_confusion(np.asarray(counts), names)
+    return figure.axes[0], figure.get_suptitle()
+
+
+def test_a_row_of_a_confusion_is_a_true_class(monkeypatch):
+    axes, title = confusion(monkeypatch, [[6, 2], [0, 992]], ["cat", "dog"])
+    assert title == "accuracy 99.8%, 1,000 samples"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "true")
+    assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0, 1]]
+    assert axes.images[0].get_clim() == (0, 1)
+    numbers = {text.get_position(): text.get_text() for text in axes.texts}
+    assert numbers == {(0, 0): "6", (1, 0): "2", (0, 1): "0", (1, 1): "992"}
+    assert [[tick.get_text() for tick in ticks] for ticks in (axes.get_xticklabels(), axes.get_yticklabels())] == [
+        ["cat", "dog"],
+        ["cat", "dog"],
+    ]
+
+
+def test_classes_without_samples_long_names_and_no_samples_at_all(monkeypatch):
+    axes, title = confusion(monkeypatch, [[0, 0], [1, 3]], ["x" * 17, "y" * 16])
+    assert title == "accuracy 75.0%, 4 samples"
+    assert axes.images[0].get_array().tolist() == [[0, 0], [0.25, 0.75]]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["x" * 15 + "…", "y" * 16]
+    assert confusion(monkeypatch, np.zeros((3, 3), int), list("abc"))[1] == "accuracy 0.0%, 0 samples"
+
+
+@pytest.mark.parametrize(("num_classes", "numbered"), [(20, 400), (21, 0)])
+def test_numbers_stand_in_up_to_twenty_classes(monkeypatch, num_classes, numbered):
+    axes, _ = confusion(monkeypatch, np.eye(num_classes, dtype=int), [str(number) for number in range(num_classes)])
+    assert len(axes.texts) == numbered
+    assert len(axes.get_xticklabels()) == num_classes
+
+
+@pytest.mark.parametrize("num_classes", [2, 30])
+def test_a_confusion_is_a_picture(num_classes):
+    counts = np.random.default_rng(0).integers(0, 10**6, (num_classes, num_classes))
+    content = plots.plot_confusion(counts, ["any name at all that is long"] * num_classes)
+    picture = Image.open(io.BytesIO(content))
+    assert picture.format == "PNG"
+    assert max(picture.size) < 2000

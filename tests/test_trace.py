@@ -231,7 +231,8 @@ def test_flops_of_a_convolution():
 @pytest.mark.parametrize("name", {model_of(load(name)): name for name in catalog_names()}.values())
 def test_the_formula_meets_the_trace(name):
     recipe = load(name)
-    shallow = {"bert_pretraining": {"num_hidden_layers": 3}, "gpt2_pretraining": {"n_layer": 3}}
+    berts = {task: {"num_hidden_layers": 3} for task in ("bert_pretraining", "text_classification")}
+    shallow = berts | {"gpt2_pretraining": {"n_layer": 3}}
     if recipe.task == "image_classification":
         shallow = {recipe.task: {"depths": (1,) * len(recipe.depths)}}
     recipe = load(name, shallow.get(recipe.task))

@@ -226,6 +226,6 @@ def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
 def test_sharding_is_refused(train, program, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(UsageError, match="which programs of images do not"):
+    with pytest.raises(UsageError, match="which only programs of language models do"):
         train("sharded", SMALL, program=program)
     fresh_accelerator()

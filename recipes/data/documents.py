@@ -84,13 +84,12 @@ def load_documents(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return _cached(BUILTIN[dataset_name], key=sys.version)
+        return cached(BUILTIN[dataset_name], FEATURES, key=sys.version)
     if train_file:
-        files = _find([train_file] if isinstance(train_file, str) else train_file)
-        key = [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+        files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         how = {"text_column": text_column, "txt_documents": txt_documents}
-        return _cached(_read, key=(key, how), num_proc=workers, files=files, **how)
+        return cached(_read, FEATURES, key=(key, how), num_proc=workers, files=files, **how)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
@@ -198,27 +197,42 @@ def split_sentences(text: str) -> list[str]:
 # sources
 
 
-def _cached(generate: Callable[..., Iterator[dict]], key: object, num_proc: int = 1, **kwargs) -> Dataset:
-    """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text."""
+def cached(
+    generate: Callable[..., Iterator[dict]], features: Features, key: object, num_proc: int = 1, **kwargs
+) -> Dataset:
+    """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text.
+
+    Raises:
+        UsageError: of `generate`, free of what `datasets` and its workers wrap it in.
+    """
     fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
     try:
         return Dataset.from_generator(
-            generate, features=FEATURES, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
+            generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
         )
     except datasets.exceptions.DatasetGenerationError:
-        for _ in generate(**kwargs):  # meet the user's error again, free of what `datasets` and its workers wrap it in
+        for _ in generate(**kwargs):  # meet the user's error again
             pass
         raise
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+def load_hub(name: str, config: str | None, split: str, num_proc: int | None) -> Dataset:
+    """A split of a dataset of the hub, or of a local dataset folder.
+
+    Raises:
+        UsageError: it cannot be reached, or has no such configuration or split.
+    """
     try:
-        documents = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+        return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"dataset_name {name!r} (config {config!r}, split {split!r}): {' '.join(str(error).split())}. Check the "
-            "three names and the network, or use train_file or dataset_name builtin/python_docs, which need none."
+            "three names and the network, or use train_file or dataset_name builtin/..., which need none."
         ) from error
+
+
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+    documents = load_hub(name, config, split, num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
@@ -246,8 +260,17 @@ def _no_column(where: str, text_column: str, columns: Sequence[str]) -> str:
 # files
 
 
-def _find(patterns: Sequence[str]) -> list[str]:
-    """The files that the patterns name, in order, each once."""
+def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """The files that paths and globs name, in order, each once; and their paths, sizes and times, to cache under.
+
+    Args:
+        patterns: each glob is sorted by path.
+        kinds: suffixes (`.csv`) that can be read.
+
+    Raises:
+        UsageError: a file that is missing, a directory, or of unknown kind; all of them at once.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     files, problems = [], []
     for pattern in map(os.path.expanduser, patterns):
         found = [pattern]
@@ -260,12 +283,13 @@ def _find(patterns: Sequence[str]) -> list[str]:
             kind = Path(file).suffix.lower()
             if os.path.isdir(file):
                 problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
-            elif kind not in READERS:
-                problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, READERS)}")
+            elif kind not in kinds:
+                problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
         files += found
     if problems:
         raise UsageError(problems)
-    return list(dict.fromkeys(files))
+    files = list(dict.fromkeys(files))
+    return files, [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
@@ -286,8 +310,8 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
 
 
-def _lines(file: str) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1 and lines; \\r\\n becomes \\n."""
+def read_lines(file: str) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1 and lines; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8."""
     with open(file, "rb") as stream:
         offset = 0
         for number, line in enumerate(stream, start=1):
@@ -303,7 +327,7 @@ def _lines(file: str) -> Iterator[tuple[int, str]]:
 
 
 def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    for blank, lines in groupby(_lines(file), key=lambda line: not _visible(line[1])):
+    for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
             number, text = _join(
                 file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
@@ -312,7 +336,9 @@ def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
 
 
 def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    yield _join(file, _lines(file), "no end", "with txt_documents files it is one document. Cut it into several files")
+    yield _join(
+        file, read_lines(file), "no end", "with txt_documents files it is one document. Cut it into several files"
+    )
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], found: str, rule: str) -> tuple[int, str]:
@@ -326,8 +352,9 @@ def _join(file: str, lines: Iterable[tuple[int, str]], found: str, rule: str) ->
     return number, "".join(block)
 
 
-def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
-    for number, line in _lines(file):
+def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
+    """Line numbers and objects. Raises UsageError where a line is no JSON object."""
+    for number, line in read_lines(file):
         if not _visible(line):
             continue
         try:
@@ -338,6 +365,11 @@ def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
             ) from error
         if not isinstance(row, dict):
             raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
+        yield number, row
+
+
+def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+    for number, row in read_json_lines(file):
         if text_column not in row:
             raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
         text = row[text_column]
@@ -351,7 +383,7 @@ def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
 
 def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str | None]]:
     csv.field_size_limit(sys.maxsize)  # 131,072 characters unless told
-    rows = csv.DictReader((line for _, line in _lines(file)), strict=True)
+    rows = csv.DictReader((line for _, line in read_lines(file)), strict=True)
     try:
         if rows.fieldnames and text_column not in rows.fieldnames:
             raise UsageError(_no_column(file, text_column, rows.fieldnames))
@@ -388,25 +420,33 @@ _DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, 
 _RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
 
 
-def _python_docs() -> Iterator[dict[str, str]]:
-    """One document per topic of the language reference, then one per module of the standard library, sorted by name.
+def python_pages() -> Iterator[tuple[str, str]]:
+    """Every topic of the language reference, then every module of the standard library, sorted by name.
 
-    A module's document is its docstring and those of its classes and functions in source order, read from the source:
-    nothing is imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. Left out are
-    documents under `MIN_BUILTIN` characters, and topics that another quotes whole: held out, they would be known.
+    A module's page is its docstring and those of its classes and functions in source order, read from the source: nothing is
+    imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. Left out are topics that another
+    quotes whole: held out, they would be known.
+
+    Yields:
+        `reference`, or the package or module that a file belongs to (`asyncio`), and the text.
     """
     from pydoc_data.topics import topics
 
     pages = [_prose(text) for _, text in sorted(topics.items())]
-    pages = [page for page in pages if not any(page in other and page != other for other in pages)]
+    yield from (("reference", p) for p in pages if not any(p in other and p != other for other in pages))
     root = sysconfig.get_path("stdlib")
     sources = []
     for folder, folders, files in os.walk(root):
         folders[:] = set(folders) - _SKIPPED
-        sources += [os.path.join(folder, file) for file in files if file.endswith(".py")]
-    for source in sorted(sources, key=lambda source: Path(source).relative_to(root).with_suffix("").parts):
-        pages.append(_prose("\n\n".join(_docstrings(Path(source).read_bytes()))))
-    yield from ({"text": page} for page in pages if len(page) >= MIN_BUILTIN)
+        sources += [Path(folder, file) for file in files if file.endswith(".py")]
+    for source in sorted(sources, key=lambda source: source.relative_to(root).with_suffix("").parts):
+        part = source.relative_to(root).with_suffix("").parts[0]
+        yield part, _prose("\n\n".join(_docstrings(source.read_bytes())))
+
+
+def _python_docs() -> Iterator[dict[str, str]]:
+    """A document per page of `python_pages` of `MIN_BUILTIN` characters or more."""
+    yield from ({"text": page} for _, page in python_pages() if len(page) >= MIN_BUILTIN)
 
 
 def _docstrings(source: bytes) -> list[str]:

@@ -1,18 +1,31 @@
-"""Optimizers: torch's fused ones, with decay on matrices and filters only, not on biases and normalisation weights."""
+"""Optimizers: torch's fused ones, with decay on matrices and filters only, not on biases and normalisation weights.
 
+Parameter groups carry `lr_scale`, what the schedule's learning rate is multiplied with: 1 but for layer-wise decay.
+"""
+
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
-from recipes.recipe import ImageRecipe, Recipe
+from recipes.recipe import ImageRecipe, Recipe, TextClassification
 from recipes.scaling import Hyperparameters
 
 
-def adamw(model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, 1711.05101)."""
+def adamw(
+    model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float, layerwise_lr_decay: float = 1.0
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, 1711.05101).
+
+    Args:
+        model: its parameters that require gradients are trained.
+        hyperparameters: learning rate, betas, eps.
+        weight_decay: of matrices.
+        layerwise_lr_decay: learning rate of a layer / of the one above it (see `depths`).
+    """
     betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
-    groups = _groups(model, weight_decay)
+    groups = _groups(model, weight_decay, layerwise_lr_decay)
     return torch.optim.AdamW(
         groups, lr=hyperparameters.learning_rate, betas=betas, eps=hyperparameters.adam_epsilon, fused=True
     )
@@ -27,13 +40,34 @@ def of_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The optimizer that a recipe asks for."""
     if isinstance(recipe, ImageRecipe) and recipe.optimizer == "sgd":
         return sgd(model, recipe.scaled().learning_rate, recipe.sgd_momentum, recipe.weight_decay)
+    if isinstance(recipe, TextClassification):
+        return adamw(model, recipe.scaled(), recipe.weight_decay, layerwise_lr_decay=recipe.layerwise_lr_decay)
     return adamw(model, recipe.scaled(), recipe.weight_decay)
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters to decay and others."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def depths(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> layers above it: 0 of the head, 1 of the last layer, L of the first, L + 1 of the embeddings.
+
+    Layer-wise decay d gives a parameter d ** depth of the learning rate (Howard and Ruder 2018, 1801.06146; Clark et al. 2020,
+    2003.10555). Layers are the items of a list called `layer`; before them are modules called `embeddings`.
+    """
+    places = {}
+    for name, _ in model.named_parameters():
+        words = name.split(".")
+        layer = next((int(b) + 1 for a, b in itertools.pairwise(words) if a == "layer" and b.isdecimal()), None)
+        places[name] = layer if layer is not None else 0 if "embeddings" in words else None
+    num_layers = max((place for place in places.values() if place is not None), default=0)
+    return {name: 0 if place is None else num_layers + 1 - place for name, place in places.items()}
+
+
+def _groups(model: nn.Module, weight_decay: float, layerwise_lr_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Parameters to decay and others, from the head down."""
+    groups, depth_of = [], depths(model)
+    for depth in sorted(set(depth_of.values())) if layerwise_lr_decay < 1 else [None]:
+        parameters = [p for name, p in model.named_parameters() if p.requires_grad and depth in (None, depth_of[name])]
+        scale = {"lr_scale": layerwise_lr_decay ** (depth or 0)}
+        groups += [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay} | scale,
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0} | scale,
+        ]
+    return [group for group in groups if group["params"]]

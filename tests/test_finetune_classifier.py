@@ -1,0 +1,257 @@
+"""The classifier's program as a user meets it: what it leaves behind, what it starts from, when it stops, what it refuses."""
+
+import csv
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from common import evaluations, load_script, metrics
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from test_checkpoint import same_weights, without_time
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, pipeline
+
+from recipes import optim, run
+from recipes.data import labelled_texts
+from recipes.errors import UsageError
+from recipes.evaluation import best_of
+from recipes.recipe import load
+
+SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
+
+
+@pytest.fixture
+def finetune(train):
+    return partial(train, program="finetune_classifier")
+
+
+@pytest.fixture
+def learnable(tmp_path):
+    """Texts whose class is the word in them that the others lack."""
+    rng = np.random.default_rng(0)
+    path, words = tmp_path / "learnable.csv", ["red", "green", "blue"]
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for _ in range(120):
+            word = words[rng.integers(3)]
+            text = ["and", "or", "the", "a", "of"] * 2
+            rng.shuffle(text)
+            text = text[: rng.integers(1, 10)]
+            text.insert(rng.integers(len(text) + 1), word)
+            rows.writerow([" ".join(text), f"is {word}"])
+    return path
+
+
+def test_what_a_run_leaves_behind(finetune, capsys):
+    output_dir = finetune("run", SMALL + " --eval_steps 5")
+    assert {path.name for path in output_dir.iterdir()} == {
+        *(
+            ".lock",
+            "README.md",
+            "all_results.json",
+            "best",
+            "checkpoint-10",
+            "config.json",
+            "confusion.png",
+            "loss.png",
+        ),
+        *("metrics.jsonl", "model.safetensors", "recipe.yaml", "tokenizer.json", "tokenizer_config.json"),
+    }
+    names = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens", "seconds"]
+    assert list(metrics(output_dir)[0]) == names
+    assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
+    judged = ["step", "eval_loss", "eval_accuracy", "eval_f1", "eval_matthews_correlation"]
+    assert list(evaluations(output_dir)[0]) == judged
+    config = json.loads((output_dir / "config.json").read_text())
+    assert config["id2label"] == {"0": "a", "1": "b", "2": "c"}
+    card = (output_dir / "README.md").read_text()
+    assert "![confusion](confusion.png)" in card
+    assert "eval_matthews_correlation" in card
+    assert Image.open(output_dir / "confusion.png").size[0] > 300
+    assert "random weights" in capsys.readouterr().out
+
+
+def test_the_saved_model_is_the_trained_one_and_metrics_count_every_sample_once(finetune, learnable):
+    flags = f"--global_batch_size 16 --per_device_eval_batch_size 5 --train_file {learnable} --max_train_steps 60"
+    output_dir = finetune("run", flags)
+    recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "text_classification", "")
+    _, held_out = labelled_texts.build(recipe)
+    classify = pipeline("text-classification", model=str(output_dir))
+    found = [classify(row["text"])[0]["label"] for row in held_out.rows]
+    wanted, last = held_out.rows["label"][:], evaluations(output_dir)[-1]
+    assert len(wanted) == 12
+    assert last["eval_accuracy"] == pytest.approx(accuracy_score(wanted, found))
+    assert last["eval_f1"] == pytest.approx(f1_score(wanted, found, average="macro"))
+    assert last["eval_matthews_correlation"] == pytest.approx(matthews_corrcoef(wanted, found))
+    assert last["eval_accuracy"] > 0.9, "it learns"
+    model = AutoModelForSequenceClassification.from_pretrained(output_dir)
+    samples = [held_out.draw(0, place) for place in range(12)]
+    losses = [
+        model(torch.from_numpy(of.tokens)[None].long(), labels=torch.tensor([int(of.label)])).loss.item()
+        for of in samples
+    ]
+    assert np.mean(losses) == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path):
+    (tmp_path / "new.jsonl").write_text('{"text": "the red"}\n{"text": "of a blue and"}\n{"text": "green"}\n')
+    flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 60 --predict_file {tmp_path}/new.jsonl"
+    rows = list(csv.DictReader((finetune("run", flags) / "predictions.csv").open()))
+    assert [row["prediction"] for row in rows] == ["is red", "is blue", "is green"]
+    assert all(0.34 < float(row["probability"]) <= 1 for row in rows)
+
+
+def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):
+    rows = [("a " * place, place / 10 - 1) for place in range(1, 31)]
+    (tmp_path / "numbers.jsonl").write_text("".join(json.dumps({"text": t, "score": s}) + "\n" for t, s in rows))
+    flags = (
+        f"--train_file {tmp_path}/numbers.jsonl --metrics pearsonr spearmanr --predict_file {tmp_path}/numbers.jsonl"
+    )
+    output_dir = finetune("run", f"{SMALL} {flags} --max_train_steps 40 --validation_fraction 0.2")
+    last = evaluations(output_dir)[-1]
+    assert last["eval_pearsonr"] > 0.8
+    assert last["eval_loss"] < 0.3
+    assert not (output_dir / "confusion.png").exists()
+    predicted = [float(row["prediction"]) for row in csv.DictReader((output_dir / "predictions.csv").open())]
+    model = BertForSequenceClassification.from_pretrained(output_dir)
+    assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
+    assert np.corrcoef(predicted, [score for _, score in rows])[0, 1] > 0.8
+    assert np.mean((np.array(predicted) - [score for _, score in rows]) ** 2) < 0.3
+
+
+def test_it_starts_from_what_pretraining_left(finetune, train, corpus, capsys):
+    shape = "--vocab_size 600 --initializer_range 0.3"
+    pretrained = train("pretrained", f"{SMALL} {shape} --max_train_steps 1")
+    flags = f"{SMALL} --model_name_or_path {pretrained} --max_train_steps 1 --learning_rate 1e-12"
+    started = finetune("run", flags)
+    assert f"from {pretrained}" in capsys.readouterr().out
+    before, after = (load_file(folder / "model.safetensors") for folder in (pretrained, started))
+    body = [name for name in after if name.startswith("bert.")]
+    assert len(body) > 20
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in body)
+    with pytest.raises(UsageError, match=r"is another model than the recipe's: it has .*layer"):
+        finetune("other", f"{flags} --num_hidden_layers 1")
+
+
+def test_frozen_embeddings_and_slower_layers(finetune, train):
+    pretrained = train("pretrained", f"{SMALL} --max_train_steps 1")
+    flags = f"{SMALL} --model_name_or_path {pretrained} --freeze_embeddings --max_train_steps 3 --weight_decay 0"
+    before, after = (load_file(folder / "model.safetensors") for folder in (pretrained, finetune("frozen", flags)))
+    for name in [name for name in after if name.startswith("bert.") and "pooler" not in name]:
+        assert torch.equal(before[name], after[name]) == ("embeddings" in name), name
+
+
+def test_learning_rates_of_layers():
+    recipe = load("finetune_small_cpu", {"layerwise_lr_decay": 0.5, "weight_decay": 0.1})
+    script = load_script("finetune_classifier")
+    model = script.ClassificationSums(script.build_model(recipe, ["a", "b"]))
+    scales = {
+        id(p): (group["lr_scale"], group["weight_decay"])
+        for group in optim.of_recipe(model, recipe).param_groups
+        for p in group["params"]
+    }
+    found = {name: scales[id(p)] for name, p in model.named_parameters()}
+    assert len(found) == len(scales)
+    expected = {
+        "classifier": 1.0,
+        "pooler": 1.0,
+        "layer.2": 0.5,
+        "layer.1": 0.25,
+        "layer.0": 0.125,
+        "embeddings": 0.0625,
+    }
+    for name, (scale, decay) in found.items():
+        assert scale == next(value for part, value in expected.items() if f"{part}." in name), name
+        assert decay == (0.1 if model.get_parameter(name).ndim >= 2 else 0.0)
+    flat = optim.of_recipe(model, load("finetune_small_cpu"))
+    assert [group["lr_scale"] for group in flat.param_groups] == [1.0, 1.0]
+
+
+def test_slower_layers_take_smaller_steps(finetune, train):
+    pretrained = train("pretrained", f"{SMALL} --max_train_steps 1")
+    flags = f"{SMALL} --model_name_or_path {pretrained} --max_train_steps 1 --warmup_ratio 0 --weight_decay 0"
+    before = load_file(pretrained / "model.safetensors")
+    after = [load_file(finetune(d, f"{flags} --layerwise_lr_decay {d}") / "model.safetensors") for d in ("1.0", "0.5")]
+    for name, depth in (("layer.1.output.dense.weight", 1), ("layer.0.output.dense.weight", 2)):
+        name = f"bert.encoder.{name}"
+        usual, slow = ((of[name] - before[name]).norm() for of in after)
+        assert (slow / usual).item() == pytest.approx(0.5**depth, rel=1e-3)
+
+
+@pytest.mark.parametrize("more", ["", " --early_stopping_patience 1 --learning_rate 1e-9"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, more):
+    flags = f"{SMALL} --eval_steps 2 --load_best_model_at_end{more}"
+    whole = finetune("whole", flags)
+    parts = finetune("parts", f"{flags} --stop_after_step 3")
+    finetune("parts", f"{flags} --resume_from_checkpoint latest", output_dir=parts)
+    assert without_time(parts) == without_time(whole)
+    if not more:
+        assert same_weights(parts, whole)
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_it_ends_when_evaluations_grow_no_better(finetune, capsys):
+    """A learning rate of nothing changes nothing: evaluation 0 stays the best."""
+    flags = f"{SMALL} --eval_steps 2 --early_stopping_patience 2 --learning_rate 1e-12 --metric_for_best_model accuracy"
+    output_dir = finetune("run", flags)
+    assert [line["step"] for line in evaluations(output_dir)] == [0, 2, 4]
+    assert len(metrics(output_dir)) == 4
+    assert (output_dir / "model.safetensors").exists()
+    assert json.loads((output_dir / "all_results.json").read_text())["steps"] == 4
+    finetune("run", f"{flags} --resume_from_checkpoint latest", output_dir=output_dir)
+    assert len(metrics(output_dir)) == 4, "it is over"
+
+
+def test_the_best_model_is_left_when_asked_for(finetune, learnable):
+    """It learns, then a schedule that goes on far too fast spoils it: the last model is not the best."""
+    flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 40 --eval_steps 5 --warmup_ratio 0.9 "
+    flags += "--learning_rate 0.1 --max_grad_norm none --metric_for_best_model loss"
+    last, best = finetune("last", flags), finetune("best", flags + " --load_best_model_at_end")
+    step, num_worse = best_of(evaluations(best), "loss")
+    assert num_worse > 0
+    results = json.loads((best / "all_results.json").read_text())
+    assert results["best_step"] == step
+    lines = {line["step"]: line for line in evaluations(best)}
+    assert results["eval_loss"] == lines[step]["eval_loss"]
+    tensors = {folder: load_file(folder / "model.safetensors") for folder in (last, last / "best", best)}
+    for name, value in tensors[best].items():
+        assert torch.equal(value, tensors[last / "best"][name])
+    assert any(not torch.equal(value, tensors[last][name]) for name, value in tensors[best].items())
+
+
+def test_the_best_evaluation():
+    lines = [{"step": s, "eval_loss": a, "eval_f1": b} for s, a, b in ((0, 2.0, 0.5), (5, 1.0, 0.9), (9, 1.5, 0.9))]
+    assert best_of(lines, "loss") == (5, 1)
+    assert best_of(lines, "f1") == (5, 1)
+    assert best_of(lines[:1], "f1") == (0, 0)
+    with pytest.raises(UsageError, match=r"metric_for_best_model is 'f2': .*f1"):
+        best_of(lines, "f2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--early_stopping_patience 2",
+            "early_stopping_patience compares evaluations, but there is one only: set eval_steps",
+        ),
+        ("--load_best_model_at_end", "load_best_model_at_end compares evaluations"),
+        ("--freeze_embeddings", "freeze_embeddings is true, but model_name_or_path is not set"),
+        ("--text_pair_column other", "text_pair_column is set, but text_column is not"),
+        ("--layerwise_lr_decay 0", r"layerwise_lr_decay is 0.*must lie in \(0, 1\]"),
+        ("--metrics acuracy", r"metrics is 'acuracy', which is not local \(did you mean accuracy"),
+        ("--metric_for_best_model f2 --eval_steps 5", "metric_for_best_model is 'f2'"),
+        ("--num_labels 4", r"num_labels is 4, but the training texts have 3 classes \(a, b, c\)"),
+        ("--label_column kind", "has no column 'kind', only 'text', 'other', 'label'"),
+        ("--recipe bert_small_cpu", "is for the task bert_pretraining, this script trains text_classification"),
+        ("--predict_file nothing.csv", "data file nothing.csv: no such file"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(finetune, flags, message):
+    with pytest.raises(UsageError, match=message):
+        finetune("run", f"{SMALL} {flags}")

@@ -1,0 +1,294 @@
+"""Labelled texts: what is read, refused, tokenized and laid out in cells."""
+
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from recipes.data import labelled_texts
+from recipes.data.labelled_texts import Columns, find_classes, load_texts
+from recipes.errors import UsageError
+from recipes.recipe import load
+
+ROWS = [("good, I say", "yes", "b"), ('a "bad" one', "no", "a"), ("so so", "maybe", "b"), ("fine", "or not", "a")] * 8
+
+
+def write(path, rows=ROWS, header=("text", "other", "label")):
+    """A file of the kind that its name says."""
+    if path.suffix == ".parquet":
+        columns = zip(*rows, strict=True)
+        pyarrow.parquet.write_table(pa.table(dict(zip(header, columns, strict=True))), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows))
+    else:
+        quote = (lambda cell: f'"{cell.replace(chr(34), chr(34) * 2)}"') if path.suffix == ".csv" else str
+        separator = "," if path.suffix == ".csv" else "\t"
+        lines = [separator.join(header), *(separator.join(map(quote, map(str, row))) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def recipe_of(file, **changes):
+    base = {"train_file": [str(file)], "vocab_size": 200, "max_seq_length": 16, "validation_fraction": 0.25}
+    return load("finetune_small_cpu", base | {"dataset_name": None} | changes)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return labelled_texts.build(recipe_of(write(tmp_path / "rows.csv")))
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    names = {"text_column": "text", "text_pair_column": "other"}
+    return labelled_texts.build(recipe_of(write(tmp_path / "pairs.csv"), **names))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_every_kind_of_file_is_read_alike(tmp_path, kind):
+    rows = load_texts(train_file=[write(tmp_path / f"rows.{kind}")])
+    assert [(row["text"], row["pair"], row["label"]) for row in rows] == [
+        (text, None, label) for text, _, label in ROWS
+    ]
+    named = load_texts(train_file=[write(tmp_path / f"rows.{kind}")], columns=Columns("text", "other", "label"))
+    assert named["pair"][:] == [pair for _, pair, _ in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (("sentence1", "sentence2", "label"), (0, 1)),
+        (("premise", "hypothesis", "class"), (0, 1)),
+        (("question", "sentence", "label"), (0, 1)),
+        (("id", "review", "labels"), (1, None)),
+        (("sentence", "id", "score"), (0, None)),
+    ],
+)
+def test_columns_are_found_by_their_usual_names(tmp_path, header, found):
+    row = load_texts(train_file=[write(tmp_path / "rows.csv", header=header)])[0]
+    assert (row["text"], row["pair"]) == tuple(None if place is None else ROWS[0][place] for place in found)
+    assert row["label"] == "b"
+
+
+def test_a_column_that_is_named_is_taken(tmp_path):
+    row = load_texts(train_file=[write(tmp_path / "rows.csv")], columns=Columns("other", None, "text"))[0]
+    assert (row["text"], row["pair"], row["label"]) == ("yes", None, "good, I say")
+
+
+def test_labels_of_json_may_be_numbers(tmp_path):
+    rows = load_texts(train_file=[write(tmp_path / "rows.jsonl", [("x", "y", 3), ("z", "y", 0.5)])])
+    assert rows["label"][:] == ["3", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\nhello\n", "a.csv:2: 1 fields, but the header names 2"),
+        ("a.csv", "text,label\nhello, you,b\n", "a.csv:2: 3 fields, but the header names 2"),
+        ("a.csv", "text,label\n ,b\n", "a.csv:2: 'text' is empty: fill it in, or remove the row"),
+        ("a.csv", "text,label\nhello,\n", "a.csv:2: 'label' has no label"),
+        ("a.csv", "text,label\n", "a.csv holds no row"),
+        ("a.csv", "title,label\nx,y\n", r"none of its columns 'title', 'label' is called .*--text_column"),
+        ("a.csv", "text,kind\nx,y\n", r"none of its columns 'text', 'kind' is called .*--label_column"),
+        ("a.csv", b"text,label\n\xe9t\xe9,b\n", "a.csv:2: not UTF-8 at byte offset 11"),
+        (
+            "a.jsonl",
+            '{"text": "x", "label": "y"}\n{"text": 3, "label": "y"}\n',
+            "a.jsonl:2: 'text' holds int, not text",
+        ),
+        ("a.jsonl", '{"text": "x", "label": ["y"]}\n', "a.jsonl:1: 'label' holds list, not a label"),
+        ("a.jsonl", '{"text": "x", "label": null}\n', "a.jsonl:1: 'label' has no label"),
+        ("a.jsonl", '{"text": "x", "label": "y"}\n{"text": "x"}\n', "none of its columns 'text' is called label"),
+        ("a.jsonl", '{"text": "x", \n', "a.jsonl:1: not a JSON object"),
+        ("a.txt", "hello", "unknown kind '.txt'"),
+    ],
+)
+def test_a_fault_of_a_file_is_one_clear_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=message):
+        load_texts(train_file=[str(path)])
+
+
+def test_a_column_that_is_not_there_lists_those_that_are(tmp_path):
+    with pytest.raises(UsageError, match=r"no column 'txt', only 'text', 'other', 'label'. Set text_column: .*text"):
+        load_texts(train_file=[write(tmp_path / "rows.csv")], columns=Columns("txt", None, "label"))
+
+
+def test_a_file_to_predict_needs_no_labels_and_uses_none(tmp_path, texts):
+    train, _ = texts
+    for name, rows, header in (
+        ("bare.csv", [("so",), ("fine",)], ("text",)),
+        ("more.csv", ROWS, ("text", "id", "label")),
+    ):
+        file = write(tmp_path / name, rows, header)
+        found = labelled_texts.of_files([file], recipe_of(file), train)
+        assert len(found) == len(rows)
+        assert set(found.labels.tolist()) == {-100}
+
+
+def test_a_dataset_of_the_hub_is_read_alike(tmp_path):
+    features = datasets.Features(
+        {name: datasets.Value("string") for name in ("sentence1", "sentence2")}
+        | {"label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [1, 0]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train.parquet")
+    found = load_texts(train_file=None, dataset_name=str(tmp_path / "hub"))
+    assert found[:] == {"text": ["a", "b"], "pair": ["c", "d"], "label": ["yes", "no"]}
+    hidden = {"sentence1": ["a"], "sentence2": ["c"], "label": [-1]}
+    datasets.Dataset.from_dict(hidden, features=features).to_parquet(tmp_path / "hidden" / "train.parquet")
+    with pytest.raises(UsageError, match="row 0: 'label' has no label"):
+        load_texts(train_file=None, dataset_name=str(tmp_path / "hidden"))
+
+
+def test_names_of_datasets_that_cannot_be_had():
+    with pytest.raises(UsageError, match="builtin/python_docs_parts"):
+        load_texts(train_file=None, dataset_name="builtin/python_doc")
+    with pytest.raises(UsageError, match="Check the three names and the network"):
+        load_texts(train_file=None, dataset_name="nobody/nothing")
+
+
+def test_paragraphs_of_the_documentation():
+    rows = load_texts(train_file=None, dataset_name=labelled_texts.BUILTIN)
+    counts = {name: rows["label"].count(name) for name in set(rows["label"])}
+    assert set(counts) <= set(labelled_texts.PARTS)
+    assert len(counts) >= 8
+    assert counts["reference"] == max(counts.values()) < 0.5 * len(rows)
+    assert len(set(rows["text"])) == len(rows), "held out, a paragraph that comes twice would be known"
+    assert min(map(len, rows["text"])) >= labelled_texts.MIN_PARAGRAPH
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels
+
+
+def test_classes_are_those_of_the_training_texts():
+    assert find_classes(["b", "a", "b"], None) == ["a", "b"]
+    assert find_classes(["10", "9", "-1"], None) == ["-1", "9", "10"]
+    assert find_classes(["10", "9", "x"], 3) == ["10", "9", "x"]
+    assert find_classes(["1", "2"], 1) is None
+    assert find_classes(["1.5", "2"], None) is None
+    with pytest.raises(UsageError, match="a single class, only: nothing can be learned"):
+        find_classes(["only", "only"], None)
+    with pytest.raises(UsageError, match=r"num_labels is 3, but the training texts have 2 classes \(a, b\)"):
+        find_classes(["a", "b"], 3)
+
+
+def test_a_label_that_only_the_held_out_texts_have(tmp_path):
+    held_out = write(tmp_path / "held_out.csv", [("x", "y", "c"), ("x", "y", "a"), ("x", "y", "c")])
+    recipe = recipe_of(write(tmp_path / "rows.csv"), validation_file=[held_out])
+    with pytest.raises(
+        UsageError, match=r"held-out texts: 'c' \(2 of 3 rows\), but the training texts have no such class"
+    ):
+        labelled_texts.build(recipe)
+
+
+def test_labels_that_are_numbers(tmp_path):
+    rows = [(f"text {place}", "", place / 4) for place in range(20)]
+    train, held_out = labelled_texts.build(recipe_of(write(tmp_path / "rows.jsonl", rows)))
+    assert train.classes is None
+    assert sorted([*train.labels, *held_out.labels]) == [row[2] for row in rows]
+    cell = train.collate([train.draw(0, 3)])
+    assert cell["labels"].dtype == torch.float32
+    assert cell["labels"].item() == train.labels[3]
+    assert train.collate([])["labels"].isnan().all()
+    with pytest.raises(UsageError, match=r"labels of training texts: 'a', 'b' .*not all of them are numbers"):
+        labelled_texts.build(recipe_of(write(tmp_path / "rows.csv"), num_labels=1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples and cells
+
+
+def test_a_sample_is_its_text_between_marks(texts):
+    train, held_out = texts
+    assert (len(train), len(held_out)) == (24, 8)
+    for place in range(len(train)):
+        sample = train.draw(3, place)
+        assert train.tokenizer.decode(sample.tokens[1:-1]) == train.tokenizer.decode(
+            train.tokenizer(train.rows[place]["text"], add_special_tokens=False)["input_ids"]
+        )
+        assert sample.first == sample.length
+        assert train.classes[int(sample.label)] == train.rows[place]["label"]
+    assert train.majority == max(map(train.labels.tolist().count, (0, 1))) / 24
+    assert "24 texts of 2 classes" in str(train)
+
+
+def test_a_pair_is_both_texts(pairs):
+    train, _ = pairs
+    sep = train.tokenizer.sep_token_id
+    for place in range(len(train)):
+        sample, row = train.draw(0, place), train.rows[place]
+        ends = np.flatnonzero(sample.tokens == sep)
+        assert sample.first == ends[0] + 1
+        assert ends[-1] == sample.length - 1
+        for part, text in ((sample.tokens[1 : ends[0]], row["text"]), (sample.tokens[ends[0] + 1 : -1], row["pair"])):
+            assert part.tolist() == train.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_long_texts_are_cut_and_counted(tmp_path):
+    rows = [("word " * 30, "other " * 3, "a"), ("word", "other", "b")] * 5
+    named = {"text_column": "text", "text_pair_column": "other", "validation_fraction": 0.0}
+    train, held_out = labelled_texts.build(recipe_of(write(tmp_path / "rows.csv", rows), **named))
+    assert held_out is None
+    assert train.num_cut == 5
+    assert "5 cut off after 16" in str(train)
+    long = train.draw(0, 0)
+    assert long.length == 16 == train.longest().length
+    assert long.length - long.first == 4, "the longer one of the pair is cut"
+
+
+def test_a_cell(pairs):
+    train, _ = pairs
+    samples = [train.draw(0, place) for place in range(3)]
+    cell = train.collate(samples)
+    assert cell["input_ids"][0].tolist() == [token for sample in samples for token in sample.tokens.tolist()]
+    kinds = [[0] * sample.first + [1] * (sample.length - sample.first) for sample in samples]
+    assert cell["token_type_ids"][0].tolist() == [kind for of in kinds for kind in of]
+    assert cell["position_ids"][0].tolist() == [place for sample in samples for place in range(sample.length)]
+    assert (cell["input_ids"][0][cell["first_index"]] == train.tokenizer.cls_token_id).all()
+    assert cell["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
+    assert cell["labels"].tolist() == [sample.label for sample in samples]
+    assert cell["counts"].tolist() == [3]
+    assert train.collate(samples[:1])["is_token"] is None
+    empty = train.collate([])
+    assert len(empty["first_index"]) == 1
+    assert empty["labels"].tolist() == [-100]
+    assert empty["counts"].tolist() == [0]
+
+
+def test_the_tokenizer_learns_from_both_texts_of_a_pair(pairs, texts):
+    assert "maybe" in pairs[0].tokenizer.get_vocab()
+    assert "maybe" not in texts[0].tokenizer.get_vocab()
+
+
+def test_fingerprints_tell_texts_from_labels(tmp_path):
+    def prints(name, rows, **changes):
+        return labelled_texts.build(recipe_of(write(tmp_path / name, rows), **changes))[0].fingerprints
+
+    first = prints("rows.csv", ROWS)
+    others = [(text, pair, {"a": "b", "b": "a"}[label]) for text, pair, label in ROWS]
+    changed = prints("labels.csv", others)
+    assert {name for name in first if first[name] != changed[name]} == {"labels"}
+    renamed = prints("names.csv", [(text, pair, label * 2) for text, pair, label in ROWS])
+    assert {name for name in first if first[name] != renamed[name]} == {"labels"}
+    shorter = prints("rows.csv", ROWS, max_seq_length=8)
+    assert {name for name in first if first[name] != shorter[name]} <= {"texts"}
+
+
+def test_predictions_are_written_in_order(tmp_path, texts):
+    train, _ = texts
+    train.write(tmp_path / "predictions.csv", np.array([[0.0, np.log(3)], [800.0, 0.0]]))
+    assert (tmp_path / "predictions.csv").read_text().split() == ["prediction,probability", "b,0.75", "a,1"]
+    train.classes = None
+    train.write(tmp_path / "numbers.csv", np.array([[0.25], [-3.0]]))
+    assert (tmp_path / "numbers.csv").read_text().split() == ["prediction", "0.25", "-3"]

@@ -1,0 +1,242 @@
+"""Local metrics of evaluate: their values, several at once, no network, nothing left on the disk."""
+
+import math
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+
+import numpy as np
+import pytest
+import requests
+import scipy.stats
+import sklearn.metrics
+import torch
+
+from recipes import metrics
+from recipes.errors import UsageError
+
+DRAWN = np.random.default_rng(0)
+CLASSES = DRAWN.integers(0, 4, (2, 200))  # predictions, references
+TWO = (CLASSES > 1).astype(int)
+FLOATS = DRAWN.normal(size=(2, 50)).round(1) + np.linspace(0, 3, 50).round(1)
+EMPTY = np.zeros((2, 0), int)
+ALL_OFF = -100 * np.ones(2, int)
+
+
+def value(name: str, predictions, references, **settings) -> float:
+    """What the metric says, which may not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = metrics.load([name]).compute(predictions=predictions, references=references, **settings)
+    assert list(found) == [name]
+    assert type(found[name]) is float
+    return found[name]
+
+
+def f1(average):
+    return lambda found, wanted: sklearn.metrics.f1_score(wanted, found, average=average)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "settings", "expected"),
+    [
+        ("accuracy", CLASSES, {}, lambda found, wanted: (found == wanted).mean()),
+        ("f1", TWO, {}, f1("binary")),
+        ("f1", CLASSES, {}, f1("macro")),
+        ("f1", CLASSES, {"average": "weighted"}, f1("weighted")),
+        ("f1", TWO, {"average": "macro"}, f1("macro")),
+        ("f1", CLASSES, {"average": "binary"}, lambda found, wanted: f1("binary")(found == 1, wanted == 1)),
+        ("matthews_correlation", TWO, {}, lambda found, wanted: np.corrcoef(found, wanted)[0, 1]),
+        ("matthews_correlation", CLASSES, {}, lambda a, b: sklearn.metrics.matthews_corrcoef(b, a)),
+        ("pearsonr", FLOATS, {}, lambda found, wanted: np.corrcoef(found, wanted)[0, 1]),
+        ("spearmanr", FLOATS, {}, lambda found, wanted: np.corrcoef(*map(scipy.stats.rankdata, (found, wanted)))[0, 1]),
+        ("masked_accuracy", CLASSES, {}, lambda found, wanted: (found == wanted).mean()),
+        ("perplexity", (abs(FLOATS[0]), CLASSES[1, :50]), {}, lambda sums, n: np.exp(sums.sum() / n.sum())),
+    ],
+)
+def test_values(name, samples, settings, expected):
+    found = value(name, *samples, **settings)
+    assert found == pytest.approx(expected(*samples), rel=1e-12)
+    assert abs(found - 1) > 0.01  # no trivial example
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "references", "expected"),
+    [
+        ("accuracy", [1], [1], 1.0),
+        ("accuracy", *EMPTY, 0.0),
+        ("f1", [1, 1, 0, 0], [1, 0, 1, 1], 2 / 5),  # 1 true positive, 1 false positive, 2 false negatives
+        ("f1", [1, 2, 0], [1, 0, 0], (1 + 2 / 3 + 0) / 3),  # class 2 occurs in the predictions alone
+        ("f1", [0, 2, 2], [0, 2, 0], (2 / 3 + 2 / 3) / 2),  # there is no class 1, which would count as 0
+        ("f1", [0, 0], [0, 0], 0.0),
+        ("f1", [1, 1], [1, 1], 1.0),
+        ("f1", [-1, 1], [-1, -1], 0.0),
+        ("f1", *EMPTY, 0.0),
+        ("matthews_correlation", [1, 0, 1], [0, 1, 0], -1.0),
+        ("matthews_correlation", [1, 1, 1], [0, 1, 0], 0.0),
+        ("matthews_correlation", [2, 1, 1], [3, 3, 3], 0.0),
+        ("matthews_correlation", [1, 1], [1, 1], 0.0),
+        ("matthews_correlation", *EMPTY, 0.0),
+        ("pearsonr", [1.5, 2.5, 3.5], [30.0, 20.0, 10.0], -1.0),
+        ("pearsonr", [0.5, 0.5, 0.5], [1.0, 2.0, 3.0], 0.0),
+        ("pearsonr", [1.0, 2.0, 3.0], [0.5, 0.5, 0.5], 0.0),
+        ("pearsonr", [1.0], [2.0], 0.0),
+        ("pearsonr", *EMPTY, 0.0),
+        ("pearsonr", [math.nan] * 3, [1.0, 2.0, 3.0], math.nan),
+        ("pearsonr", [1.0, math.nan, 1.0], [1.0, 2.0, 3.0], math.nan),
+        ("spearmanr", [1.0, 2.0, 300.0], [0.1, 0.2, 0.3], 1.0),
+        ("spearmanr", [1.0, 1.0, 2.0], [1.0, 2.0, 3.0], math.sqrt(3) / 2),  # ranks 1.5, 1.5, 3
+        ("spearmanr", [0.1, 0.1], [1.0, 2.0], 0.0),
+        ("spearmanr", [1.0, 2.0], [0.1, 0.1], 0.0),
+        ("spearmanr", *EMPTY, 0.0),
+        ("spearmanr", [1.0, math.nan, 1.0], [1.0, 2.0, 3.0], math.nan),
+        ("masked_accuracy", [1, -100, 2, 3, 0], [1, -100, 2, 4, -100], 2 / 3),
+        ("masked_accuracy", ALL_OFF, ALL_OFF, 0.0),
+        ("masked_accuracy", *EMPTY, 0.0),
+        ("perplexity", [3 * math.log(5), 0.0], [2, 1], 5.0),  # not the mean of the samples' perplexities
+        ("perplexity", [701.0], [1], math.exp(700)),
+        ("perplexity", [math.inf], [1], math.exp(700)),
+        ("perplexity", [math.nan], [1], math.nan),
+        ("perplexity", [0.0], [0], math.nan),
+        ("perplexity", *EMPTY, math.nan),
+    ],
+)
+def test_by_hand_and_edges(name, predictions, references, expected):
+    assert value(name, predictions, references) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_floats_are_not_rounded():
+    """1 + 1e-9 is 1 in float32."""
+    for name in ("pearsonr", "spearmanr"):
+        assert value(name, [1.0, 1 + 1e-9], [1.0, 2.0]) == pytest.approx(1.0)
+        assert value(name, [1.0, 2.0], [1.0, 1 + 1e-9]) == pytest.approx(1.0)
+    assert value("perplexity", [1 + 1e-9], [1]) > value("perplexity", [1.0], [1])
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor], ids=["list", "array", "tensor"])
+def test_several_at_once_in_the_order_of_their_names(kind):
+    names = ["masked_accuracy", "f1", "accuracy", "f1"]
+    found = metrics.compute(names, kind([1, 0, 1, 3]), kind([1, 0, 0, -100]))
+    assert list(found) == ["masked_accuracy", "f1", "accuracy"]
+    assert found == pytest.approx({"masked_accuracy": 2 / 3, "f1": (2 / 3 + 2 / 3) / 4, "accuracy": 1 / 2})
+    assert {type(number) for number in found.values()} == {float}
+
+
+def test_batches_count_every_sample_once_and_again_after_a_result():
+    combined = metrics.load(["accuracy", "matthews_correlation"])
+    for _ in range(2):
+        for part in np.split(TWO, [3, 100, 101], axis=1):
+            combined.add_batch(predictions=part[0], references=part[1])
+        assert combined.compute() == metrics.compute(["accuracy", "matthews_correlation"], *TWO)
+
+
+def test_all_are_local_and_described():
+    folders = {path.parent.name for path in metrics.FOLDER.glob("*/*.py")}
+    assert set(metrics.LOCAL) == folders
+    combined = metrics.load(metrics.LOCAL)
+    assert [module.name for module in combined.evaluation_modules] == list(metrics.LOCAL)
+    for module in combined.evaluation_modules:
+        assert module.description
+        assert "=" in module._compute.__doc__
+
+
+def test_numbers_of_samples_differ():
+    with pytest.raises(ValueError, match="Mismatch in the number of predictions"):
+        metrics.compute(["accuracy"], [1, 0], [1])
+
+
+def test_only_numbers_are_returned(tmp_path, monkeypatch):
+    """A metric by its path, which returns what is no number as well."""
+    folder = tmp_path / "share"
+    folder.mkdir()
+    accuracy = (metrics.FOLDER / "accuracy" / "accuracy.py").read_text()
+    (folder / "share.py").write_text(accuracy.replace('return {"accuracy":', 'return {"each": [1.0], "share":'))
+    assert metrics.compute(["f1", str(folder)], [1, 0], [1, 1]) == {"f1": pytest.approx(2 / 3), "share": 0.5}
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """Addresses asked for; there is no network."""
+    found = []
+
+    def request(method, url, **settings):
+        found.append(url)
+        raise requests.ConnectionError("no network")
+
+    monkeypatch.setattr(requests, "request", request)
+    return found
+
+
+def test_unknown_names_offline(asked):
+    import evaluate
+
+    started = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        metrics.compute(["acuracy", "accuracy", "zzz/zzz", ""], [1], [1])
+    assert time.monotonic() - started < 2
+    assert asked == []
+    assert not evaluate.config.HF_EVALUATE_OFFLINE
+    assert evaluate.is_progress_bar_enabled()
+    first, second, _ = caught.value.problems
+    assert first.startswith("metrics is 'acuracy', which is not local (did you mean accuracy or masked_accuracy?). ")
+    assert f"which is not local (valid names: {', '.join(sorted(metrics.LOCAL))}). " in second
+    for problem in caught.value.problems:
+        assert "Metrics of the hub need the network" in problem
+        assert "\n" not in problem
+
+
+def test_other_names_are_asked_for_where_there_is_a_network(asked, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    with pytest.raises(UsageError, match="metrics is 'zzz'"):
+        metrics.load(["zzz"])
+    assert {url.split("/resolve/")[0].split("/spaces/")[1] for url in asked if "/spaces/" in url} == {
+        "evaluate-metric/zzz"
+    }
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    code = (
+        "import sys, recipes.metrics; print({'evaluate', 'datasets', 'sklearn', 'scipy', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def beside_another(label: int, pipe) -> None:
+    """Says when it holds samples and what comes of them; waits to be told to go on."""
+    combined = metrics.load(["accuracy", "f1", "perplexity"])
+    combined.add_batch(predictions=[label] * 3, references=[1, 0, 1])
+    pipe.send(None)
+    pipe.recv()
+    combined.add_batch(predictions=[label, 1 - label], references=[1, 0])
+    pipe.send(combined.compute())
+
+
+def test_two_processes_at_once_leave_nothing_behind(tmp_path, monkeypatch, capfd):
+    import evaluate
+
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    context = multiprocessing.get_context("fork")
+    pipes, children = [], []
+    for label in (0, 1):
+        ours, theirs = context.Pipe()
+        pipes.append(ours)
+        children.append(context.Process(target=beside_another, args=(label, theirs), daemon=True))
+        children[-1].start()
+    for go_on in (True, False):
+        assert all(pipe.poll(30) for pipe in pipes)
+        found = [pipe.recv() for pipe in pipes]
+        for pipe in pipes * go_on:  # both hold samples now
+            pipe.send(None)
+    for child in children:
+        child.join(30)
+    assert [child.exitcode for child in children] == [0, 0]
+    assert [each["accuracy"] for each in found] == pytest.approx([1 / 5, 4 / 5])
+    assert [each["f1"] for each in found] == pytest.approx([0, 6 / 7])
+    assert [each["perplexity"] for each in found] == pytest.approx([math.exp(1 / 3), math.exp(4 / 3)])
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
