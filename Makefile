@@ -46,7 +46,7 @@ train-captcha: venv ## draw captchas and learn to read them: at most 5 minutes o
 finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation apart: at most 4 minutes on 2 cores
 	@test -f runs/bert_small_cpu/model.safetensors || echo "No runs/bert_small_cpu of make pretrain: starting from random weights"
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/finetune_classifier.py --recipe finetune_small_cpu --per_device_train_batch_size 8 --eval_steps 89 \
+		scripts/finetune_classifier.py --recipe finetune_small_cpu --eval_steps 89 \
 		$$(test -f runs/bert_small_cpu/model.safetensors && echo --model_name_or_path runs/bert_small_cpu) \
 		--output_dir runs/finetune_small_cpu --overwrite_output_dir
 

@@ -44,9 +44,6 @@ CUTS = {
 }
 PEERS = {"Trainer": "random", "Trainer, grouped by length": "group_by_length"}
 PRECISIONS = ("no", "bf16")
-OURS = (
-    "--per_device_train_batch_size 8"  # how the step is cut in the comparison of speed: less padding than in one piece
-)
 WARM_UP, TURN = 20, 2.0
 
 
@@ -134,7 +131,7 @@ def speeds(train_file: Path, num_steps: int, threads: int) -> dict[str, dict[str
     with tempfile.TemporaryDirectory() as folder:
         work, running = Path(folder), []
         for precision in PRECISIONS:
-            flags = f"--max_train_steps {num_steps} {OURS}"
+            flags = f"--max_train_steps {num_steps}"
             words = launch(train_file, work / f"ours-{precision}", "cpu.yaml", precision, flags)
             running.append(Program(words, work, work / f"ours-{precision}.log", threads))
             for name, sampling in PEERS.items():
@@ -213,7 +210,7 @@ def markdown(results: dict) -> str:
         "Tokens per second, padding not counted:\n\n"
         f"| precision | ours | {' | '.join(f'ours / {name}' for name in PEERS)} |\n|---|---|{'---|' * len(PEERS)}\n{speed}\n"
         f"Medians (smallest to largest) of {len(results['rounds'])} rounds of {about['steps']} steps, all programs of a round "
-        f"in turns; ours with `{OURS}`. {about['machine']}, Python {about['python']}, {versions}.\n"
+        f"in turns. {about['machine']}, Python {about['python']}, {versions}.\n"
     )
 
 

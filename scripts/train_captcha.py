@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
     torch.manual_seed(recipe.seed)
     reader = CaptchaReader(**recipe.architecture)
-    of_pixels = memory_format(reader, accelerator.device, accelerator.mixed_precision)
+    of_pixels = memory_format(accelerator.device, accelerator.mixed_precision)
     model = ReadingSums(lay_out(reader, of_pixels), of_pixels).to(getattr(torch, settings.dtype))
     batch_norm.synchronize(model)
     whole_step = batch_norm.WholeStep(model if recipe.exact_batch_norm else nn.Identity())

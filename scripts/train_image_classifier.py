@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 
     torch.manual_seed(recipe.seed)
     resnet = build_model(recipe, train.classes)
-    of_pixels = memory_format(resnet, accelerator.device, accelerator.mixed_precision)
+    of_pixels = memory_format(accelerator.device, accelerator.mixed_precision)
     model = ClassificationSums(lay_out(resnet, of_pixels), of_pixels, recipe.label_smoothing)
     model = model.to(getattr(torch, settings.dtype))
     (batch_norm.freeze if recipe.normalization == "frozen" else batch_norm.synchronize)(model)

@@ -23,7 +23,7 @@ TINY_GPT2 = (
 ).split()
 TINY_CLASSIFIER = (
     "--recipe finetune_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
-    "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 --max_grad_norm 0.2 "
+    "--num_attention_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 1e-3 --max_grad_norm 0.2 "
     "--max_train_steps 10"
 ).split()
 TINY_RESNET = (
@@ -69,7 +69,7 @@ def write_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     words = [re.findall(r"[A-Za-z]+", documents[8 * row]["text"]) for row in range(61)]
     lines = [
-        f"{' '.join(of[: 2 + row % 17])},{' '.join(of[40 : 42 + row % 5])},{'abc'[row % 3]}"
+        f"{' '.join(of[: 2 + row % 17])},{' '.join(of[3 : 5 + row % 5])},{'abc'[row % 3]}"
         for row, of in enumerate(words)
     ]
     (folder / "labelled.csv").write_text("\n".join(["text,other,label", *lines]) + "\n", encoding="utf-8")

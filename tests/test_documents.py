@@ -282,7 +282,7 @@ def test_the_hub_out_of_reach(tmp_path):
     last = run.stderr.splitlines()[-1]
     assert last.startswith("recipes.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
     assert "OfflineModeIsEnabled" in last
-    assert last.endswith("or use train_file or dataset_name builtin/python_docs, which need none.")
+    assert last.endswith("or use train_file or dataset_name builtin/..., which need none.")
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +321,7 @@ def test_python_docs_are_in_order_and_whole(python_docs):
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
     keys = []
-    monkeypatch.setattr(documents, "_cached", lambda generate, key: keys.append(key))
+    monkeypatch.setattr(documents, "cached", lambda generate, features, key: keys.append(key))
     load_name("builtin/python_docs")
     monkeypatch.setattr(sys, "version", "3.99")
     load_name("builtin/python_docs")

@@ -16,7 +16,6 @@ from recipes.plan import Layout, solve_layout
 
 # Largest micro-batch for N processes; B stands for the whole batch.
 ONE_PROCESS = ["B", "8", "3", "1"]
-TWO_PROCESSES = ["8", "3"]
 BATCHES = [32, 10]
 # Name -> program, and flags beside its tiny model's.
 WORKLOADS = {
@@ -75,7 +74,7 @@ def test_every_cut_in_time_is_the_same_step(train, workload, batch, dtype):
     program, more = WORKLOADS[workload]
     reference = train("B", flags(batch, "B", dtype) + more, program=program)
     assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
-    for cap in ONE_PROCESS[1:]:
+    for cap in ONE_PROCESS[1:] if dtype == "float64" else ["3"]:
         check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype)
     tokens = flags(batch, "B", dtype) + more + " --per_device_train_tokens 200"
     check(train("tokens", tokens, program=program), reference, dtype)
@@ -88,7 +87,7 @@ def test_every_cut_in_time_is_the_same_step(train, workload, batch, dtype):
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
     # On 3 processes B = 10 is 4 + 3 + 3, and B = 2 leaves one process without samples.
-    cases = [(batch, cap, dtype) for batch in BATCHES for cap in TWO_PROCESSES for dtype in ("float32", "float64")]
+    cases = [(batch, *case) for batch in BATCHES for case in (("8", "float32"), ("3", "float64"))]
     if num_processes == 3:
         cases = [(10, "3", "float64"), (2, "1", "float64")]
     runs = {

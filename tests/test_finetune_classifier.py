@@ -20,6 +20,7 @@ from recipes.errors import UsageError
 from recipes.evaluation import best_of
 from recipes.recipe import load
 
+LEARNING = "--global_batch_size 16 --max_train_steps 60 --learning_rate 5e-3"
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
@@ -76,7 +77,7 @@ def test_what_a_run_leaves_behind(finetune, capsys):
 
 
 def test_the_saved_model_is_the_trained_one_and_metrics_count_every_sample_once(finetune, learnable):
-    flags = f"--global_batch_size 16 --per_device_eval_batch_size 5 --train_file {learnable} --max_train_steps 60"
+    flags = f"{LEARNING} --per_device_eval_batch_size 5 --train_file {learnable}"
     output_dir = finetune("run", flags)
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "text_classification", "")
     _, held_out = labelled_texts.build(recipe)
@@ -99,7 +100,7 @@ def test_the_saved_model_is_the_trained_one_and_metrics_count_every_sample_once(
 
 def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path):
     (tmp_path / "new.jsonl").write_text('{"text": "the red"}\n{"text": "of a blue and"}\n{"text": "green"}\n')
-    flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 60 --predict_file {tmp_path}/new.jsonl"
+    flags = f"{LEARNING} --train_file {learnable} --predict_file {tmp_path}/new.jsonl"
     rows = list(csv.DictReader((finetune("run", flags) / "predictions.csv").open()))
     assert [row["prediction"] for row in rows] == ["is red", "is blue", "is green"]
     assert all(0.34 < float(row["probability"]) <= 1 for row in rows)
@@ -111,7 +112,7 @@ def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):
     flags = (
         f"--train_file {tmp_path}/numbers.jsonl --metrics pearsonr spearmanr --predict_file {tmp_path}/numbers.jsonl"
     )
-    output_dir = finetune("run", f"{SMALL} {flags} --max_train_steps 40 --validation_fraction 0.2")
+    output_dir = finetune("run", f"{SMALL} {flags} --max_train_steps 40 --validation_fraction 0.2 --learning_rate 5e-3")
     last = evaluations(output_dir)[-1]
     assert last["eval_pearsonr"] > 0.8
     assert last["eval_loss"] < 0.3

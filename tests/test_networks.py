@@ -35,13 +35,12 @@ def test_group_normalisation_is_torchs(of, shape, dtype):
 
 def test_memory_format():
     formats = {
-        (normalization, kind, precision): networks.memory_format(reader, torch.device(kind), precision)
-        for normalization in ("group", "batch")
-        for reader in [CaptchaReader(**load("captcha_cpu", SMALL | {"normalization": normalization}).architecture)]
+        (kind, precision): networks.memory_format(torch.device(kind), precision)
         for kind in ("cpu", "cuda")
         for precision in ("no", "bf16")
     }
-    assert [of for of, found in formats.items() if found == torch.contiguous_format] == [("group", "cpu", "no")]
+    first = [of for of, found in formats.items() if found == torch.contiguous_format]
+    assert first == [("cpu", "no")]
 
 
 @pytest.mark.parametrize("normalization", ["group", "batch"])

@@ -165,7 +165,7 @@ def test_images_are_in_channels_last_where_that_is_faster(classify, monkeypatch)
 
 def test_batch_normalisation_says_by_how_much_the_cut_matters(classify, read, capsys):
     for name, run in (("classify", classify), ("read", read)):
-        flags = f"{SMALL} --normalization batch"
+        flags = f"{SMALL} --normalization batch --max_train_steps 1"
         events = [line for line in all_metrics(run(f"{name}-cut", flags)) if "event" in line]
         assert events[0]["micro_steps"] == 2
         assert 0.01 < events[0]["gradient_error"] < 2
