@@ -103,6 +103,18 @@ def judge(accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, 
     return judged
 
 
+def check_metrics(names: tuple[str, ...], best: str) -> None:
+    """Before anything of an earlier run is deleted: can these metrics be had, and is the one that is to be `best` among them?
+
+    Raises:
+        UsageError: no.
+    """
+    if best not in ("loss", *names):
+        raise UsageError(f"metric_for_best_model is {best!r}: {nearest(best, ['loss', *names])}")
+    if others := [name for name in names if name not in metrics.LOCAL]:
+        metrics.load(others)
+
+
 def confusion(source, logits: np.ndarray) -> np.ndarray:
     """How many texts of each class, int64 [classes, classes], were taken for which one. Args: as of `judge`."""
     size = len(source.classes)

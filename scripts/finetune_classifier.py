@@ -18,7 +18,7 @@ from recipes.attention import Rows, bert_first_tokens
 from recipes.data import labelled_texts
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
-from recipes.evaluation import best_of, classify, confusion, judge, outputs
+from recipes.evaluation import best_of, check_metrics, classify, confusion, judge, outputs
 from recipes.order import Order
 from recipes.recipe import TextClassification
 from recipes.recovery import Recovery
@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     # What: the recipe. How here: the layout
 
     recipe, settings = run.parse(argv, "text_classification", __doc__)
-    output_dir = Path(settings.output_dir)
+    output_dir, judged_by = Path(settings.output_dir), settings.metric_for_best_model or recipe.metrics[0]
+    check_metrics(recipe.metrics, judged_by)
     accelerator = launch.create_accelerator(**settings.for_accelerator)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
@@ -122,8 +123,6 @@ def main(argv: list[str]) -> int:
         loss = losses.weighted_loss(sums, counts, weights)
         accelerator.backward(loss * accumulate.loss_scale(accelerator))
         return sums.detach()
-
-    judged_by = settings.metric_for_best_model or recipe.metrics[0]
 
     def evaluate_at(step: int) -> bool:
         """Whether training has stopped to make the model better."""

@@ -234,6 +234,15 @@ def test_the_best_evaluation():
         best_of(lines, "f2")
 
 
+@pytest.mark.parametrize("flags", ["--metrics acuracy", "--metric_for_best_model f2"])
+def test_a_mistake_deletes_no_earlier_run(finetune, flags):
+    output_dir = finetune("run", f"{SMALL} --max_train_steps 1")
+    before = (output_dir / "metrics.jsonl").read_text()
+    with pytest.raises(UsageError):
+        finetune("run", f"{SMALL} --overwrite_output_dir {flags}", output_dir=output_dir)
+    assert (output_dir / "metrics.jsonl").read_text() == before
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
