@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from recipes import hardware
-from recipes.memory import model_of, planned_memory
+from recipes.memory import model_of
 from recipes.plan import solve_layout
 from recipes.recipe import TASKS, Recipe, catalog_names, load
 from recipes.trace import Trace, trace_recipe
@@ -40,7 +40,7 @@ def planned(
     workload = of_recipe(recipe, attention=attn_implementation)
     layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
     options = {"mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing}
-    return planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes).total
+    return workload.memory(layout, **options).total
 
 
 def distinct(names: list[str]) -> dict[str, Recipe]:

@@ -17,7 +17,7 @@ from recipes import recipe as recipes
 from recipes.configs import IMAGE, has_formula, read_config, shape_of
 from recipes.errors import UsageError, exit_code, nearest
 from recipes.hardware import load_device, parse
-from recipes.memory import MOMENTS, planned_memory
+from recipes.memory import MOMENTS
 from recipes.page import page
 from recipes.placement import place
 from recipes.plots import plot_growth
@@ -216,7 +216,7 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], tra
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
-        memory = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
+        memory = workload.memory(layout, **options)
         found = known | answer.planned(workload, layout, memory, options)
         placement = None
     else:

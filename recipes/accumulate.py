@@ -6,11 +6,15 @@ multiplied by k * N first. k may differ between processes and from step to step:
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+
+from recipes.optim import Accumulating
 
 Cell = TypeVar("Cell")
 
@@ -41,6 +45,24 @@ def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cel
     accelerator.gradient_accumulation_steps = len(cells)
     accelerator.step = 0  # Accelerate's count of micro-steps; it must not carry over from a step with another k
     yield from cells
+
+
+def clip(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+) -> torch.Tensor:
+    """Clip the step's gradient to an L2 norm (None: leave it). Where it accumulates in the optimizer, approximately (see
+    `Accumulating.clip_grad_norm_`).
+
+    Args:
+        optimizer: as prepared by `accelerator`.
+
+    Returns:
+        scalar on the device, the norm before clipping.
+    """
+    limit = math.inf if max_norm is None else max_norm
+    if isinstance(optimizer.optimizer, Accumulating):
+        return optimizer.optimizer.clip_grad_norm_(limit)
+    return accelerator.clip_grad_norm_(parameters, limit)
 
 
 def loss_scale(accelerator: Accelerator) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from recipes.growth import Row, grow, remarks
 from recipes.hardware import Device
-from recipes.memory import Memory, planned_memory
+from recipes.memory import Memory
 from recipes.placement import Placement
 from recipes.plan import Layout
 from recipes.workload import Workload
@@ -23,7 +23,7 @@ def planned(workload: Workload, layout: Layout, memory: Memory, options: dict[st
 
 def traced(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
     """What a `trace.Trace` of one process with whole weights says, and how far the plan is from it."""
-    planned = planned_memory(workload.model, layout, **options | {"sharded": False}, moment_bytes=workload.moment_bytes)
+    planned = workload.memory(layout, **options | {"sharded": False})
     peaks = {moment: getattr(trace, moment) for moment in ("forward", "backward", "optimizer_step")}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
     return {"trace": answer | {"planned": planned.total, "error": planned.total / trace.peak - 1}}
@@ -61,7 +61,9 @@ def _modelled(workload: Workload) -> dict[str, Any]:
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
     answer = {
         "num_parameters": model.num_parameters,
-        "states": (8 + workload.moment_bytes) * model.num_parameters,
+        "states": (4 + workload.gradient_bytes + workload.moment_bytes) * model.num_parameters,
+        "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
+        "second_moment": workload.second_moment,
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {on: model.saved_bytes(autocast=on != "no") for on in ("no", "bf16")},
         "num_steps": num_steps,

@@ -590,7 +590,8 @@ def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Give moments the strides of their parameters: torch's fused optimizers are silently wrong where they differ."""
     for parameter, moments in optimizer.state.items():
         for name, moment in moments.items():
-            if not isinstance(parameter, DTensor) and moment.shape == parameter.shape:
+            is_whole = not isinstance(parameter, DTensor) and moment.shape == parameter.shape
+            if is_whole and moment.stride() != parameter.stride():
                 moments[name] = torch.empty_like(parameter, requires_grad=False).copy_(moment)
 
 

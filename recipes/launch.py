@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from recipes.batch_norm import BatchNorm
 from recipes.errors import UsageError
+from recipes.optim import Accumulating
 
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -127,11 +128,31 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
-    """`accelerator.prepare`, with autocast around a sharded model's forward, which Accelerate leaves out.
+    """`accelerator.prepare`, with autocast around a sharded model's forward, which Accelerate leaves out. An optimizer that
+    accumulates takes the place of DistributedDataParallel.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
+
+    Raises:
+        UsageError: an optimizer that accumulates with fp16 or sharded weights.
     """
+    if isinstance(optimizer, Accumulating):
+        problem = "accumulation is optimizer, but {}: set it to gradient, or {}"
+        if is_sharded(accelerator):
+            why = "the launch file shards weights (FSDP), whose gradients are parts of tensors that hooks do not see"
+            raise UsageError(problem.format(why, "launch with distributed_type MULTI_GPU"))
+        if accelerator.scaler is not None:
+            why = (
+                "mixed_precision is fp16, where a step whose scaled gradient overflows must be left out, but then it is in the "
+                "moments already"
+            )
+            raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
+        if accelerator.num_processes > 1:
+            optimizer.distribute(model)
+        optimizer.allocate()
+        return model, accelerator.prepare(optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)

@@ -92,7 +92,8 @@ class Memory:
 
     Attributes:
         parameters: 4 N (float32).
-        gradients: 4 N; kept between micro-steps, and under DDP they are views of its buckets.
+        gradients: 4 N; kept between micro-steps, and under DDP they are views of its buckets. 0 where they accumulate in the
+            optimizer.
         moments: 8 N, Adam's two, or 4 N, SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights while a forward and its backward last; 0 in float32.
         gathered: parameters gathered from the other processes, sharded runs only.
@@ -131,6 +132,7 @@ def planned_memory(
     gradient_checkpointing: bool = False,
     sharded: bool = False,
     moment_bytes: int = MOMENTS["adamw"],
+    gradient_bytes: int = 4,
 ) -> Memory:
     """The memory that one process is planned to need for a model's step, cut by a layout.
 
@@ -148,6 +150,7 @@ def planned_memory(
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
         moment_bytes: per parameter, what the optimizer remembers.
+        gradient_bytes: per parameter, gradients between micro-steps; 0 where they accumulate in the optimizer.
 
     Raises:
         UsageError: gradient_checkpointing or sharding of a model without equal layers.
@@ -172,11 +175,11 @@ def planned_memory(
         num_samples, autocast=mixed_precision != "no", gradient_checkpointing=gradient_checkpointing
     )
     backward = max(later, key=sum)
-    states = (8 + moment_bytes) * share
+    states = (4 + gradient_bytes + moment_bytes) * share
     cache, activations, head = max(first, backward, key=sum)
     return Memory(
         parameters=4 * share,
-        gradients=4 * share,
+        gradients=gradient_bytes * share,
         moments=moment_bytes * share,
         autocast_cache=cache,
         gathered=gathered,

@@ -12,7 +12,7 @@ import yaml
 from recipes.convnet import ConvNet
 from recipes.errors import UsageError
 from recipes.hardware import Hardware
-from recipes.memory import Memory, planned_memory
+from recipes.memory import Memory
 from recipes.plan import Layout, shares, solve_layout
 from recipes.timing import ALL_REDUCE, CALIBRATION, StepTime, software_of, step_time, work_of
 from recipes.workload import Workload
@@ -249,14 +249,7 @@ def _cut(
     """Layout and memory with micro-batches of b samples."""
     batch = workload.global_batch_size
     layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
-    memory = planned_memory(
-        workload.model,
-        layout,
-        mixed_precision=precision,
-        gradient_checkpointing=checkpointing,
-        sharded=sharded,
-        moment_bytes=workload.moment_bytes,
-    )
+    memory = workload.memory(layout, mixed_precision=precision, gradient_checkpointing=checkpointing, sharded=sharded)
     return layout, memory
 
 

@@ -59,6 +59,15 @@ class Recipe:
     adam_epsilon: float = setting("added to the root of the second moment", POSITIVE)
     weight_decay: float = setting("decoupled weight decay; never on biases and normalisation weights", NOT_NEGATIVE)
     max_grad_norm: float | None = setting("clip the whole step's gradient to this L2 norm; null: no clipping", POSITIVE)
+    accumulation: str = setting(
+        "where the gradients of a step add up: gradient, or optimizer (in its moments, 4 bytes per parameter less: exact with "
+        "sgd, not with adamw, whose second moment is estimated; clipping is approximate)",
+        one_of("gradient", "optimizer"),
+    )
+    second_moment: str | None = setting(
+        "of adamw with accumulation optimizer, null otherwise: unbiased, mean_of_squares or sum_of_squares",
+        one_of("unbiased", "mean_of_squares", "sum_of_squares"),
+    )
 
     # Learning rate over the steps
     lr_scheduler_type: str = setting("shape of the decay", one_of(*schedule.SHAPES))
@@ -82,6 +91,12 @@ class Recipe:
             if names and len(given) != 1:
                 what = " and ".join(given) + " are set" if given else "none is set"
                 problems.append(f"of {', '.join(names)} exactly one must be set, but {what}: set the others to null")
+        if (self.second_moment is None) == (self.estimates_second_moment):
+            rule = "one of unbiased, mean_of_squares, sum_of_squares" if self.estimates_second_moment else "null"
+            problems.append(
+                f"second_moment is {self.second_moment}, but with accumulation {self.accumulation} and {self.optimizer_name} "
+                f"it must be {rule}"
+            )
         try:
             self.scaled()
         except UsageError as error:
@@ -98,6 +113,16 @@ class Recipe:
         fingerprinted by the data pipeline."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
         return json.loads(json.dumps(values))
+
+    @property
+    def optimizer_name(self) -> str:
+        """adamw or sgd."""
+        return getattr(self, "optimizer", "adamw")
+
+    @property
+    def estimates_second_moment(self) -> bool:
+        """Whether the optimizer accumulates in moments of which the second is not exact."""
+        return self.accumulation == "optimizer" and self.optimizer_name == "adamw"
 
     def scaled(self) -> scaling.Hyperparameters:
         """Learning rate, betas and eps for this recipe's global batch, by its scaling rule."""

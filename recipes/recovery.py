@@ -25,6 +25,7 @@ from recipes.capacity import is_out_of_memory, recall
 from recipes.data.steps import StepData, Steps
 from recipes.errors import RunError
 from recipes.launch import waits_in_forward
+from recipes.optim import Accumulating
 from recipes.report import RunLog
 
 SECONDS_TO_REPORT = 5  # that waiting processes give each other to say that they wait
@@ -54,6 +55,8 @@ class Recovery:
         log: RunLog,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
+        # An optimizer that accumulates: what it has folded cannot be taken back.
+        self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
         self.log, self.settings = log, log.run
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
@@ -85,12 +88,12 @@ class Recovery:
         """Let the optimizer leave out this step's update if the gradient is not finite, without waiting for the device.
 
         torch's fused optimizers read `found_inf`, and keep parameters and state as they are where it is 1. When a gradient
-        scaler is used, it does the same by itself.
+        scaler is used, it does the same by itself. An optimizer that accumulates has taken the gradient in already.
 
         Args:
             grad_norm: scalar on the device, norm of the whole gradient: the same on all processes.
         """
-        if self.accelerator.scaler is None:
+        if self.accelerator.scaler is None and self.folding is None:
             now = (~grad_norm.isfinite()).float()
             self.not_finite = torch.maximum(self.not_finite, now) if self.settings.on_nonfinite == "stop" else now
             self.optimizer.optimizer.found_inf = self.not_finite
@@ -154,6 +157,9 @@ class Attempt:
             if isinstance(recovery.model, DistributedDataParallel):
                 recovery.model.reducer._rebuild_buckets()  # which its first forward would do, were it certain to come
             self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
+        if recovery.folding is not None:
+            recovery.folding.gradient_accumulation_steps = len(self.data.cells)
+            recovery.folding.num_cells = self.data.num_cells
         self.first_collective = recovery._collectives()
         return self
 
@@ -161,6 +167,8 @@ class Attempt:
         """To be called between the last backward and the optimizer's step, which only comes when no process failed."""
         any_failed = self.recovery.agree(has_failed=False)
         self.is_agreed = True
+        if any_failed and self.recovery.folding is not None:
+            raise self._cannot_repeat("another process")
         if any_failed:
             raise _Repeat
 
@@ -189,6 +197,10 @@ class Attempt:
                 f"--per_device_train_batch_size than {recovery.steps.layout.per_device_train_batch_size}"
             ) from error
         traceback.clear_frames(error.__traceback__)  # whose variables hold the activations
+        if recovery.folding is not None:
+            recovery.folding.abandon()
+            recovery.agree(has_failed=True)
+            raise self._cannot_repeat("this process") from error
         if isinstance(recovery.model, DistributedDataParallel):
             begun = recovery._collectives() - self.first_collective
             reducer = recovery.model.reducer
@@ -196,6 +208,13 @@ class Attempt:
             for work in works:
                 work.wait()
         recovery.agree(has_failed=True)
+
+    def _cannot_repeat(self, where: str) -> RunError:
+        return RunError(
+            f"memory ran out on {where} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
+            "(accumulation optimizer): it cannot be done again. Resume with a smaller --per_device_train_batch_size than "
+            f"{self.recovery.steps.layout.per_device_train_batch_size}"
+        )
 
     @contextlib.contextmanager
     def _naming_who_is_missing(self):

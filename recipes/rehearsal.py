@@ -4,6 +4,7 @@ Tried with the worst cell there can be, samples of the greatest length. It is a 
 the step is the same.
 """
 
+import contextlib
 import traceback
 from collections.abc import Callable
 
@@ -114,9 +115,10 @@ def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int
     try:
         if not recovery.optimizer.state:
             moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-        for _ in range(2):
-            with accelerator.no_sync(model):
-                forward_backward(cell, counts)
+        with recovery.folding.discarding() if recovery.folding else contextlib.nullcontext():
+            for _ in range(2):
+                with accelerator.no_sync(model):
+                    forward_backward(cell, counts)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

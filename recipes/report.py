@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from recipes import checkpoint
+from recipes import checkpoint, text
 from recipes.data.steps import StepData
 from recipes.errors import RunError, UsageError
 from recipes.recipe import Recipe
@@ -145,6 +145,8 @@ class RunLog:
             for name, value in self.recipe.decisive().items()
             if ("dropout" in name or "pdrop" in name) and value
         ]
+        if self.recipe.accumulation == "optimizer":
+            self.accelerator.print(text.accumulation(self.recipe.second_moment))
         if noise:
             self.accelerator.print(
                 f"{', '.join(noise)}: the noise is drawn per process and micro-step, so that another layout's losses differ "
@@ -200,7 +202,8 @@ class RunLog:
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.run.on_nonfinite == "stop":
-                broken = self._not_finite(line, cells, cell_sums), has_skipped and not is_scaled
+                is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
+                broken = self._not_finite(line, cells, cell_sums), is_held_back
                 break
             if has_skipped:
                 self.num_skipped += 1

@@ -181,4 +181,9 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = recipes.load(run.recipe, changes, task=task)
+    if recipe.accumulation == "optimizer" and run.on_nonfinite == "skip":
+        raise UsageError(
+            "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
+            "found: set it to stop, or accumulation to gradient"
+        )
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")

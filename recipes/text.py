@@ -23,10 +23,23 @@ def plan_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield from _schedule_lines(answer)
     yield from _model_lines(answer)
     yield f"  memory     {_memory(answer)}"
+    if answer["accumulation"] == "optimizer":
+        yield f"  note       {accumulation(answer['second_moment'])}"
     if "trace" in answer:
         yield _trace(answer["trace"])
     if "hardware" in answer:
         yield from _hardware_lines(answer)
+
+
+def accumulation(second_moment: str | None) -> str:
+    """What accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
+    exact = "the cut is exact"
+    if second_moment is not None:
+        exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
+    return (
+        f"gradients are folded into the optimizer's moments, which saves 4 bytes per parameter: {exact}; the gradient's norm "
+        "is an estimate, and clipping keeps the direction of the unclipped step"
+    )
 
 
 def _schedule_lines(answer: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """What is planned: a model, its global batch, and what the optimizer keeps and moves, from a recipe."""
 
 import dataclasses
+from typing import Any
 
 from recipes import plan
 from recipes.convnet import ConvNet
 from recipes.errors import UsageError
-from recipes.memory import MOMENTS, Model, model_of
+from recipes.memory import MOMENTS, Memory, Model, model_of, planned_memory
+from recipes.plan import Layout
 from recipes.recipe import ImageRecipe, Recipe
 from recipes.schedule import Schedule
 from recipes.transformer import Transformer
@@ -37,7 +39,9 @@ class Workload:
         schedule: the learning rate of each step; None likewise.
         script: that trains it; None: this repository has none.
         moment_bytes: per parameter, what the optimizer remembers.
+        gradient_bytes: per parameter, gradients that are kept between micro-steps.
         optimizer_bytes: per parameter, what clipping and update move.
+        second_moment: how the optimizer estimates it, if it does.
         batch_normalization: statistics depend on the micro-batch.
         critical_batch_size: beyond it samples are wasted; None: unknown.
     """
@@ -50,9 +54,17 @@ class Workload:
     schedule: Schedule | None = None
     script: str | None = None
     moment_bytes: int = MOMENTS["adamw"]
+    gradient_bytes: int = 4
     optimizer_bytes: int = UPDATE["adamw"] + CLIPPING
+    second_moment: str | None = None
     batch_normalization: bool = False
     critical_batch_size: float | None = None
+
+    def memory(self, layout: Layout, **options: Any) -> Memory:
+        """That one process is planned to need; `options` as of `memory.planned_memory`."""
+        return planned_memory(
+            self.model, layout, **options, moment_bytes=self.moment_bytes, gradient_bytes=self.gradient_bytes
+        )
 
 
 def of_model(
@@ -121,7 +133,7 @@ def of_recipe(
     """
     model = _with_attention(model_of(recipe), attention, recipe.name)
     is_image = isinstance(recipe, ImageRecipe)
-    optimizer = recipe.optimizer if is_image else "adamw"
+    optimizer = recipe.optimizer_name
     num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)
     num_steps, per_epoch = recipe.max_train_steps, None
     if num_samples is not None:
@@ -138,6 +150,8 @@ def of_recipe(
         schedule=recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None,
         script=SCRIPTS.get(recipe.task),
         moment_bytes=MOMENTS[optimizer],
+        gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
+        second_moment=recipe.second_moment,
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         critical_batch_size=critical_batch_size,

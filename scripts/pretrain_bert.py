@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     model.bert.set_attn_implementation(settings.attn_implementation or ("eager" if on_cpu else "sdpa"))
     if settings.gradient_checkpointing:
         model.bert.gradient_checkpointing_enable()
-    optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+    optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
     weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
                         attempt.sums.append(forward_backward(cell, attempt.counts))
                         if accelerator.sync_gradients:
                             attempt.gradient_is_complete()
-                            grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
+                            grad_norm = accumulate.clip(accelerator, optimizer, parameters, recipe.max_grad_norm)
                             recovery.hold_back(grad_norm)
                         optimizer.step()
                         optimizer.zero_grad()

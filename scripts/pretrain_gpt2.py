@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     if settings.torch_compile:
         for block in model.gpt2.transformer.h:
             block.compile()
-    optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+    optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
     weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
                         attempt.sums.append(forward_backward(cell, attempt.counts))
                         if accelerator.sync_gradients:
                             attempt.gradient_is_complete()
-                            grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
+                            grad_norm = accumulate.clip(accelerator, optimizer, parameters, recipe.max_grad_norm)
                             recovery.hold_back(grad_norm)
                         optimizer.step()
                         optimizer.zero_grad()

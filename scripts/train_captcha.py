@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
                         attempt.sums.append(forward_backward(cell, attempt.counts))
                         if accelerator.sync_gradients:
                             attempt.gradient_is_complete()
-                            grad_norm = accelerator.clip_grad_norm_(parameters, recipe.max_grad_norm or float("inf"))
+                            grad_norm = accumulate.clip(accelerator, optimizer, parameters, recipe.max_grad_norm)
                             recovery.hold_back(grad_norm)
                         optimizer.step()
                         optimizer.zero_grad()

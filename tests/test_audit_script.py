@@ -16,9 +16,9 @@ from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, co
 from recipes.audit.record import Enough, Recorder, _honours
 from recipes.audit.recording import Recording
 from recipes.audit.script import Variation, audit_script, record, variations
-from recipes.audit.sketch import WHOLE, sketch
 from recipes.audit.table import table
 from recipes.errors import UsageError
+from recipes.sketch import WHOLE, sketch
 
 AUDITED = ROOT / "tests" / "audited"
 TOLERANCE = 1e-7

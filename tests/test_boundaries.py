@@ -35,7 +35,7 @@ FLOORS = [
         "run",
         "__init__",
     },
-    {"losses", "optim", "data", "models", "networks", "resnet", "batch_norm", "trace", "metrics", "attention"},
+    {"losses", "optim", "sketch", "data", "models", "networks", "resnet", "batch_norm", "trace", "metrics", "attention"},
     {
         "__main__",
         "accumulate",

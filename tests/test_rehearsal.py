@@ -116,6 +116,7 @@ def test_the_rehearsal_leaves_running_statistics_alone():
         optimizer=torch.optim.AdamW(model.parameters()),
         steps=SimpleNamespace(source=source),
         agree=bool,
+        folding=None,
     )
     assert rehearsal._try(recovery, lambda cell, counts: model(cell["x"]).sum().backward(), 4)
     assert all(buffer.equal(before[name]) for name, buffer in model.named_buffers())

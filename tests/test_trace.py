@@ -242,7 +242,7 @@ def test_the_formula_meets_the_trace(name):
         layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
         if recomputed and not workload.model.layered:
             options["gradient_checkpointing"] = False
-        planned = planned_memory(workload.model, layout, **options, moment_bytes=workload.moment_bytes)
+        planned = workload.memory(layout, **options)
         assert planned.total == pytest.approx(trace_recipe(recipe, b, **options).peak, rel=0.05), (b, options)
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from recipes.audit.recording import MicroStep, Recording, Step
-from recipes.audit.sketch import size, sketch
+from recipes.sketch import size, sketch
 
 CLIPPING = {
     "clip_grad_norm_",

@@ -51,6 +51,7 @@ class StepData:
         samples: (epoch, sample id) of each sample of each cell.
         epoch: epochs done when the step is done, a fraction.
         num_samples, num_tokens: of the whole global batch, padding not counted.
+        num_cells: on all processes, empty ones not counted.
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepData:
     epoch: float
     num_samples: int
     num_tokens: int
+    num_cells: int
 
     def pin_memory(self) -> "StepData":
         """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
@@ -121,6 +123,7 @@ class Steps(Dataset):
             epoch=float((step + 1) / self.order.steps_per_epoch),
             num_samples=len(samples),
             num_tokens=int(lengths.sum()),
+            num_cells=sum(len(cell) > 0 for cells in parts for cell in cells),
         )
 
     def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:

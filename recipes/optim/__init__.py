@@ -1,4 +1,5 @@
-"""Optimizers: torch's fused ones, with decay on matrices and filters only, not on biases and normalisation weights.
+"""Optimizers: torch's fused ones, and those that accumulate in their moments. Decay is on matrices and filters only, not on
+biases and normalisation weights.
 
 Parameter groups carry `lr_scale`, what the schedule's learning rate is multiplied with: 1 but for layer-wise decay.
 """
@@ -9,8 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.recipe import ImageRecipe, Recipe, TextClassification
+from recipes.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
+from recipes.optim.folding import Accumulating
+from recipes.recipe import Recipe, TextClassification
 from recipes.scaling import Hyperparameters
+
+__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "depths", "of_recipe", "sgd"]
 
 
 def adamw(
@@ -38,11 +43,19 @@ def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: f
 
 def of_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The optimizer that a recipe asks for."""
-    if isinstance(recipe, ImageRecipe) and recipe.optimizer == "sgd":
-        return sgd(model, recipe.scaled().learning_rate, recipe.sgd_momentum, recipe.weight_decay)
-    if isinstance(recipe, TextClassification):
-        return adamw(model, recipe.scaled(), recipe.weight_decay, layerwise_lr_decay=recipe.layerwise_lr_decay)
-    return adamw(model, recipe.scaled(), recipe.weight_decay)
+    scaled, decay = recipe.scaled(), recipe.weight_decay
+    layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
+    accumulates = recipe.accumulation == "optimizer"
+    if recipe.optimizer_name == "sgd":
+        if accumulates:
+            return AccumulatingSGD(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
+        return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
+    if accumulates:
+        groups, betas = _groups(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
+        return AccumulatingAdamW(
+            groups, scaled.learning_rate, betas, scaled.adam_epsilon, second_moment=recipe.second_moment
+        )
+    return adamw(model, scaled, decay, layerwise)
 
 
 def depths(model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,72 @@
+"""Few numbers that stand for many: linear, so that sums, differences, lengths and angles of gradients can be read from them."""
+
+from collections.abc import Iterable
+
+import torch
+
+WHOLE = 4096  # tensors of at most so many numbers are kept as they are
+PROBES, COLUMNS = 8, 512
+
+
+def project(tensor: torch.Tensor) -> torch.Tensor:
+    """A random projection of a tensor, where it lies.
+
+    A tensor of n <= 4096 numbers is kept whole. A larger one is laid out as a matrix G of 512 columns, and S G / sqrt(8) is
+    kept, S 8 rows of random signs that depend on n only: E |S G|^2 / 8 = |G|^2 (Johnson and Lindenstrauss 1984; with signs
+    Achlioptas 2003, doi 10.1016/S0022-0000(03)00025-4). The length's standard error is |G| / 4 at most, where all rows of G are
+    alike, and |G| / 90 where they have nothing in common. One pass over the memory.
+
+    Args:
+        tensor: any shape and dtype.
+
+    Returns:
+        [size(n)], float64 of float64, float32 of all else.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    if flat.numel() <= WHOLE:
+        return flat
+    num_rows = flat.numel() // COLUMNS
+    signs = _signs(num_rows + 1, flat.device, flat.dtype)
+    body, rest = flat[: num_rows * COLUMNS].view(num_rows, COLUMNS), flat[num_rows * COLUMNS :]
+    projected = signs[:, :-1] @ body
+    projected[:, : rest.numel()] += signs[:, -1:] * rest
+    return projected.flatten()
+
+
+def size(num_numbers: int) -> int:
+    """How many numbers stand for a tensor of `num_numbers`."""
+    return min(num_numbers, WHOLE)
+
+
+def sketch(tensors: Iterable[torch.Tensor | None], like: list[torch.Tensor]) -> torch.Tensor:
+    """The projection of each tensor, one after the other.
+
+    Args:
+        tensors: any shapes and dtypes, None for zeros; each is forgotten before the next is asked for.
+        like: tensors of the same shapes, for those that are None.
+
+    Returns:
+        float64 [numbers] on the host.
+    """
+    parts = []
+    for tensor, shape in zip(tensors, like, strict=True):
+        if tensor is None:
+            parts.append(torch.zeros(size(shape.numel()), dtype=torch.float64))
+        else:
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            parts.append(project(whole).double().cpu())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+_cache: dict[tuple, torch.Tensor] = {}
+
+
+def _signs(num: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[PROBES, num] of plus and minus 1 / sqrt(PROBES)."""
+    key = num, device, dtype
+    if key not in _cache:
+        generator = torch.Generator().manual_seed(num)
+        signs = torch.randint(2, (PROBES, num), generator=generator, dtype=torch.int8) * 2 - 1
+        _cache[key] = signs.to(device, dtype) / PROBES**0.5
+    return _cache[key]

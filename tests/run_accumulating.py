@@ -1,0 +1,107 @@
+"""Optimizers that accumulate, on one of several processes over gloo: run as a program; the cells that all of them share."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recipes.optim import AccumulatingAdamW, AccumulatingSGD, folding
+from recipes.trace import _Tracer
+
+STEPS = 50
+CELLS = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}
+"""Samples of each process's cells: of one step the same ones on any number of processes."""
+OPTIMIZERS = {
+    "sgd": lambda groups: AccumulatingSGD(groups, 0.05, 0.9),
+    **{
+        name: lambda groups, name=name: AccumulatingAdamW(groups, 0.01, (0.9, 0.99), second_moment=name)
+        for name in ("unbiased", "mean_of_squares", "sum_of_squares")
+    },
+}
+
+
+class Network(nn.Module):
+    """Two groups of parameters, one tensor that is projected, one that is frozen, one that only some cells use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(70, 80), nn.Linear(80, 3)
+        self.frozen, self.seldom = nn.Linear(80, 80), nn.Parameter(torch.ones(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        scores = self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        return scores * self.seldom if len(x) > 2 else scores
+
+
+def build(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    return Network().double()
+
+
+def groups(network: Network) -> list[dict]:
+    matrices = [network.first.weight, network.frozen.weight, network.last.weight]
+    others = [network.first.bias, network.frozen.bias, network.last.bias, network.seldom]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def cell_losses(network: nn.Module, step: int):
+    """Each cell's share of the step's loss, which is a mean over samples."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = [3, 1, 4, 2]
+    for size in sizes:
+        x = torch.randn(size, 70, generator=generator, dtype=torch.float64)
+        yield size, lambda x=x: network(x).square().sum() / sum(sizes)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    folding.BUCKET = 1000  # so that there are several
+    sizes, found = CELLS[size][rank], {}
+    for name, make in OPTIMIZERS.items():
+        network = build(seed=rank)
+        optimizer = make(groups(network))
+        optimizer.distribute(network)
+        early = []
+        for step in range(STEPS):
+            optimizer.gradient_accumulation_steps = max(1, len(sizes))
+            optimizer.num_cells = 4
+            losses = dict(cell_losses(network, step))
+            for cell in sizes:
+                (losses[cell]() * size).backward()  # of which DistributedDataParallel would take the mean
+            early.append(optimizer._num_launched)
+            norm = optimizer.clip_grad_norm_()
+            optimizer.step()
+        state = [value for of in optimizer.state.values() for value in of.values()]
+        found[name] = {
+            "parameters": list(network.parameters()),
+            "state": state,
+            "norm": norm,
+            "early": early,
+            "buckets": len(optimizer._buckets),
+        }
+    found["bytes"] = most_bytes(size)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def most_bytes(num_processes: int) -> tuple[int, int]:
+    """Bytes of the parameters, and most bytes at once in a step: many layers, few samples, buckets of a layer each."""
+    folding.BUCKET = 2**19
+    with _Tracer() as tracer:
+        network = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
+        optimizer = AccumulatingAdamW(network.parameters(), 1e-3, gradient_accumulation_steps=2)
+        if num_processes > 1:
+            optimizer.distribute(network)
+        for _ in range(2):
+            for _ in range(2):
+                network(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            most = tracer.peak()
+    return sum(parameter.nbytes for parameter in network.parameters()), most
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

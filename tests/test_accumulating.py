@@ -1,0 +1,413 @@
+"""Optimizers that accumulate in their moments: what is exact is, what is estimated is as documented, and no gradient stays."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import ROOT
+from run_accumulating import OPTIMIZERS, STEPS, build, cell_losses, groups, most_bytes
+from torch import nn
+
+from recipes.errors import UsageError
+from recipes.optim import AccumulatingAdamW, AccumulatingSGD
+
+EXACT = 1e-14
+
+
+def miss(ours: list[torch.Tensor], true: list[torch.Tensor]) -> float:
+    """Largest relative error of a tensor."""
+    return max(((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(ours, true, strict=True))
+
+
+def plain(name: str) -> dict[str, list[torch.Tensor]]:
+    """The same steps by the documented formulas, gradients of cells kept; parameters, moments and the last gradient's norm."""
+    network = build()
+    of = [(p, group) for group in groups(network) for p in group["params"] if p.requires_grad]
+    moments = {p: [torch.zeros_like(p) for _ in range(2)] for p, _ in of}
+    beta1, beta2, number = 0.9, 0.99, 4
+    for step in range(STEPS):
+        cells = []
+        for _, loss in cell_losses(network, step):
+            cells.append(torch.autograd.grad(loss(), [p for p, _ in of], allow_unused=True, materialize_grads=True))
+        norm = math.sqrt(sum(sum(parts).square().sum().item() for parts in zip(*cells, strict=True)))
+        with torch.no_grad():
+            for (p, group), *parts in zip(of, *cells, strict=True):
+                whole, squares, (m, v) = sum(parts), sum(part**2 for part in parts), moments[p]
+                decay, t = group["weight_decay"], step + 1
+                if name == "sgd":
+                    m.mul_(0.9).add_(whole + decay * p)
+                    p.sub_(group.get("lr", 0.05) * m)
+                    continue
+                m.mul_(beta1).add_(whole, alpha=1 - beta1)
+                mean = m / (1 - beta1**t)
+                r = (1 - beta1) / (1 + beta1) * (1 + beta1**t) / (1 - beta1**t)
+                square = {
+                    "mean_of_squares": number * squares,
+                    "sum_of_squares": squares,
+                    "unbiased": ((1 - r) * squares + (1 - 1 / number) * mean**2) / (1 - r / number),
+                }[name]
+                v.mul_(beta2).add_(square, alpha=1 - beta2)
+                rate = group.get("lr", 0.01)
+                p.mul_(1 - rate * decay).sub_(rate * mean / ((v / (1 - beta2**t)).sqrt() + 1e-8))
+    return {"parameters": list(network.parameters()), "moments": [moments[p] for p, _ in of], "norm": norm}
+
+
+def ours(name: str) -> dict:
+    network = build()
+    optimizer = OPTIMIZERS[name](groups(network))
+    optimizer.gradient_accumulation_steps = 4
+    for step in range(STEPS):
+        for _, loss in cell_losses(network, step):
+            loss().backward()
+            assert all(parameter.grad is None for parameter in network.parameters())
+        norm = optimizer.clip_grad_norm_()
+        optimizer.step()
+    moments = [
+        [optimizer.state[p][moment] for moment in optimizer.moments]
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    ]
+    return {"parameters": list(network.parameters()), "moments": moments, "norm": norm.item()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_are_those_of_the_formulas(name):
+    found, true = ours(name), plain(name)
+    assert miss(found["parameters"], true["parameters"]) < EXACT
+    for mine, theirs in zip(found["moments"], true["moments"], strict=True):
+        assert miss(mine, theirs[: len(mine)]) < EXACT
+
+
+def test_sgd_is_torchs():
+    """Weight decay, groups, frozen parameters, momentum; k changes from step to step."""
+    one, two = build(), build()
+    a = AccumulatingSGD(groups(one), 0.05, 0.9)
+    b = torch.optim.SGD(groups(two), 0.05, 0.9)
+    for step in range(STEPS):
+        for group in [*a.param_groups, *b.param_groups]:
+            group["lr"] = 0.05 / (1 + step)
+        a.gradient_accumulation_steps = 1 + step % 4
+        for _, loss in list(cell_losses(one, step))[: 1 + step % 4]:
+            loss().backward()
+        b.zero_grad()
+        for _, loss in list(cell_losses(two, step))[: 1 + step % 4]:
+            loss().backward()
+        a.step()
+        b.step()
+    assert miss(list(one.parameters()), list(two.parameters())) < EXACT
+    theirs = [b.state[p]["momentum_buffer"] for p in two.parameters() if p.requires_grad]
+    assert miss([a.state[p]["momentum_buffer"] for p in one.parameters() if p.requires_grad], theirs) < EXACT
+
+
+@pytest.mark.parametrize("name", ["unbiased", "mean_of_squares", "sum_of_squares"])
+def test_of_one_cell_it_is_torchs_adamw(name):
+    one, two = build(), build()
+    a = OPTIMIZERS[name](groups(one))
+    b = torch.optim.AdamW(groups(two), 0.01, (0.9, 0.99), weight_decay=0.0)
+    for step in range(STEPS):
+        for network, optimizer in ((one, a), (two, b)):
+            optimizer.zero_grad()
+            sum(loss() for _, loss in cell_losses(network, step)).backward()
+            optimizer.step()
+    assert miss(list(one.parameters()), list(two.parameters())) < EXACT
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def processes(request, tmp_path_factory):
+    """What each of the processes of `run_accumulating.py` found."""
+    folder, size = tmp_path_factory.mktemp("processes"), request.param
+    command = [sys.executable, str(ROOT / "tests" / "run_accumulating.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    running = [
+        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True, env=env)
+        for rank in range(size)
+    ]
+    try:
+        for process in running:
+            _, said = process.communicate(timeout=100)
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in running:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_number_of_processes_takes_the_same_steps(processes, name):
+    """Cells of different sizes, different k, a process without samples; weights that differed before `distribute`."""
+    true = plain(name)
+    for found in processes:
+        assert miss(found[name]["parameters"], true["parameters"]) < EXACT
+        for mine, first in zip(found[name]["state"], processes[0][name]["state"], strict=True):
+            assert torch.equal(mine, first)
+        assert found[name]["norm"] == pytest.approx(true["norm"], rel=0.3)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_reductions_begin_in_the_last_backward(processes):
+    for rank, found in enumerate(processes):
+        early, buckets = found["sgd"]["early"], found["sgd"]["buckets"]
+        has_samples = len(processes) == 2 or rank != 1
+        assert buckets == 3
+        assert set(early) == {2 if has_samples else 0}  # the two matrices; not all cells use what comes then
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_no_buffer_of_a_gradients_size_on_several_processes(processes):
+    """Parameters, two moments, and what a layer or a bucket needs: no fourth of that size."""
+    for found in processes:
+        of_parameters, most = found["bytes"]
+        assert 3 * of_parameters < most < 3.4 * of_parameters
+    of_parameters, most = most_bytes(1)
+    assert 3 * of_parameters < most < 3.4 * of_parameters
+
+
+def train(optimizer, network, k: int, steps: int, first: int = 0) -> None:
+    optimizer.gradient_accumulation_steps = k
+    for step in range(first, first + steps):
+        for _, loss in list(cell_losses(network, step))[:k]:
+            loss().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("coefficients", ["substitute", "root", "unchanged"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_coefficients_per_micro_step(coefficients, kind):
+    """m = b m + (1 - b) g_i in each micro-step, with the documented b; parameters move at the last."""
+    k, beta1, beta2 = 4, 0.9, 0.99
+    weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    start = weight.detach().clone()
+    more = {"gradient_accumulation_steps": k, "coefficients": coefficients}
+    if kind == "sgd":
+        optimizer = AccumulatingSGD([weight], 0.1, beta1, **more)
+    else:
+        adam = {"second_moment": "mean_of_squares", "weight_decay": 0.0}
+        optimizer = AccumulatingAdamW([weight], 0.1, (beta1, beta2), **adam, **more)
+    decays = [
+        {"substitute": 1 - (1 - beta) / k, "root": beta ** (1 / k), "unchanged": beta}[coefficients]
+        for beta in (beta1, beta2)
+    ]
+    m, v, expected = torch.zeros(2).double(), torch.zeros(2).double(), start
+    for step in range(3):
+        for i in range(k):
+            g = torch.tensor([1.0 + i + step, (-1.0) ** i], dtype=torch.float64)
+            (weight * g / k).sum().backward()
+            m = decays[0] * m + (1 - decays[0]) * g
+            v = decays[1] * v + (1 - decays[1]) * g**2
+        optimizer.step()
+        if kind == "sgd":
+            expected = expected - 0.1 * m / (1 - beta1)  # torch's buffer is m / (1 - beta)
+        else:
+            t = k * (step + 1)
+            expected = expected - 0.1 * m / (1 - decays[0] ** t) / ((v / (1 - decays[1] ** t)).sqrt() + 1e-8)
+        assert torch.allclose(weight, expected, rtol=EXACT)
+
+
+def test_clipping_is_as_documented():
+    """The step has the length of the exactly clipped one; far below the limit nothing changes."""
+    free, tight, wide = (build() for _ in range(3))
+    for network in (free, tight, wide):
+        network.first = nn.Linear(70, 50).double()  # so that every parameter is projected exactly
+        network.last, network.frozen = nn.Linear(50, 3).double(), nn.Linear(50, 50).double().requires_grad_(False)
+    tight.load_state_dict(free.state_dict())
+    wide.load_state_dict(free.state_dict())
+    a, b, c = (OPTIMIZERS["sgd"](groups(network)) for network in (free, tight, wide))
+    before = None
+    for step in range(5):
+        for network, optimizer, limit in ((free, a, math.inf), (tight, b, 0.05), (wide, c, 1e6)):
+            optimizer.gradient_accumulation_steps = 4
+            gradients = []
+            for _, loss in cell_losses(network, step):
+                live = [p for p in network.parameters() if p.requires_grad]
+                gradients.append(torch.autograd.grad(loss(), live, allow_unused=True, materialize_grads=True))
+                loss().backward()
+            whole = torch.cat([sum(parts).flatten() for parts in zip(*gradients, strict=True)])
+            if optimizer is b:
+                momentum = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in live]) if step else 0 * whole
+                norm = b.clip_grad_norm_(limit)
+                assert norm.item() == pytest.approx(whole.norm().item(), rel=1e-12)
+                now = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in live])
+                exact = (
+                    0.9 * before + whole * min(1, limit / (norm + 1e-6)) if step else whole * (limit / (norm + 1e-6))
+                )
+                assert now.norm().item() == pytest.approx(exact.norm().item(), rel=1e-9)
+                assert torch.dot(now, momentum).item() == pytest.approx(
+                    now.norm().item() * momentum.norm().item(), rel=1e-9
+                )
+            else:
+                optimizer.clip_grad_norm_(limit)
+            optimizer.step()
+        before = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in tight.parameters() if p.requires_grad])
+        before = before.clone()
+    assert miss(list(wide.parameters()), list(free.parameters())) == 0
+    assert miss(list(tight.parameters())[1:], list(free.parameters())[1:]) > 1e-3
+
+
+@pytest.mark.parametrize("scale", [2.0**-7, 2.0**7])
+def test_adam_under_constant_clipping_takes_no_notice_of_the_gradients_scale(scale):
+    """As with exact clipping: the moments are clipped alike, and their ratio stays."""
+    networks = [build(), build()]
+    for network, factor in zip(networks, (1.0, scale), strict=True):
+        optimizer = OPTIMIZERS["unbiased"](groups(network))
+        optimizer.gradient_accumulation_steps = 4
+        for step in range(20):
+            for _, loss in cell_losses(network, step):
+                (1e3 * factor * loss()).backward()
+            optimizer.clip_grad_norm_(1e-3)
+            optimizer.step()
+    assert miss(list(networks[0].parameters()), list(networks[1].parameters())) < 1e-3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumed_in_the_middle_it_is_undisturbed(name):
+    network = build()
+    optimizer = OPTIMIZERS[name](groups(network))
+    train(optimizer, network, 3, 5)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(network.state_dict())
+    train(optimizer, network, 3, 5, first=5)
+    again = build(seed=1)
+    resumed = OPTIMIZERS[name](groups(again))
+    train(resumed, again, 2, 2)  # what it did before is forgotten
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(resumed, again, 3, 5, first=5)
+    assert miss(list(again.parameters()), list(network.parameters())) == 0
+
+
+def test_states_are_torchs():
+    for ours, theirs in (
+        (OPTIMIZERS["sgd"], lambda of: torch.optim.SGD(of, 0.05, 0.9)),
+        (OPTIMIZERS["unbiased"], lambda of: torch.optim.AdamW(of, 0.01, (0.9, 0.99))),
+    ):
+        one, two = build(), build()
+        a, b = ours(groups(one)), theirs(groups(two))
+        train(a, one, 1, 3)
+        b.load_state_dict(a.state_dict())
+        two.load_state_dict(one.state_dict())
+        c = ours(groups(two))
+        c.load_state_dict(b.state_dict())
+        for parameter, twin in zip(one.parameters(), two.parameters(), strict=True):
+            assert a.state[parameter].keys() == b.state[twin].keys() == c.state[twin].keys()
+            assert a.state[parameter].keys() - {"step", "clip"} == set(a.moments if parameter.requires_grad else ())
+            for key, value in a.state[parameter].items():
+                assert torch.equal(value, b.state[twin][key])
+                assert torch.equal(value, c.state[twin][key])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes_and_memory_formats(dtype):
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).to(dtype).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(network)
+    a = AccumulatingAdamW(network.parameters(), 0.01, second_moment="sum_of_squares")
+    b = torch.optim.AdamW(twin.parameters(), 0.01, foreach=True)
+    for step in range(3):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for model, optimizer in ((network, a), (twin, b)):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {state.dtype for p in network.parameters() for state in [a.state[p][name] for name in a.moments]} == {dtype}
+    assert all(a.state[p]["exp_avg"].stride() == p.stride() for p in network.parameters())
+    rtol = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-13}[dtype]
+    for mine, theirs in zip(network.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=rtol, atol=rtol)
+
+
+def test_parameters_without_gradients_are_left_alone():
+    """As torch does: no decay of weights or moments."""
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AccumulatingAdamW([used, unused], 0.1, weight_decay=0.5)
+    optimizer.step()
+    assert not optimizer.state_dict()["state"]
+    used.sum().backward()
+    optimizer.step()
+    assert torch.equal(unused, torch.ones(3))
+    assert not torch.equal(used, torch.ones(3))
+    assert (optimizer.state[used]["step"], optimizer.state[unused]["step"]) == (1, 0)
+
+
+def test_a_closure_is_the_last_micro_step():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AccumulatingSGD([weight], 0.1, gradient_accumulation_steps=2)
+    weight.sum().backward()
+
+    def closure():
+        loss = 2 * weight.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4
+    assert torch.allclose(weight, torch.full((2,), 0.7))
+
+
+def test_an_optimizer_that_is_gone_leaves_gradients_alone():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AccumulatingSGD([weight], 0.1)
+    del optimizer
+    weight.sum().backward()
+    assert weight.grad is not None
+
+
+def test_discarded_gradients_leave_no_trace():
+    network = build()
+    optimizer = OPTIMIZERS["unbiased"](groups(network))
+    train(optimizer, network, 2, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    with optimizer.discarding():
+        sum(loss() for _, loss in cell_losses(network, 0)).backward()
+    assert all(parameter.grad is None for parameter in network.parameters())
+    for place, of in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][place][key]) for key, value in of.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: AccumulatingSGD(p, -1.0, 1.0, gradient_accumulation_steps=0), "lr is -1.0, must be 0 or greater"),
+        (lambda p: AccumulatingSGD(p, 0.1, 1.0), r"momentum is 1.0, must be in \[0, 1\)"),
+        (lambda p: AccumulatingSGD(p, 0.1, gradient_accumulation_steps=0), "gradient_accumulation_steps is 0"),
+        (lambda p: AccumulatingSGD(p, 0.1, coefficients="none"), "coefficients is 'none', must be one of exact"),
+        (lambda p: AccumulatingAdamW(p, 0.1, (0.9, 1.0)), r"betas is 1.0, must be in \[0, 1\)"),
+        (
+            lambda p: AccumulatingAdamW(p, 0.1, second_moment="exact"),
+            "second_moment is 'exact', must be one of unbiased",
+        ),
+        (lambda p: AccumulatingAdamW(p, 0.1, coefficients="root"), "coefficients is root, but second_moment unbiased"),
+    ],
+)
+def test_bad_values_are_refused(make, said):
+    with pytest.raises(UsageError, match=said):
+        make([nn.Parameter(torch.ones(2))])
+
+
+def test_misuse_is_refused():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AccumulatingSGD([weight], 0.1)
+    weight.sum().backward()
+    with pytest.raises(UsageError, match="got gradient 2 of a step with gradient_accumulation_steps 1"):
+        weight.sum().backward()
+    with pytest.raises(UsageError, match="state_dict in the middle of a step"):
+        optimizer.state_dict()
+    optimizer.step()
+    weight.grad = torch.ones(2)
+    optimizer._open()
+    with pytest.raises(UsageError, match=r"a \.grad that was not folded"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="coefficients is root"):
+        AccumulatingSGD([weight], 0.1, coefficients="root").clip_grad_norm_(1.0)
+    with pytest.raises(UsageError, match="does not fill its memory"):
+        AccumulatingSGD([nn.Parameter(torch.ones(4, 4)[:, :2])], 0.1).allocate()
+    table = nn.Embedding(4, 2, sparse=True)
+    sparse = AccumulatingSGD(table.parameters(), 0.1)
+    with pytest.raises(UsageError, match="sparse=False"):
+        table(torch.tensor([1])).sum().backward()
+    assert sparse
