@@ -8,7 +8,10 @@ WHOLE = 4096  # tensors of at most so many numbers are kept as they are
 PROBES, COLUMNS = 8, 512
 
 
-def project(tensor: torch.Tensor) -> torch.Tensor:
+Signs = dict[tuple, torch.Tensor]
+
+
+def project(tensor: torch.Tensor, known: Signs) -> torch.Tensor:
     """A random projection of a tensor, where it lies.
 
     A tensor of n <= 4096 numbers is kept whole. A larger one is laid out as a matrix G of 512 columns, and S G / sqrt(8) is
@@ -18,6 +21,7 @@ def project(tensor: torch.Tensor) -> torch.Tensor:
 
     Args:
         tensor: any shape and dtype.
+        known: signs that earlier calls drew; new ones are added.
 
     Returns:
         [size(n)], float64 of float64, float32 of all else.
@@ -27,7 +31,7 @@ def project(tensor: torch.Tensor) -> torch.Tensor:
     if flat.numel() <= WHOLE:
         return flat
     num_rows = flat.numel() // COLUMNS
-    signs = _signs(num_rows + 1, flat.device, flat.dtype)
+    signs = _signs(num_rows + 1, flat.device, flat.dtype, known)
     body, rest = flat[: num_rows * COLUMNS].view(num_rows, COLUMNS), flat[num_rows * COLUMNS :]
     projected = signs[:, :-1] @ body
     projected[:, : rest.numel()] += signs[:, -1:] * rest
@@ -55,18 +59,18 @@ def sketch(tensors: Iterable[torch.Tensor | None], like: list[torch.Tensor]) -> 
             parts.append(torch.zeros(size(shape.numel()), dtype=torch.float64))
         else:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            parts.append(project(whole).double().cpu())
+            parts.append(project(whole, _known).double().cpu())
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-_cache: dict[tuple, torch.Tensor] = {}
+_known: Signs = {}
 
 
-def _signs(num: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _signs(num: int, device: torch.device, dtype: torch.dtype, known: Signs) -> torch.Tensor:
     """[PROBES, num] of plus and minus 1 / sqrt(PROBES)."""
     key = num, device, dtype
-    if key not in _cache:
+    if key not in known:
         generator = torch.Generator().manual_seed(num)
         signs = torch.randint(2, (PROBES, num), generator=generator, dtype=torch.int8) * 2 - 1
-        _cache[key] = signs.to(device, dtype) / PROBES**0.5
-    return _cache[key]
+        known[key] = signs.to(device, dtype) / PROBES**0.5
+    return known[key]

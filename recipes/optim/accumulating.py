@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import UsageError
-from recipes.optim.folding import Accumulating, Bucket
+from recipes.optim.folding import Accumulating
 
 SECOND_MOMENTS = ("unbiased", "mean_of_squares", "sum_of_squares")
 
@@ -108,19 +108,19 @@ class AccumulatingAdamW(Accumulating):
                 "sum_of_squares"
             )
         self.second_moment = second_moment
+        self._steps: dict[nn.Parameter, int] = {}  # as in the state, where a read would wait for a tensor
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, gradient_accumulation_steps, coefficients)
 
     def _initial_state(self, moments):
         return {"step": torch.tensor(0.0)} | super()._initial_state(moments)
 
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self._steps = {parameter: int(state["step"].item()) for parameter, state in self.state.items()}
+
     def _cells(self) -> int:
         return self.num_cells or self.gradient_accumulation_steps * self.num_processes
-
-    def _noise(self, parameter: nn.Parameter, bucket: Bucket, ahead: int) -> float:
-        """r of the docstring, of the step that is `ahead` of those that were counted."""
-        beta, t = self.param_groups[bucket.group]["betas"][0], self.state[parameter]["step"].item() + ahead
-        return (1 - beta) / (1 + beta) * (1 + beta**t) / (1 - beta**t)
 
     def _fold(self, bucket, parameter, gradient, number):
         mean, square = bucket.moments[parameter]
@@ -132,7 +132,7 @@ class AccumulatingAdamW(Accumulating):
         if self.second_moment == "mean_of_squares":
             share *= self._cells()
         elif self.second_moment == "unbiased":
-            r = self._noise(parameter, bucket, 1)
+            r = _noise(beta1, self._steps.get(parameter, 0) + 1)
             share *= (1 - r) / (1 - r / self._cells()) if self._cells() > 1 else 1
         if decay != 1:
             square.mul_(decay)
@@ -140,16 +140,17 @@ class AccumulatingAdamW(Accumulating):
 
     def _finish(self, bucket):
         beta1, beta2 = self.param_groups[bucket.group]["betas"]
-        torch._foreach_add_([self.state[parameter]["step"] for parameter in bucket.folds], 1)
-        if self.second_moment == "unbiased" and self._cells() > 1:
-            for parameter in bucket.folds:
+        for parameter in bucket.folds:
+            t = self._steps[parameter] = self._steps.get(parameter, 0) + 1
+            self.state[parameter]["step"].fill_(t)
+            if self.second_moment == "unbiased" and self._cells() > 1:
                 mean, square = bucket.moments[parameter]
-                t, r = self.state[parameter]["step"].item(), self._noise(parameter, bucket, 0)
+                r = _noise(beta1, t)
                 share = (1 - 1 / self._cells()) / (1 - r / self._cells())
                 square.addcmul_(mean, mean, value=(1 - beta2) * share / (1 - beta1**t) ** 2)
 
     def _update(self, group, parameters, pieces, means, squares):
-        steps = [self.state[parameter]["step"].item() for parameter in parameters]
+        steps = [self._steps[parameter] for parameter in parameters]
         corrections = [[1 - self._decay(beta) ** t for t in steps] for beta in group["betas"]]
         roots = torch._foreach_sqrt(squares)
         torch._foreach_div_(roots, [math.sqrt(correction) for correction in corrections[1]])
@@ -160,6 +161,11 @@ class AccumulatingAdamW(Accumulating):
 
     def _linear(self, group):
         return group["betas"][0], 1 - group["betas"][0], group["betas"][1]
+
+
+def _noise(beta: float, t: int) -> float:
+    """The sum of the squared weights of t gradients in the first moment, corrected for its bias: r of `AccumulatingAdamW`."""
+    return (1 - beta) / (1 + beta) * (1 + beta**t) / (1 - beta**t)
 
 
 def _add(moment: Tensor, decay: float, gradient: Tensor, weight: float) -> None:

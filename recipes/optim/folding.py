@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.errors import UsageError
-from recipes.sketch import project, size
+from recipes.sketch import Signs, project, size
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
 PIECES = {"cpu": 2**17}  # numbers updated at once, so that temporaries stay in a CPU's cache
@@ -69,11 +69,12 @@ class Accumulating(torch.optim.Optimizer):
             raise UsageError(problems)
         self.gradient_accumulation_steps, self.coefficients = gradient_accumulation_steps, coefficients
         self.num_cells: int | None = None
-        self._clip = torch.ones(())  # what the last step's gradient was multiplied with
+        self._clip: float | Tensor = 1.0  # what the last step's gradient was multiplied with
         self._expected = 1.0  # and what this step's is, until its norm is known
         self.process_group: dist.ProcessGroup | None = None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._signs: Signs = {}
         self._num_launched, self._is_open, self._is_complete, self._discards = 0, False, False, False
         super().__init__(params, defaults)
 
@@ -158,14 +159,14 @@ class Accumulating(torch.optim.Optimizer):
             )
         bucket.folds[parameter] = number
         self._fold(bucket, parameter, gradient, number)
-        bucket.projections[parameter].add_(project(gradient), alpha=1 / self.num_processes)
+        bucket.projections[parameter].add_(project(gradient, self._signs), alpha=1 / self.num_processes)
         if number == self.gradient_accumulation_steps:
             self._launch_full()
 
     def _open(self) -> None:
         """Note, before the first gradient of a step is folded, what clipping will ask for."""
         if not self._is_open:
-            self._is_open, self._expected = True, self._clip.item()
+            self._is_open, self._expected = True, float(self._clip)
             for bucket in self._buckets:
                 bucket.before = bucket.measure()
 
@@ -353,7 +354,7 @@ class Accumulating(torch.optim.Optimizer):
                 "state_dict in the middle of a step, some gradients of which are folded: call step() first"
             )
         for state in self.state.values():
-            state["clip"].fill_(self._clip.item())
+            state["clip"].fill_(self._clip)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,13 +364,14 @@ class Accumulating(torch.optim.Optimizer):
         self.state.clear()
         self._buckets, self._bucket_of = [], {}
         self._close()
+        self._clip = 1.0
         if loaded:
             self.allocate()
         for parameter, state in loaded.items():
             for name in self.state[parameter].keys() & state.keys():
                 if state[name] is not None:  # torch's SGD has None before its first step
                     self.state[parameter][name].copy_(state[name])
-            self._clip = self.state[parameter]["clip"].clone()
+            self._clip = self.state[parameter]["clip"].item()
 
 
 class Bucket:
