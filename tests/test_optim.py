@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.optim import adamw, of_recipe, sgd
+from recipes.optim import AccumulatingAdamW, AccumulatingSGD, adamw, of_recipe, sgd
 from recipes.recipe import load
 from recipes.scaling import Hyperparameters
 
@@ -71,3 +71,104 @@ def test_an_update_is_held_back():
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One battery: every optimizer of the package beside torch's own
+
+
+def accumulating(name: str, k: int, **more):
+    """Of a learning rate; its steps take k gradients."""
+    if name == "sgd":
+        return lambda of, lr: AccumulatingSGD(of, lr, gradient_accumulation_steps=k, **more)
+    more = {"second_moment": name, "weight_decay": 0.0} | more
+    return lambda of, lr: AccumulatingAdamW(of, lr, gradient_accumulation_steps=k, **more)
+
+
+BATTERY = {
+    "torch sgd": (1, lambda of, lr: torch.optim.SGD(of, lr, momentum=0.9)),
+    "torch adamw": (1, lambda of, lr: torch.optim.AdamW(of, lr, weight_decay=0.0)),
+    "ours sgd": (1, lambda of, lr: sgd(module(of), lr, 0.9, 0.0)),
+    "ours adamw": (1, lambda of, lr: adamw(module(of), Hyperparameters(lr, 0.9, 0.999, 1e-8), weight_decay=0.0)),
+    "accumulating sgd": (3, accumulating("sgd", 3)),
+    "accumulating sgd, substitute": (3, accumulating("sgd", 3, coefficients="substitute")),
+    "accumulating sgd, root": (3, accumulating("sgd", 3, coefficients="root")),
+    "accumulating sgd, unchanged": (3, accumulating("sgd", 3, coefficients="unchanged")),
+    "unbiased": (3, accumulating("unbiased", 3)),
+    "mean of squares": (3, accumulating("mean_of_squares", 3)),
+    "sum of squares": (3, accumulating("sum_of_squares", 3)),
+    "mean of squares, unchanged": (3, accumulating("mean_of_squares", 3, coefficients="unchanged")),
+}
+
+
+def module(parameters: list[nn.Parameter]) -> nn.Module:
+    return nn.ParameterList(parameters)
+
+
+def quadratic(dtype: torch.dtype) -> tuple:
+    scale = torch.tensor([10.0, 1.0, 0.1], dtype=dtype)
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    return [weight], lambda: (scale * weight**2).sum() / 2
+
+
+def rosenbrock(dtype: torch.dtype) -> tuple:
+    x, y = (nn.Parameter(torch.tensor([value], dtype=dtype)) for value in (-0.5, 1.0))
+    return [x, y], lambda: ((1 - x) ** 2 + 10 * (y - x**2) ** 2).sum()
+
+
+def factorisation(dtype: torch.dtype) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    left, right, u, v = (torch.randn(8, 2, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4))
+    u, v = nn.Parameter(u / 4), nn.Parameter(v / 4)
+    return [u, v], lambda: (u @ v.T - left @ right.T).square().mean()
+
+
+PROBLEMS = {  # steps, learning rates of SGD and Adam, what the loss comes down to
+    "quadratic": (quadratic, 800, 0.02, 0.02, 1e-4),
+    "rosenbrock": (rosenbrock, 1500, 0.002, 0.02, 1e-2),
+    "factorisation": (factorisation, 600, 0.05, 0.02, 1e-3),
+}
+
+
+def descend(optimizer: torch.optim.Optimizer, k: int, loss, steps: int) -> float:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(k):
+            (loss() / k).backward()
+        optimizer.step()
+    return loss().item()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", BATTERY)
+def test_it_descends(name, problem):
+    make_problem, steps, rate_of_sgd, rate_of_adam, goal = PROBLEMS[problem]
+    k, make = BATTERY[name]
+    parameters, loss = make_problem(torch.float64)
+    first = loss().item()
+    optimizer = make(parameters, rate_of_sgd if "sgd" in name else rate_of_adam)
+    assert descend(optimizer, k, loss, steps) < goal * first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BATTERY)
+def test_its_state_makes_the_round_trip(name, dtype, tmp_path):
+    """Saved to a file in the middle of training and loaded into a new optimizer, it goes on as undisturbed."""
+    k, make = BATTERY[name]
+    parameters, loss = factorisation(dtype)
+    optimizer = make(parameters, 0.02)
+    descend(optimizer, k, loss, 5)
+    torch.save({"optimizer": optimizer.state_dict(), "parameters": parameters}, tmp_path / "state.pt")
+    descend(optimizer, k, loss, 5)
+    saved = torch.load(tmp_path / "state.pt", weights_only=False)
+    others, other_loss = factorisation(dtype)
+    with torch.no_grad():
+        for other, value in zip(others, saved["parameters"], strict=True):
+            other.copy_(value)
+    resumed = make(others, 0.5)
+    resumed.load_state_dict(saved["optimizer"])
+    descend(resumed, k, other_loss, 5)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    for parameter in others:
+        moments = [value for key, value in resumed.state[parameter].items() if key not in ("step", "clip")]
+        assert {(moment.dtype, moment.shape) for moment in moments} == {(dtype, parameter.shape)}
