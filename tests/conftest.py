@@ -1,5 +1,6 @@
 """Shared by all tests: an offline cache of their own, a small corpus of real text, and runs of the real script."""
 
+import gc
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+gc.disable()  # until all tests are imported, which takes a quarter less time
 # Before torch, datasets and transformers are imported; children inherit it.
 _HOME = tempfile.TemporaryDirectory(prefix="recipes-tests-")
 os.environ.update(
@@ -17,14 +19,42 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
     PYTHONWARNINGS="ignore",
+    PYTHONPATH=os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
 
+import matplotlib.figure
 import pytest
+from blank import write_blank
 from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
 
 from recipes import capacity, interrupt
 
 pytest_plugins = ["pytester"]
+collect_ignore = ["audited", "startup"]  # programs, which importing would run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_are_no_garbage():
+    """Every training ends with `gc.collect()`, which would look at all that torch and transformers consist of."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def pictures_are_blank(request, monkeypatch):
+    """Figures are made, but drawn only in tests that look at pictures, and say so with the fixture `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", write_blank)
+
+
+@pytest.fixture
+def drawn():
+    """Pictures are what they are for a user."""
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,15 @@ than 2 samples: it fails in the `forward`, in the `backward` of a micro-step tha
 """
 
 import functools
+import gc
 import json
 import sys
 
+import matplotlib.figure
 import torch
 from accelerate import PartialState
 from accelerate.state import GradientState
+from blank import write_blank
 from common import fresh_accelerator, load_script
 
 from recipes import accumulate, capacity, launch, recovery
@@ -61,12 +64,15 @@ def say_how_many_reductions_had_begun(self, error):
 
 
 if __name__ == "__main__":
+    matplotlib.figure.Figure.savefig = write_blank
     seed_noise, leave = accumulate.seed_noise, recovery.Attempt._leave_in_good_order
     recovery.Attempt._leave_in_good_order = say_how_many_reductions_had_begun
     # Many small buckets, so that some are being reduced when the backward fails.
     launch.DistributedDataParallelKwargs = functools.partial(launch.DistributedDataParallelKwargs, bucket_cap_mb=0.01)
     # `end_training` would end the process group, which the next training needs.
     PartialState.destroy_process_group = lambda self, group=None: None
+    load_script(sys.argv[1])
+    gc.freeze()  # as in conftest.py
     for number, (kind, argv) in enumerate(json.loads(sys.argv[3])):
         fresh_accelerator()
         capacity.FILE = capacity.FILE.with_name(f"{number}.json")  # what one run learns must not help the next

@@ -220,7 +220,9 @@ def test_clipping_is_as_documented():
         network.last, network.frozen = nn.Linear(50, 3).double(), nn.Linear(50, 50).double().requires_grad_(False)
     tight.load_state_dict(free.state_dict())
     wide.load_state_dict(free.state_dict())
-    a, b, c = (OPTIMIZERS["sgd"](groups(network)) for network in (free, tight, wide))
+    a, b, c = (
+        OPTIMIZERS["sgd"]([group | {"weight_decay": 0.0} for group in groups(network)]) for network in (free, tight, wide)
+    )
     before = None
     for step in range(5):
         for network, optimizer, limit in ((free, a, math.inf), (tight, b, 0.05), (wide, c, 1e6)):
@@ -235,6 +237,7 @@ def test_clipping_is_as_documented():
                 momentum = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in live]) if step else 0 * whole
                 norm = b.clip_grad_norm_(limit)
                 assert norm.item() == pytest.approx(whole.norm().item(), rel=1e-12)
+                b.step()
                 now = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in live])
                 exact = (
                     0.9 * before + whole * min(1, limit / (norm + 1e-6)) if step else whole * (limit / (norm + 1e-6))

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from torch import nn
 
 from recipes import checkpoint, launch, report, run
 from recipes import recipe as recipes
-from recipes.errors import RunError, UsageError
+from recipes.errors import RunError, UsageError, exit_code
 from recipes.run import RunSettings
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
@@ -80,27 +82,22 @@ def test_resumed_on_another_layout_takes_the_same_steps(train, dtype):
 
 
 @pytest.mark.distributed
-def test_resumed_on_the_same_two_processes_is_bit_identical(train_on, tmp_path):
-    """Each process draws its own dropout."""
-    flags = "--global_batch_size 10 --per_device_train_batch_size 3" + DROPOUT
-    goes_on = f" --resume_from_checkpoint {tmp_path / 'first'}/checkpoint-7"
-    train_on(2, {"whole": flags, "first": flags + STOP, "second": flags + goes_on})
-    parts = without_time(tmp_path / "first") + without_time(tmp_path / "second")
-    assert parts == without_time(tmp_path / "whole")
-    assert same_weights(tmp_path / "second", tmp_path / "whole")
-
-
-@pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on):
-    """Both programs; the first resumes are inside one epoch, the last in a later one."""
+def test_resumed_on_1_3_2_1_and_on_the_same_two_processes(train, train_on):
+    """A chain takes the same steps, in both programs: the first resumes are inside one epoch, the last in a later one. On the
+    same two, each of which draws its own dropout, it is bit-identical."""
     flags = "--global_batch_size 71 --dtype float64 --record_samples --per_device_train_batch_size "
     programs, goes_on = ("pretrain_bert", "pretrain_gpt2"), " --resume_from_checkpoint latest --stop_after_step "
     names = {program: f"{program}/chain" for program in programs}
     for program in programs:
         train(names[program], flags + "71 --stop_after_step 2", program=program)
-    train_on(3, {names[program]: flags + "9" + goes_on + "4" for program in programs})
-    train_on(2, {names[program]: flags + "13" + goes_on + "8" for program in programs})
+    folder = train_on(3, {names[program]: flags + "9" + goes_on + "4" for program in programs})
+    drawn = "--global_batch_size 10 --per_device_train_batch_size 3" + DROPOUT
+    resumed = f"{drawn} --resume_from_checkpoint {folder / 'first'}/checkpoint-7"
+    on_two = {names[program]: flags + "13" + goes_on + "8" for program in programs}
+    train_on(2, on_two | {"whole": drawn, "first": drawn + STOP, "second": resumed})
+    assert without_time(folder / "first") + without_time(folder / "second") == without_time(folder / "whole")
+    assert same_weights(folder / "second", folder / "whole")
     for program in programs:
         chain = train(names[program], flags + "7" + goes_on + "10", program=program)
         whole = train(f"{program}/whole", flags + "71", program=program)
@@ -116,28 +113,30 @@ def test_a_chain_of_1_3_2_1_processes_takes_the_same_steps(train, train_on):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("more", ["", " --async_checkpointing"])
-def test_resumed_sharded_or_not(train, train_on, more):
-    """One process -> two with FSDP2, and back; each of the two writes its own rows."""
-    flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7" + more
+def test_resumed_sharded_or_not(train, train_on):
+    """One process -> two with FSDP2, and back; each of the two writes its own rows. In the background, too."""
+    flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7"
     train = partial(train, program="pretrain_gpt2")
-    whole, stopped = train("whole", flags), train("pretrain_gpt2/stopped", flags + STOP)
-    resume = " --resume_from_checkpoint "
-    runs = {"pretrain_gpt2/sharded": flags + STOP, "pretrain_gpt2/stopped": flags + resume + "latest"}
+    whole, resume, runs = train("whole", flags), " --resume_from_checkpoint ", {}
+    ways = {"": "", "background": " --async_checkpointing"}
+    for way, more in ways.items():
+        train(f"pretrain_gpt2/stopped{way}", flags + more + STOP)
+        runs[f"pretrain_gpt2/sharded{way}"] = flags + more + STOP
+        runs[f"pretrain_gpt2/stopped{way}"] = flags + more + resume + "latest"
     folder = train_on(2, runs, "fsdp2_2xcpu") / "pretrain_gpt2"
-    check(folder / "stopped", whole, "float64")
-    check(train("pretrain_gpt2/sharded", flags + resume + "latest"), whole, "float64")
-    of_two = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
-    saved = folder / "stopped" / "checkpoint-10"
-    hashed = set(json.loads((saved / "manifest.json").read_text())["files"])
-    assert hashed == of_two | {"recipe.yaml", "state.json"}
-    assert {path.name for path in saved.iterdir()} == hashed | {"manifest.json"}
-    for part in ("model", "optimizer"):
-        ours, theirs = checkpoint.read(saved, part), load_file(whole / "checkpoint-10" / f"{part}.safetensors")
-        assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
-    sizes = [(saved / f"model-0000{rank}-of-00002.safetensors").stat().st_size for rank in (1, 2)]
-    assert max(sizes) < 1.1 * min(sizes), "each owner wrote its half"
-    assert stopped == folder / "stopped"
+    for way, more in ways.items():
+        check(folder / f"stopped{way}", whole, "float64")
+        check(train(f"pretrain_gpt2/sharded{way}", flags + more + resume + "latest"), whole, "float64")
+        of_two = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
+        saved = folder / f"stopped{way}" / "checkpoint-10"
+        hashed = set(json.loads((saved / "manifest.json").read_text())["files"])
+        assert hashed == of_two | {"recipe.yaml", "state.json"}
+        assert {path.name for path in saved.iterdir()} == hashed | {"manifest.json"}
+        for part in ("model", "optimizer"):
+            ours, theirs = checkpoint.read(saved, part), load_file(whole / "checkpoint-10" / f"{part}.safetensors")
+            assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
+        sizes = [(saved / f"model-0000{rank}-of-00002.safetensors").stat().st_size for rank in (1, 2)]
+        assert max(sizes) < 1.1 * min(sizes), "each owner wrote its half"
 
 
 def test_a_finished_run_can_be_resumed_without_harm(train):
@@ -766,26 +765,30 @@ def test_a_failure_is_forgotten_when_a_later_save_succeeds(train, monkeypatch, c
 
 
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
-def test_a_full_disk_does_not_end_training(train, corpus, tmp_path, more):
+def test_a_full_disk_does_not_end_training(train, capfd, more):
     """Files cannot grow: training goes to its end, the earlier checkpoint stays, and the exit code says it."""
     flags = "--global_batch_size 8 --checkpointing_steps 2"
     output_dir = train("run", flags + " --stop_after_step 2")
-    argv = tiny_argv("pretrain_bert", corpus, output_dir, flags + " --resume_from_checkpoint latest" + more)
-    program = tmp_path / "program.py"
-    program.write_text(DISK_FULL.format(tests=str(ROOT / "tests")))
-    done = subprocess.run([sys.executable, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert [int(step) for step in re.findall(r"WARNING: checkpoint-(\d+) could not be written", done.stderr)] == [
+    capfd.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes that a file can have
+    try:
+        code = exit_code(lambda: train("run", flags + " --resume_from_checkpoint latest" + more))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capfd.readouterr().err
+    assert code == 1, said
+    assert [int(step) for step in re.findall(r"WARNING: checkpoint-(\d+) could not be written", said)] == [
         4,
         6,
         8,
         10,
     ]
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    (error,) = [line for line in said.splitlines() if line.startswith("ERROR")]
     assert re.match(
         r"ERROR: checkpoint-10 could not be written to .* \(.*File too large.*\); the newest is checkpoint-2", error
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
     assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2"]
     checkpoint.verify(output_dir / "checkpoint-2")
@@ -840,21 +843,20 @@ def test_trackers_go_on_with_their_run(train, monkeypatch):
 # -------------------------------------------------------------------------------------------------------- the folder
 
 
-def test_a_second_run_in_the_folder_is_refused(train, corpus, tmp_path):
+def test_a_second_run_in_the_folder_is_refused(train):
     """While a process holds it; not after that process is gone, however it went."""
     output_dir = train("run", "--global_batch_size 8 --stop_after_step 2")
-    code = "import sys, time; from pathlib import Path; from recipes import report; report._lock(Path(sys.argv[1])); "
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code + "print('held', flush=True); time.sleep(60)", str(output_dir)],
-        stdout=subprocess.PIPE,
-    )
+    context = multiprocessing.get_context("fork")
+    held = context.Event()
+    holder = context.Process(target=lambda: (report._lock(output_dir), held.set(), time.sleep(60)), daemon=True)
+    holder.start()
     try:
-        assert holder.stdout.readline() == b"held\n"
+        assert held.wait(30)
         with pytest.raises(UsageError, match=rf"is in use by another run \(process {holder.pid} on .*\): wait for it"):
             train("run", "--global_batch_size 8 --resume_from_checkpoint latest")
     finally:
         holder.kill()
-        holder.wait()
+        holder.join()
     train("run", "--global_batch_size 8 --resume_from_checkpoint latest")
 
 

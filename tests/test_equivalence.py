@@ -14,9 +14,6 @@ from recipes.data.steps import Steps
 from recipes.order import Order
 from recipes.plan import Layout, solve_layout
 
-# Largest micro-batch for N processes; B stands for the whole batch.
-ONE_PROCESS = ["B", "8", "3", "1"]
-BATCHES = [32, 10]
 # Name -> program, and flags beside its tiny model's.
 WORKLOADS = {
     "bert": ("pretrain_bert", ""),
@@ -33,10 +30,13 @@ CLASSIFIERS = {
     "batch": ("train_image_classifier", " --normalization batch --exact_batch_norm"),
     "batch_reader": ("train_captcha", " --normalization batch --exact_batch_norm"),
 }
+# Beside them, statistics of the whole step because each process takes one micro-step.
+ALL_WORKLOADS = WORKLOADS | CLASSIFIERS | {"in_space": ("train_image_classifier", " --normalization batch")}
 TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 
 
 def flags(batch: int, cap: str, dtype: str) -> str:
+    """B stands for the whole batch."""
     return f"--global_batch_size {batch} --per_device_train_batch_size {batch if cap == 'B' else cap} --dtype {dtype}"
 
 
@@ -67,51 +67,56 @@ def check(output_dir, reference, dtype: str, norms: float = 1e-5) -> None:
     assert relative(parameters(output_dir), parameters(reference)) < (1e-4 if dtype == "float32" else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.fixture(scope="module")
+def references():
+    """Of this file's tests: (workload, batch, dtype) -> output folder."""
+    return {}
+
+
+@pytest.fixture
+def reference(train, references, tmp_path_factory):
+    """reference("bert", 32, "float64"): a workload's training on whole batches, once for all tests."""
+
+    def run(workload: str, batch: int, dtype: str):
+        key = workload, batch, dtype
+        if key not in references:
+            program, more = ALL_WORKLOADS[workload]
+            folder = tmp_path_factory.mktemp("reference") / workload
+            references[key] = train("", flags(batch, "B", dtype) + more, output_dir=folder, program=program)
+        return references[key]
+
+    return run
+
+
+# Both batches in both precisions: in equal cells and with a rest, by samples and by tokens, recomputed and not.
+TOKENS = ("B", " --per_device_train_tokens 200")
+RECOMPUTED = ("8", " --gradient_checkpointing")
+CUTS_IN_TIME = {
+    (32, "float32"): [("3", ""), RECOMPUTED],
+    (32, "float64"): [("8", ""), ("3", ""), TOKENS],
+    (10, "float32"): [("3", ""), TOKENS],
+    (10, "float64"): [("3", ""), ("1", ""), RECOMPUTED],
+}
+
+
+@pytest.mark.parametrize(("batch", "dtype"), CUTS_IN_TIME)
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_cut_in_time_is_the_same_step(train, workload, batch, dtype):
+def test_every_cut_in_time_is_the_same_step(train, reference, workload, batch, dtype):
     program, more = WORKLOADS[workload]
-    reference = train("B", flags(batch, "B", dtype) + more, program=program)
-    assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
-    for cap in ONE_PROCESS[1:] if dtype == "float64" else ["3"]:
-        check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype)
-    tokens = flags(batch, "B", dtype) + more + " --per_device_train_tokens 200"
-    check(train("tokens", tokens, program=program), reference, dtype)
-    recomputed = flags(batch, "8", dtype) + more + " --gradient_checkpointing"
-    check(train("recomputed", recomputed, program=program), reference, dtype)
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_every_cut_in_space_is_the_same_step(train, train_on, num_processes):
-    # On 3 processes B = 10 is 4 + 3 + 3, and B = 2 leaves one process without samples.
-    cases = [(batch, *case) for batch in BATCHES for case in (("8", "float32"), ("3", "float64"))]
-    if num_processes == 3:
-        cases = [(10, "3", "float64"), (2, "1", "float64")]
-    runs = {
-        f"{program}/{workload}-{batch}-{cap}-{dtype}": flags(batch, cap, dtype) + more
-        for workload, (program, more) in WORKLOADS.items()
-        for batch, cap, dtype in cases
-    }
-    folder = train_on(num_processes, runs)
-    for workload, (program, more) in WORKLOADS.items():
-        for batch, cap, dtype in cases:
-            reference = folder / f"reference-{workload}-{batch}-{dtype}"
-            if not reference.exists():
-                train(reference.name, flags(batch, "B", dtype) + more, program=program)
-            check(folder / program / f"{workload}-{batch}-{cap}-{dtype}", reference, dtype)
+    whole = reference(workload, batch, dtype)
+    assert all(line["grad_norm"] > 0.2 for line in metrics(whole)), "clipping must be at work"
+    for cap, way in CUTS_IN_TIME[batch, dtype]:
+        check(train(cap + way[:8], flags(batch, cap, dtype) + more + way, program=program), whole, dtype)
 
 
 @pytest.mark.parametrize(("batch", "caps", "dtype"), [(32, "8", "float32"), (10, "31", "float64")])
 @pytest.mark.parametrize("workload", CLASSIFIERS)
-def test_every_cut_in_time_is_the_same_step_of_classifiers(train, workload, batch, caps, dtype):
+def test_every_cut_in_time_is_the_same_step_of_classifiers(train, reference, workload, batch, caps, dtype):
     program, more = CLASSIFIERS[workload]
-    reference = train("B", flags(batch, "B", dtype) + more, program=program)
-    assert all(line["grad_norm"] > 0.2 for line in metrics(reference)), "clipping must be at work"
+    whole = reference(workload, batch, dtype)
+    assert all(line["grad_norm"] > 0.2 for line in metrics(whole)), "clipping must be at work"
     for cap in caps:
-        check(train(cap, flags(batch, cap, dtype) + more, program=program), reference, dtype, norms=1e-3)
+        check(train(cap, flags(batch, cap, dtype) + more, program=program), whole, dtype, norms=1e-3)
 
 
 def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
@@ -121,34 +126,41 @@ def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
     assert relative(parameters(cut), parameters(reference)) > 1e-2
 
 
+# N -> workload, batch, cap, dtype; all in one launch, for processes take longer to start than to train.
+CUTS_IN_SPACE = {
+    2: [
+        *((workload, *cut) for workload in WORKLOADS for cut in ((32, "8", "float32"), (10, "3", "float64"))),
+        *((workload, 10, "3", "float64") for workload in ("texts", "reader", "batch", "batch_reader")),
+        *((workload, 32, "8", "float32") for workload in ("pairs", "groups")),
+        ("in_space", 10, "B", "float64"),
+    ],
+    # B = 10 is 4 + 3 + 3, and B = 2 leaves one process without samples, also where images are normalised by their batch.
+    3: [
+        *((workload, *cut) for workload in WORKLOADS for cut in ((10, "3", "float64"), (2, "1", "float64"))),
+        *((workload, 10, "3", "float64") for workload in ("pairs", "groups", "batch")),
+        *(("reader", 10, "3", "float32"), ("batch_reader", 2, "1", "float64"), ("in_space", 2, "B", "float64")),
+    ],
+}
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_every_cut_in_space_is_the_same_step_of_classifiers(train, train_on, num_processes):
-    """Three processes get samples 4 + 3 + 3, and 1 + 1 + 0; batch-normalised images in one micro-step, the last one empty."""
-    some = {2: {"texts", "groups", "reader", "batch", "batch_reader"}, 3: {"pairs", "groups", "reader", "batch"}}
-    cases = [(workload, 10, "3", "float64") for workload in CLASSIFIERS if workload in some[num_processes]]
-    more = {
-        2: [("pairs", 32, "8", "float32"), ("groups", 32, "8", "float32"), ("reader", 32, "8", "float32")],
-        3: [("batch_reader", 2, "1", "float64")],
-    }
-    cases += more[num_processes]
-    workloads = CLASSIFIERS | {"in_space": ("train_image_classifier", " --normalization batch")}
-    cases += [("in_space", 10 if num_processes == 2 else 2, "B", "float64")]
-    runs = {
-        f"{workloads[workload][0]}/{workload}-{batch}-{cap}": flags(batch, cap, dtype) + workloads[workload][1]
-        for workload, batch, cap, dtype in cases
-    }
+@pytest.mark.parametrize("num_processes", CUTS_IN_SPACE)
+def test_every_cut_in_space_is_the_same_step(reference, train_on, num_processes):
+    runs = {}
+    for workload, batch, cap, dtype in CUTS_IN_SPACE[num_processes]:
+        program, more = ALL_WORKLOADS[workload]
+        runs[f"{program}/{workload}-{batch}"] = flags(batch, cap, dtype) + more
+    assert len(runs) == len(CUTS_IN_SPACE[num_processes])
     folder = train_on(num_processes, runs)
-    for workload, batch, cap, dtype in cases:
-        program, more = workloads[workload]
-        reference = train(f"{workload}-{batch}", flags(batch, "B", dtype) + more, program=program)
-        check(folder / program / f"{workload}-{batch}-{cap}", reference, dtype, norms=1e-3)
+    for workload, batch, _, dtype in CUTS_IN_SPACE[num_processes]:
+        ours = folder / ALL_WORKLOADS[workload][0] / f"{workload}-{batch}"
+        check(ours, reference(workload, batch, dtype), dtype, norms=1e-5 if workload in WORKLOADS else 1e-3)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
-def test_sharded_weights_take_the_same_steps(train, train_on):
+def test_sharded_weights_take_the_same_steps(reference, train_on):
     """FSDP2 on two processes; B = 9 in cells of 4 leaves one of them with an empty cell in every step."""
     cases = [
         ("packed", 9, "4", "float32", ""),
@@ -163,10 +175,9 @@ def test_sharded_weights_take_the_same_steps(train, train_on):
     }
     folder = train_on(2, runs, "fsdp2_2xcpu")
     for workload, batch, _, dtype, _ in cases:
-        program, more = WORKLOADS[workload]
-        reference = train(f"{workload}-{dtype}", flags(batch, "B", dtype) + more, program=program)
-        check(folder / program / f"{workload}-{dtype}", reference, dtype)
-        assert relative(parameters(folder / program / f"{workload}-{dtype}", ""), parameters(reference, "")) < 1e-4
+        ours, whole = folder / WORKLOADS[workload][0] / f"{workload}-{dtype}", reference(workload, batch, dtype)
+        check(ours, whole, dtype)
+        assert relative(parameters(ours, ""), parameters(whole, "")) < 1e-4
 
 
 @pytest.mark.distributed

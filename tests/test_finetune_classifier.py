@@ -47,7 +47,7 @@ def learnable(tmp_path):
     return path
 
 
-def test_what_a_run_leaves_behind(finetune, capsys):
+def test_what_a_run_leaves_behind(finetune, capsys, drawn):
     output_dir = finetune("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
         *(

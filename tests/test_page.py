@@ -402,7 +402,7 @@ def test_both_schemes_have_every_colour_and_can_be_read():
         assert (shines["--c7"] + 0.05) / (luminance("#1c2127") + 0.05) >= 4.5
 
 
-def test_growth_is_drawn_into_a_png(xl):
+def test_growth_is_drawn_into_a_png(xl, drawn):
     late = asked(program.scale, "gpt2_xl_8xa100", "--on", "3090")  # it fits from 2 on
     pictures = [plot_growth(answer) for answer in (xl["scale"], late)]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 20_000 for picture in pictures)

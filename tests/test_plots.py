@@ -10,6 +10,8 @@ from PIL import Image
 from recipes import plots
 from recipes.evaluation import predict
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 @pytest.fixture
 def figure_of(monkeypatch):

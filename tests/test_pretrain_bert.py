@@ -16,7 +16,7 @@ EPOCHS = "--global_batch_size 64 --max_train_steps none --num_train_epochs 1.5 -
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
-def test_what_a_run_leaves_behind(train, capsys):
+def test_what_a_run_leaves_behind(train, capsys, drawn):
     output_dir = train("run", SMALL + " --eval_steps 5 --checkpointing_steps 4 --logging_steps 3")
     printed = capsys.readouterr().out
     names = {path.name for path in output_dir.iterdir()}

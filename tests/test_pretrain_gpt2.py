@@ -21,7 +21,7 @@ def train(train):
     return partial(train, program="pretrain_gpt2")
 
 
-def test_what_a_run_leaves_behind(train, capsys):
+def test_what_a_run_leaves_behind(train, capsys, drawn):
     output_dir = train("run", SMALL + " --eval_steps 5 --sample_prompt The --sample_length 90")
     printed = capsys.readouterr().out
     assert {path.name for path in output_dir.iterdir()} == {

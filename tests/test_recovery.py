@@ -50,7 +50,9 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
     """In a forward, a backward, the synchronising backward, the rehearsal: the same steps, and nobody waits for ever."""
-    flags = "--global_batch_size 22 --per_device_train_batch_size 4 --record_samples --dtype float64"
+    flags = (
+        "--global_batch_size 22 --per_device_train_batch_size 4 --max_train_steps 7 --record_samples --dtype float64"
+    )
     kinds = ("forward", "backward", "second", "synchronising")
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
     command = [*LAUNCH, str(ROOT / "tests" / "run_with_fault.py"), program, "1", json.dumps(runs)]
@@ -210,7 +212,7 @@ def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradie
     assert [path.split("/")[-1] for path in written] == ["model.safetensors", "optimizer.safetensors"]
 
 
-def test_such_steps_are_left_out_and_counted(train, broken_gradient):
+def test_such_steps_are_left_out_and_counted(train, broken_gradient, drawn):
     flags = "--global_batch_size 9 --per_device_train_batch_size 4 --on_nonfinite skip --checkpointing_steps 3"
     before = train("before", flags + " --stop_after_step 3")
     broken_gradient("pretrain_bert", float("inf"))

@@ -49,7 +49,7 @@ def of_folder(folder) -> str:
     )
 
 
-def test_what_a_run_leaves_behind(classify, capsys):
+def test_what_a_run_leaves_behind(classify, capsys, drawn):
     output_dir = classify("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
         *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "loss.png", "metrics.jsonl"),
@@ -88,7 +88,7 @@ def test_the_saved_classifier_is_the_trained_one(classify, normalization):
     assert model.config.id2label == {place: str(place) for place in range(10)}
 
 
-def test_the_saved_reader_is_the_trained_one(read):
+def test_the_saved_reader_is_the_trained_one(read, drawn):
     output_dir = read("run", SMALL)
     reader = CaptchaReader.from_pretrained(output_dir).eval()
     flags = {"num_train_samples": 61, "num_validation_samples": 20, "image_height": 40, "image_width": 96}
@@ -101,6 +101,7 @@ def test_the_saved_reader_is_the_trained_one(read):
     assert np.mean([x == y for x, y in zip(texts, wanted, strict=True)]) == pytest.approx(last["eval_string_accuracy"])
     assert all(len(text) == 4 and text.isdigit() for text in texts)
     assert 'CaptchaReader.from_pretrained("' in (output_dir / "README.md").read_text()
+    assert Image.open(output_dir / "predictions.png").size[0] > 1000
 
 
 def test_the_loss_of_a_string_is_that_of_its_characters_and_only_logged(read):

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recipes.errors import UsageError
 from recipes.optim.folding import Accumulating
@@ -47,10 +47,9 @@ class AccumulatingSGD(Accumulating):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, gradient_accumulation_steps, coefficients)
 
-    def _fold(self, bucket, parameter, gradient, number):
-        (buffer,) = bucket.moments[parameter]
-        decay, share = self._rates(self.param_groups[bucket.group]["momentum"], number)
-        _add(buffer, decay, gradient, share * self._expected / self.num_processes)
+    def _rates(self, bucket, parameter, number):
+        decay, share = self._decays(self.param_groups[bucket.group]["momentum"], number)
+        yield decay, share * self._expected / self.num_processes
 
     def _update(self, group, parameters, pieces, buffers):
         if group["weight_decay"]:
@@ -122,21 +121,18 @@ class AccumulatingAdamW(Accumulating):
     def _cells(self) -> int:
         return self.num_cells or self.gradient_accumulation_steps * self.num_processes
 
-    def _fold(self, bucket, parameter, gradient, number):
-        mean, square = bucket.moments[parameter]
+    def _rates(self, bucket, parameter, number):
         beta1, beta2 = self.param_groups[bucket.group]["betas"]
-        decay, share = self._rates(beta1, number)
         expected = self._expected / self.num_processes
-        _add(mean, decay, gradient, (1 - beta1) * share * expected)
-        decay, share = self._rates(beta2, number)
+        decay, share = self._decays(beta1, number)
+        yield decay, (1 - beta1) * share * expected
+        decay, share = self._decays(beta2, number)
         if self.second_moment == "mean_of_squares":
             share *= self._cells()
-        elif self.second_moment == "unbiased":
+        elif self.second_moment == "unbiased" and self._cells() > 1:
             r = _noise(beta1, self._steps.get(parameter, 0) + 1)
-            share *= (1 - r) / (1 - r / self._cells()) if self._cells() > 1 else 1
-        if decay != 1:
-            square.mul_(decay)
-        square.addcmul_(gradient, gradient, value=(1 - beta2) * share * expected**2)
+            share *= (1 - r) / (1 - r / self._cells())
+        yield decay, (1 - beta2) * share * expected**2
 
     def _finish(self, bucket):
         beta1, beta2 = self.param_groups[bucket.group]["betas"]
@@ -151,13 +147,16 @@ class AccumulatingAdamW(Accumulating):
 
     def _update(self, group, parameters, pieces, means, squares):
         steps = [self._steps[parameter] for parameter in parameters]
-        corrections = [[1 - self._decay(beta) ** t for t in steps] for beta in group["betas"]]
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_div_(roots, [math.sqrt(correction) for correction in corrections[1]])
-        torch._foreach_add_(roots, group["eps"])
+        decays, rate = [self._decay(beta) for beta in group["betas"]], group["lr"]
+        roots = torch._foreach_sqrt(
+            squares
+        )  # by c, that of 1 - b2^t, too large: so is eps then, and the quotient too small
+        corrections = [math.sqrt(1 - decays[1] ** t) for t in steps]
+        torch._foreach_add_(roots, [group["eps"] * c for c in corrections])
         if group["weight_decay"]:
-            torch._foreach_mul_(pieces, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(pieces, means, roots, [-group["lr"] / correction for correction in corrections[0]])
+            torch._foreach_mul_(pieces, 1 - rate * group["weight_decay"])
+        sizes = [-rate * c / (1 - decays[0] ** t) for c, t in zip(corrections, steps, strict=True)]
+        torch._foreach_addcdiv_(pieces, means, roots, sizes)
 
     def _linear(self, group):
         return group["betas"][0], 1 - group["betas"][0], group["betas"][1]
@@ -166,10 +165,3 @@ class AccumulatingAdamW(Accumulating):
 def _noise(beta: float, t: int) -> float:
     """The sum of the squared weights of t gradients in the first moment, corrected for its bias: r of `AccumulatingAdamW`."""
     return (1 - beta) / (1 + beta) * (1 + beta**t) / (1 - beta**t)
-
-
-def _add(moment: Tensor, decay: float, gradient: Tensor, weight: float) -> None:
-    """moment = decay moment + weight gradient."""
-    if decay != 1:
-        moment.mul_(decay)
-    moment.add_(gradient, alpha=weight)

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.errors import UsageError
-from recipes.sketch import Signs, project, size
+from recipes.sketch import Signs, project
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
-PIECES = {"cpu": 2**17}  # numbers updated at once, so that temporaries stay in a CPU's cache
-PIECE = 2**25  # and elsewhere, so that they stay small
+PIECES = {"cpu": 2**16}  # numbers taken at once, so that a CPU's cache holds them
+PIECE = 2**25  # and elsewhere, so that temporaries stay small
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
 
 
@@ -158,8 +158,9 @@ class Accumulating(torch.optim.Optimizer):
                 "step(), and call step() after them"
             )
         bucket.folds[parameter] = number
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
         self._fold(bucket, parameter, gradient, number)
-        bucket.projections[parameter].add_(project(gradient, self._signs), alpha=1 / self.num_processes)
         if number == self.gradient_accumulation_steps:
             self._launch_full()
 
@@ -168,13 +169,28 @@ class Accumulating(torch.optim.Optimizer):
         if not self._is_open:
             self._is_open, self._expected = True, float(self._clip)
             for bucket in self._buckets:
-                bucket.before = bucket.measure()
+                bucket.before = bucket.measure(self._signs)
 
-    def _fold(self, bucket: "Bucket", parameter: nn.Parameter, gradient: Tensor, number: int) -> None:
-        """Fold a parameter's gradient, the `number`-th of this step."""
+    def _fold(self, bucket: "Bucket", parameter: nn.Parameter, gradient: Tensor | None, number: int) -> None:
+        """Fold a parameter's gradient (None: zero), the `number`-th of this step."""
+        pieces = bucket.pieces[parameter]
+        flat = [None] * len(pieces) if gradient is None else _split(gradient)
+        rates = list(self._rates(bucket, parameter, number))
+        for part, moments in zip(flat, pieces, strict=True):
+            for power, (moment, (decay, weight)) in enumerate(zip(moments, rates, strict=True), 1):
+                if decay != 1:
+                    moment.mul_(decay)
+                if part is not None and power == 1:
+                    moment.add_(part, alpha=weight)
+                elif part is not None:
+                    moment.addcmul_(part, part, value=weight)
+
+    def _rates(self, bucket: "Bucket", parameter: nn.Parameter, number: int) -> Iterator[tuple[float, float]]:
+        """Of each moment: what it is multiplied with before the `number`-th gradient of a step is added, and what that gradient
+        (of the second moment: its square) is multiplied with."""
         raise NotImplementedError
 
-    def _rates(self, beta: float, number: int) -> tuple[float, float]:
+    def _decays(self, beta: float, number: int) -> tuple[float, float]:
         """What a moment is multiplied with before the `number`-th gradient of a step is added, and the weight of that gradient
         beside 1 - beta."""
         if self.coefficients == "exact":
@@ -206,7 +222,7 @@ class Accumulating(torch.optim.Optimizer):
             self._launch(bucket)
 
     def _launch(self, bucket: "Bucket") -> None:
-        bucket.work = dist.all_reduce(bucket.memory, group=self.process_group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
         self._num_launched += 1
 
     def complete(self) -> None:
@@ -228,7 +244,7 @@ class Accumulating(torch.optim.Optimizer):
             for parameter in bucket.parameters:
                 if parameter not in bucket.folds:
                     bucket.folds[parameter] = 1
-                    self._fold(bucket, parameter, parameter.new_zeros(()), 1)
+                    self._fold(bucket, parameter, None, 1)
             self._launch(bucket)
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -255,10 +271,11 @@ class Accumulating(torch.optim.Optimizer):
         """Clip the step's gradient G to the L2 norm `max_norm`, as far as that can be done when G is gone. Called by all
         processes, after the last backward.
 
-        |G| is that of a random projection of what was folded (see `sketch.project`): exact if no parameter has more than 4,096
-        numbers, otherwise an estimate. G is to be multiplied with c = min(1, max_norm / |G|), but was folded before that was
-        known, multiplied with the last step's c. So m = x + y, x = b1 m_{t-1} and y = (1 - b1) c_{t-1} G, is scaled to the
-        length that x + q y would have, q = c / c_{t-1}, and keeps its direction. That length follows from those of x, x + y, y:
+        |G| is that of the difference between random projections of m_t and b1 m_{t-1} (see `sketch.project`): exact if no
+        parameter has more than 4,096 numbers, otherwise an estimate. G is to be multiplied with c = min(1, max_norm / |G|), but
+        was folded before that was known, multiplied with the last step's c. So m = x + y, x = b1 m_{t-1} and
+        y = (1 - b1) c_{t-1} G, is scaled to the length that x + q y would have, q = c / c_{t-1}, and keeps its direction. That
+        length follows from those of x, x + y and y:
 
             |x + q y|^2 = (1 - q) |x|^2 + q |x + y|^2 - q (1 - q) |y|^2
 
@@ -279,26 +296,30 @@ class Accumulating(torch.optim.Optimizer):
         self.complete()
         if not self._is_complete:
             return torch.zeros((), dtype=torch.float64)
-        squares = [bucket.projection.square().sum() for bucket in self._buckets]
-        norm = _sum(squares).sqrt()
+        of_bucket = [self._linear(self.param_groups[bucket.group]) for bucket in self._buckets]  # b1, weight of G, b2
+        after = [bucket.measure(self._signs) for bucket in self._buckets]
+        y = [
+            (new - b1 * bucket.before[0]).square().sum()
+            for (b1, *_), (new, *_), bucket in zip(of_bucket, after, self._buckets, strict=True)
+        ]
+        norm = _sum(
+            part / (weight * self._expected) ** 2 for (_, weight, _), part in zip(of_bucket, y, strict=True)
+        ).sqrt()
         clip = (max_norm / (norm + 1e-6)).clamp(max=1)
         self._clip = clip.bfloat16().double()  # which checkpoints of all dtypes can hold
         ratio = clip / self._expected
         if norm.device.type == "cpu" and ratio == 1:  # elsewhere, to read it is to wait for it
             return norm
-        of_bucket = [self._linear(self.param_groups[bucket.group]) for bucket in self._buckets]  # b1, weight of G, b2
-        after = [bucket.measure() for bucket in self._buckets]
-        x = _sum(b1**2 * bucket.before[0] for (b1, *_), bucket in zip(of_bucket, self._buckets, strict=True))
-        y = _sum((weight * self._expected) ** 2 * part for (_, weight, _), part in zip(of_bucket, squares, strict=True))
-        both = _sum(length for length, _ in after)
+        x = _sum(b1**2 * bucket.before[1] for (b1, *_), bucket in zip(of_bucket, self._buckets, strict=True))
+        y, both = _sum(y), _sum(length for _, length, _ in after)
         wanted = (1 - ratio) * x + ratio * both - ratio * (1 - ratio) * y
         wanted = wanted.clamp((x.sqrt() - ratio * y.sqrt()).square(), (x.sqrt() + ratio * y.sqrt()).square())
         scale = torch.where(ratio == 1, 1.0, (wanted / both).sqrt())
-        for (_, _, b2), bucket, (_, total) in zip(of_bucket, self._buckets, after, strict=True):
-            bucket.flat[0].mul_(scale.to(bucket.flat.device))
+        for (_, _, b2), bucket, (*_, total) in zip(of_bucket, self._buckets, after, strict=True):
+            bucket.scales = [scale.to(bucket.flat.device)]
             if b2 is not None:
-                old, q = b2 * bucket.before[1], ratio.to(total.device)
-                bucket.flat[1].mul_(torch.where(q == 1, 1.0, (old + q**2 * (total - old)) / total))
+                old, q = b2 * bucket.before[2], ratio.to(total.device)
+                bucket.scales.append(torch.where(q == 1, 1.0, (old + q**2 * (total - old)) / total))
         return norm
 
     def _linear(self, group: dict[str, Any]) -> tuple[float, float, float | None]:
@@ -323,8 +344,10 @@ class Accumulating(torch.optim.Optimizer):
         if self._is_complete:
             for bucket in self._buckets:
                 group = self.param_groups[bucket.group]
-                for parameters, *moments in bucket.pieces():
-                    self._update(group, parameters, *moments)
+                for parameters, pieces, *moments in bucket.updates():
+                    for of, scale in zip(moments, bucket.scales, strict=False):
+                        torch._foreach_mul_(of, scale.to(of[0].dtype))
+                    self._update(group, parameters, pieces, *moments)
             self._close()
         return loss
 
@@ -335,8 +358,7 @@ class Accumulating(torch.optim.Optimizer):
     def _close(self) -> None:
         for bucket in self._buckets:
             bucket.folds.clear()
-            bucket.projection.zero_()
-            bucket.before = None
+            bucket.before, bucket.scales = None, []
         self._num_launched, self._is_open, self._is_complete = 0, False, False
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -383,12 +405,12 @@ class Bucket:
         names: of the moments.
 
     Attributes:
-        memory: all that is added up.
-        flat: [moments, numbers], the moments; `moments` has them as each parameter's, in its shape and strides.
-        projection: [numbers], of the gradients folded in this step; `projections` has each parameter's.
+        flat: [moments, numbers], the moments; `moments` has them as each parameter's, in its shape and strides, `pieces` as
+            its flat pieces.
         folds: parameter -> gradients folded in this step.
         work: of the all-reduce under way.
         before: `measure` of the moments before this step.
+        scales: what clipping multiplies each moment with, when the step is taken; none: nothing.
     """
 
     def __init__(self, group: int, parameters: list[nn.Parameter], names: tuple[str, ...]):
@@ -399,40 +421,33 @@ class Bucket:
                 )
         self.group, self.parameters = group, parameters
         sizes = [parameter.numel() for parameter in parameters]
-        projected = [size(number) for number in sizes]
-        self.memory = torch.zeros(
-            len(names) * sum(sizes) + sum(projected), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        flat, self.projection = self.memory.split([len(names) * sum(sizes), sum(projected)])
-        self.flat = flat.view(len(names), sum(sizes))
-        self.slices = dict(zip(parameters, self.flat.split(sizes, dim=1), strict=True))
+        self.flat = parameters[0].new_zeros((len(names), sum(sizes)), requires_grad=False)
+        slices = dict(zip(parameters, self.flat.split(sizes, dim=1), strict=True))
         self.moments = {
             parameter: [moment.as_strided(parameter.size(), parameter.stride()) for moment in of]
-            for parameter, of in self.slices.items()
+            for parameter, of in slices.items()
         }
-        self.projections = dict(zip(parameters, self.projection.split(projected), strict=True))
+        self.pieces = {parameter: list(zip(*map(_split, of), strict=True)) for parameter, of in slices.items()}
         self.folds: dict[nn.Parameter, int] = {}
         self.work: dist.Work | None = None
-        self.before: tuple[Tensor, Tensor] | None = None
+        self.before: tuple[Tensor, Tensor, Tensor] | None = None
+        self.scales: list[Tensor] = []
 
-    def measure(self) -> tuple[Tensor, Tensor]:
-        """The squared length of the first moments, the sum of the last ones."""
+    def measure(self, signs: Signs) -> tuple[Tensor, Tensor, Tensor]:
+        """A projection of the first moments and their squared length, the sum of the last ones."""
         dtype = torch.promote_types(self.flat.dtype, torch.float32)
-        return torch.linalg.vector_norm(self.flat[0], dtype=dtype).square(), self.flat[-1].sum(dtype=dtype)
+        projection = torch.cat([project(first, signs) for first, *_ in self.moments.values()])
+        return projection, torch.linalg.vector_norm(self.flat[0], dtype=dtype).square(), self.flat[-1].sum(dtype=dtype)
 
-    def pieces(self) -> Iterator[tuple[list, ...]]:
-        """Of the parameters that got a gradient: lists of parameters, of pieces of them and of their moments, all flat, few
-        enough at once that the temporaries of an update stay small."""
-        most, rows, number = PIECES.get(self.flat.device.type, PIECE), [], 0
-        for parameter in self.parameters:
-            if parameter not in self.folds:
-                continue
-            whole = parameter.detach().as_strided((parameter.numel(),), (1,))
-            of_moments = [moment.split(most) for moment in self.slices[parameter]]
-            for row in zip(whole.split(most), *of_moments, strict=True):
-                rows.append((parameter, *row))
-                number += len(row[0])
-                if number >= most:
+    def updates(self) -> Iterator[tuple[list, ...]]:
+        """Of the parameters that got a gradient: lists of parameters, of pieces of them and of their moments, few enough at
+        once that the temporaries of an update stay small."""
+        rows, number = [], 0
+        for parameter in self.folds:
+            for piece, moments in zip(_split(parameter.detach()), self.pieces[parameter], strict=True):
+                rows.append((parameter, piece, *moments))
+                number += len(piece)
+                if number >= PIECES.get(self.flat.device.type, PIECE):
                     yield tuple(map(list, zip(*rows, strict=True)))
                     rows, number = [], 0
         if rows:
@@ -444,6 +459,12 @@ def _fold(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
     """The hook. An optimizer that is no more leaves gradients alone."""
     if (alive := optimizer()) is not None:
         alive._take(parameter)
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Its numbers as they lie in memory, which they fill, in flat pieces."""
+    flat, most = tensor.as_strided((tensor.numel(),), (1,)), PIECES.get(tensor.device.type, PIECE)
+    return flat.split(most) if len(flat) > most else (flat,)
 
 
 def _parts(parameters: list[nn.Parameter], num_moments: int) -> Iterator[list[nn.Parameter]]:
