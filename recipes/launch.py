@@ -149,10 +149,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             )
             raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
         model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
+        prepared = accelerator.prepare(optimizer)
         if accelerator.num_processes > 1:
             optimizer.distribute(model)
         optimizer.allocate()
-        return model, accelerator.prepare(optimizer)
+        return model, prepared
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)

@@ -329,9 +329,11 @@ def test_parameters_without_gradients_are_left_alone():
     """As torch does: no decay of weights or moments."""
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = AccumulatingAdamW([used, unused], 0.1, weight_decay=0.5)
+    optimizer.num_cells = 2
     optimizer.step()
     assert not optimizer.state_dict()["state"]
     used.sum().backward()
+    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(3**0.5)
     optimizer.step()
     assert torch.equal(unused, torch.ones(3))
     assert not torch.equal(used, torch.ones(3))

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import nn
 
 from recipes.errors import UsageError
 from recipes.optim.folding import Accumulating
@@ -47,8 +46,8 @@ class AccumulatingSGD(Accumulating):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, gradient_accumulation_steps, coefficients)
 
-    def _rates(self, bucket, parameter, number):
-        decay, share = self._decays(self.param_groups[bucket.group]["momentum"], number)
+    def _rates(self, group, number, t):
+        decay, share = self._decays(group["momentum"], number)
         yield decay, share * self._expected / self.num_processes
 
     def _update(self, group, parameters, pieces, buffers):
@@ -107,7 +106,6 @@ class AccumulatingAdamW(Accumulating):
                 "sum_of_squares"
             )
         self.second_moment = second_moment
-        self._steps: dict[nn.Parameter, int] = {}  # as in the state, where a read would wait for a tensor
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, gradient_accumulation_steps, coefficients)
 
@@ -121,8 +119,8 @@ class AccumulatingAdamW(Accumulating):
     def _cells(self) -> int:
         return self.num_cells or self.gradient_accumulation_steps * self.num_processes
 
-    def _rates(self, bucket, parameter, number):
-        beta1, beta2 = self.param_groups[bucket.group]["betas"]
+    def _rates(self, group, number, t):
+        beta1, beta2 = group["betas"]
         expected = self._expected / self.num_processes
         decay, share = self._decays(beta1, number)
         yield decay, (1 - beta1) * share * expected
@@ -130,28 +128,31 @@ class AccumulatingAdamW(Accumulating):
         if self.second_moment == "mean_of_squares":
             share *= self._cells()
         elif self.second_moment == "unbiased" and self._cells() > 1:
-            r = _noise(beta1, self._steps.get(parameter, 0) + 1)
+            r = _noise(beta1, t)
             share *= (1 - r) / (1 - r / self._cells())
         yield decay, (1 - beta2) * share * expected**2
 
-    def _finish(self, bucket):
-        beta1, beta2 = self.param_groups[bucket.group]["betas"]
-        for parameter in bucket.folds:
-            t = self._steps[parameter] = self._steps.get(parameter, 0) + 1
-            self.state[parameter]["step"].fill_(t)
-            if self.second_moment == "unbiased" and self._cells() > 1:
-                mean, square = bucket.moments[parameter]
-                r = _noise(beta1, t)
-                share = (1 - 1 / self._cells()) / (1 - r / self._cells())
-                square.addcmul_(mean, mean, value=(1 - beta2) * share / (1 - beta1**t) ** 2)
+    def _squares(self, parameter):
+        if self.second_moment != "unbiased" or self._cells() == 1:
+            return 0.0
+        (beta1, beta2), t = self.param_groups[self._bucket_of[parameter].group]["betas"], self._steps[parameter]
+        share = (1 - 1 / self._cells()) / (1 - _noise(beta1, t) / self._cells())
+        return (1 - beta2) * share / (1 - beta1**t) ** 2
+
+    def _finish(self, group, parameters, means, squares):
+        shares = [self._squares(parameter) for parameter in parameters]
+        if any(shares):
+            torch._foreach_addcmul_(squares, means, means, shares)
 
     def _update(self, group, parameters, pieces, means, squares):
         steps = [self._steps[parameter] for parameter in parameters]
+        for parameter, t in zip(parameters, steps, strict=True):
+            self.state[parameter]["step"].fill_(t)
         decays, rate = [self._decay(beta) for beta in group["betas"]], group["lr"]
+        corrections = [math.sqrt(1 - decays[1] ** t) for t in steps]
         roots = torch._foreach_sqrt(
             squares
-        )  # by c, that of 1 - b2^t, too large: so is eps then, and the quotient too small
-        corrections = [math.sqrt(1 - decays[1] ** t) for t in steps]
+        )  # not yet corrected, nor is eps: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps)
         torch._foreach_add_(roots, [group["eps"] * c for c in corrections])
         if group["weight_decay"]:
             torch._foreach_mul_(pieces, 1 - rate * group["weight_decay"])

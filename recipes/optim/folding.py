@@ -27,7 +27,7 @@ from recipes.errors import UsageError
 from recipes.sketch import Signs, project
 
 BUCKET = 25 * 2**20  # bytes of moments that are reduced at once
-PIECES = {"cpu": 2**16}  # numbers taken at once, so that a CPU's cache holds them
+PIECES = {"cpu": 2**17}  # numbers taken at once, so that a CPU's cache holds them
 PIECE = 2**25  # and elsewhere, so that temporaries stay small
 COEFFICIENTS = ("exact", "substitute", "root", "unchanged")
 
@@ -75,6 +75,8 @@ class Accumulating(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._signs: Signs = {}
+        self._known_rates: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        self._steps: dict[nn.Parameter, int] = {}  # in which a parameter got a gradient
         self._num_launched, self._is_open, self._is_complete, self._discards = 0, False, False, False
         super().__init__(params, defaults)
 
@@ -173,20 +175,25 @@ class Accumulating(torch.optim.Optimizer):
 
     def _fold(self, bucket: "Bucket", parameter: nn.Parameter, gradient: Tensor | None, number: int) -> None:
         """Fold a parameter's gradient (None: zero), the `number`-th of this step."""
-        pieces = bucket.pieces[parameter]
-        flat = [None] * len(pieces) if gradient is None else _split(gradient)
-        rates = list(self._rates(bucket, parameter, number))
-        for part, moments in zip(flat, pieces, strict=True):
-            for power, (moment, (decay, weight)) in enumerate(zip(moments, rates, strict=True), 1):
-                if decay != 1:
-                    moment.mul_(decay)
-                if part is not None and power == 1:
-                    moment.add_(part, alpha=weight)
-                elif part is not None:
-                    moment.addcmul_(part, part, value=weight)
+        t, pieces = self._steps.get(parameter, 0) + 1, bucket.pieces[parameter]
+        key = bucket.group, number, t
+        if key not in self._known_rates:
+            self._known_rates[key] = list(self._rates(self.param_groups[bucket.group], number, t))
+        (decay, weight), *second = self._known_rates[key]
+        parts = [gradient] if len(pieces) == 1 else [None] * len(pieces) if gradient is None else _split(gradient)
+        for part, (mean, *squares) in zip(parts, pieces, strict=True):
+            if decay != 1:
+                mean.mul_(decay)
+            if part is not None:
+                mean.add_(part, alpha=weight)
+            for square, (its_decay, its_weight) in zip(squares, second, strict=True):
+                if its_decay != 1:
+                    square.mul_(its_decay)
+                if part is not None:
+                    square.addcmul_(part, part, value=its_weight)
 
-    def _rates(self, bucket: "Bucket", parameter: nn.Parameter, number: int) -> Iterator[tuple[float, float]]:
-        """Of each moment: what it is multiplied with before the `number`-th gradient of a step is added, and what that gradient
+    def _rates(self, group: dict[str, Any], number: int, t: int) -> Iterator[tuple[float, float]]:
+        """Of each moment: what it is multiplied with before the `number`-th gradient of step t is added, and what that gradient
         (of the second moment: its square) is multiplied with."""
         raise NotImplementedError
 
@@ -250,11 +257,9 @@ class Accumulating(torch.optim.Optimizer):
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-            self._finish(bucket)
+            for parameter in bucket.folds:
+                self._steps[parameter] = self._steps.get(parameter, 0) + 1
         self._is_complete = True
-
-    def _finish(self, bucket: "Bucket") -> None:
-        """What is left to do once the moments of all processes are added up."""
 
     def abandon(self) -> None:
         """Take part in the reductions for which other processes wait, after a failure here. The moments are lost."""
@@ -279,9 +284,9 @@ class Accumulating(torch.optim.Optimizer):
 
             |x + q y|^2 = (1 - q) |x|^2 + q |x + y|^2 - q (1 - q) |y|^2
 
-        v is scaled to the sum that it would have with q^2 times this step's squares. Where q = 1, and so without clipping,
-        nothing changes. To clip exactly, x and y must be known apart, beside the parameters: that third tensor is the gradient
-        that is saved here.
+        The numbers of v are scaled to the sum that they would have with q^2 times this step's squares. Where q = 1, and so
+        without clipping, nothing changes. To clip exactly, x and y must be known apart, beside the parameters: that third
+        tensor is the gradient that is saved here.
 
         Returns:
             float64 scalar on the device: |G| before clipping; 0 if no gradient was folded.
@@ -297,7 +302,7 @@ class Accumulating(torch.optim.Optimizer):
         if not self._is_complete:
             return torch.zeros((), dtype=torch.float64)
         of_bucket = [self._linear(self.param_groups[bucket.group]) for bucket in self._buckets]  # b1, weight of G, b2
-        after = [bucket.measure(self._signs) for bucket in self._buckets]
+        after = [bucket.measure(self._signs, self._squares) for bucket in self._buckets]
         y = [
             (new - b1 * bucket.before[0]).square().sum()
             for (b1, *_), (new, *_), bucket in zip(of_bucket, after, self._buckets, strict=True)
@@ -345,11 +350,19 @@ class Accumulating(torch.optim.Optimizer):
             for bucket in self._buckets:
                 group = self.param_groups[bucket.group]
                 for parameters, pieces, *moments in bucket.updates():
+                    self._finish(group, parameters, *moments)
                     for of, scale in zip(moments, bucket.scales, strict=False):
                         torch._foreach_mul_(of, scale.to(of[0].dtype))
                     self._update(group, parameters, pieces, *moments)
             self._close()
         return loss
+
+    def _squares(self, parameter: nn.Parameter) -> float:
+        """What of the first moment's square `_finish` adds to the second."""
+        return 0.0
+
+    def _finish(self, group: dict[str, Any], parameters: list[nn.Parameter], *moments: list[Tensor]) -> None:
+        """What is left to do to pieces of parameters' moments before they are clipped."""
 
     def _update(self, group: dict[str, Any], parameters: list[nn.Parameter], *pieces: list[Tensor]) -> None:
         """Move parameters: of each a flat piece, and the same pieces of its moments."""
@@ -360,6 +373,7 @@ class Accumulating(torch.optim.Optimizer):
             bucket.folds.clear()
             bucket.before, bucket.scales = None, []
         self._num_launched, self._is_open, self._is_complete = 0, False, False
+        self._known_rates.clear()
 
     # -----------------------------------------------------------------------------------------------------------------
     # State
@@ -383,12 +397,13 @@ class Accumulating(torch.optim.Optimizer):
         """Load the state of this optimizer, or of torch's optimizer of that name."""
         super().load_state_dict(state_dict)
         loaded = {parameter: dict(state) for parameter, state in self.state.items()}
-        self.state.clear()
-        self._buckets, self._bucket_of = [], {}
         self._close()
         self._clip = 1.0
         if loaded:
             self.allocate()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            self.state.update({p: self._initial_state(moments) for p, moments in bucket.moments.items()})
         for parameter, state in loaded.items():
             for name in self.state[parameter].keys() & state.keys():
                 if state[name] is not None:  # torch's SGD has None before its first step
@@ -406,7 +421,7 @@ class Bucket:
 
     Attributes:
         flat: [moments, numbers], the moments; `moments` has them as each parameter's, in its shape and strides, `pieces` as
-            its flat pieces.
+            pieces of it, see `_split`.
         folds: parameter -> gradients folded in this step.
         work: of the all-reduce under way.
         before: `measure` of the moments before this step.
@@ -422,22 +437,28 @@ class Bucket:
         self.group, self.parameters = group, parameters
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros((len(names), sum(sizes)), requires_grad=False)
-        slices = dict(zip(parameters, self.flat.split(sizes, dim=1), strict=True))
         self.moments = {
             parameter: [moment.as_strided(parameter.size(), parameter.stride()) for moment in of]
-            for parameter, of in slices.items()
+            for parameter, of in zip(parameters, self.flat.split(sizes, dim=1), strict=True)
         }
-        self.pieces = {parameter: list(zip(*map(_split, of), strict=True)) for parameter, of in slices.items()}
+        self.pieces = {parameter: list(zip(*map(_split, of), strict=True)) for parameter, of in self.moments.items()}
         self.folds: dict[nn.Parameter, int] = {}
         self.work: dist.Work | None = None
         self.before: tuple[Tensor, Tensor, Tensor] | None = None
         self.scales: list[Tensor] = []
 
-    def measure(self, signs: Signs) -> tuple[Tensor, Tensor, Tensor]:
-        """A projection of the first moments and their squared length, the sum of the last ones."""
+    def measure(
+        self, signs: Signs, squares: Callable[[nn.Parameter], float] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A projection of the first moments and their squared length; the sum of the last ones, with so much of the first ones'
+        squares as `squares` says of a parameter."""
         dtype = torch.promote_types(self.flat.dtype, torch.float32)
-        projection = torch.cat([project(first, signs) for first, *_ in self.moments.values()])
-        return projection, torch.linalg.vector_norm(self.flat[0], dtype=dtype).square(), self.flat[-1].sum(dtype=dtype)
+        firsts = [first for first, *_ in self.moments.values()]
+        lengths = torch.stack(torch._foreach_norm(firsts, 2, dtype)).square()
+        total = self.flat[-1].sum(dtype=dtype)
+        if squares is not None:
+            total = total + lengths @ lengths.new_tensor([squares(p) if p in self.folds else 0.0 for p in self.moments])
+        return torch.cat([project(first, signs) for first in firsts]), lengths.sum(), total
 
     def updates(self) -> Iterator[tuple[list, ...]]:
         """Of the parameters that got a gradient: lists of parameters, of pieces of them and of their moments, few enough at
@@ -446,7 +467,7 @@ class Bucket:
         for parameter in self.folds:
             for piece, moments in zip(_split(parameter.detach()), self.pieces[parameter], strict=True):
                 rows.append((parameter, piece, *moments))
-                number += len(piece)
+                number += piece.numel()
                 if number >= PIECES.get(self.flat.device.type, PIECE):
                     yield tuple(map(list, zip(*rows, strict=True)))
                     rows, number = [], 0
@@ -462,9 +483,9 @@ def _fold(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
 
 
 def _split(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Its numbers as they lie in memory, which they fill, in flat pieces."""
-    flat, most = tensor.as_strided((tensor.numel(),), (1,)), PIECES.get(tensor.device.type, PIECE)
-    return flat.split(most) if len(flat) > most else (flat,)
+    """A small tensor as it is, a large one's numbers as they lie in memory, which they fill, in flat pieces."""
+    most = PIECES.get(tensor.device.type, PIECE)
+    return (tensor,) if tensor.numel() <= most else tensor.as_strided((tensor.numel(),), (1,)).split(most)
 
 
 def _parts(parameters: list[nn.Parameter], num_moments: int) -> Iterator[list[nn.Parameter]]:

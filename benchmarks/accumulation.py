@@ -1,0 +1,219 @@
+"""Accumulation in the optimizer beside gradient accumulation: memory on real tensors, and time.
+
+    make bench-accumulation
+
+- memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-step, so that parameters, gradients and moments
+  are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `recipes.trace` counts
+  them, and the resident set that the system counts, at their highest, less what was there before the model. With two processes
+  gradient accumulation is DistributedDataParallel's, gradients as views of its buckets, with no_sync.
+- time: the steps of bert_small_cpu (micro-batches of b sequences of 128), both optimizers by turns on the same cells, clipping
+  included; ratios are gradient's seconds / optimizer's, the median over the steps of a round.
+"""
+
+import argparse
+import contextlib
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch
+import torch.distributed as dist
+import transformers
+from common import load_script
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertModel
+
+from recipes import launch, losses, optim, run
+from recipes.data import sentence_pairs
+from recipes.data.steps import StepData, Steps
+from recipes.optim import Accumulating, AccumulatingAdamW
+from recipes.order import Order
+from recipes.plan import solve_layout
+from recipes.trace import _Tracer
+
+RESULTS = ROOT / "benchmarks" / "results" / "accumulation"
+WARM_UP = 1  # steps that are not counted
+KS = (2, 4, 16)
+WAYS = ("gradient", "unbiased")
+CASES = (("no", 16, 1), ("no", 16, 4), ("no", 16, 16), ("no", 32, 4), ("bf16", 32, 4))  # precision, b, k
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def most_memory(way: str, k: int, rank: int, num_processes: int, folder: str) -> dict[str, int]:
+    """Of one process, in bytes: three steps."""
+    if num_processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_processes)
+    torch.set_num_threads(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with _Tracer() as tracer:
+        model: nn.Module = BertModel(BertConfig(vocab_size=1000, hidden_dropout_prob=0.0), add_pooling_layer=False)
+        of_parameters = sum(parameter.nbytes for parameter in model.parameters())
+        if way == "gradient":
+            if num_processes > 1:
+                model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        else:
+            optimizer = AccumulatingAdamW(model.parameters(), 1e-4, second_moment=way, gradient_accumulation_steps=k)
+            if num_processes > 1:
+                optimizer.distribute(model)
+        tokens = torch.arange(16)[None]
+        for step in range(3):
+            for micro_step in range(k):
+                waits = way == "gradient" and num_processes > 1 and micro_step < k - 1
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    (model(tokens).last_hidden_state.square().mean() / k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                tracer.peak()  # moments exist from now on
+        most = tracer.peak()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return {"parameters": of_parameters, "tensors": most, "resident": resident}
+
+
+def memory_case(way: str, k: int, num_processes: int) -> dict:
+    """The same, of the process that needs most, each started anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--case", way, str(k)]
+        places = [[str(rank), str(num_processes), folder] for rank in range(num_processes)]
+        running = [subprocess.Popen([*command, *place], stdout=subprocess.PIPE, text=True) for place in places]
+        found = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in running]
+    most = {name: max(one[name] for one in found) for name in found[0]}
+    print(way, k, num_processes, most, file=sys.stderr)
+    return {"way": way, "k": k, "num_processes": num_processes} | most
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+class Loop:
+    """A plain loop over steps, whose gradients accumulate one way or the other."""
+
+    def __init__(self, script, way: str, precision: str):
+        flags = ["--recipe", "bert_small_cpu"]
+        if way != "gradient":
+            flags += ["--accumulation", "optimizer", "--second_moment", way]
+        recipe, _ = run.parse(flags, "bert_pretraining", "")
+        torch.manual_seed(recipe.seed)
+        bert = script.build_model(recipe)
+        bert.set_attn_implementation("eager")  # what the script takes on a CPU
+        self.model, self.limit = script.PretrainingSums(bert).train(), recipe.max_grad_norm
+        self.optimizer, self.bf16 = optim.of_recipe(self.model, recipe), precision == "bf16"
+        self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
+
+    def step(self, data: StepData) -> float:
+        """Take it; its seconds."""
+        start = time.perf_counter()
+        accumulates = isinstance(self.optimizer, Accumulating)
+        if accumulates:
+            self.optimizer.gradient_accumulation_steps = len(data.cells)
+        for cell in data.cells:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                sums, _ = self.model(**cell)
+            losses.weighted_loss(sums, data.counts, self.weights).backward()
+        if accumulates:
+            self.optimizer.clip_grad_norm_(self.limit)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def time_cases(num_rounds: int, num_steps: int) -> Iterator[dict]:
+    launch.keep_memory()  # as programs do
+    script = load_script("pretrain_bert")
+    recipe, _ = run.parse(["--recipe", "bert_small_cpu"], "bert_pretraining", "")
+    source, _ = sentence_pairs.build(recipe)
+    for precision, b, k in CASES:
+        batch = b * k
+        layout = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=b)
+        steps = Steps(source, Order(len(source), batch, recipe.seed), layout, process_index=0)
+        data = [steps[number] for number in range(WARM_UP + max(1, num_steps // k))]
+        ratios = []
+        for _ in range(num_rounds):
+            loops = [Loop(script, way, precision) for way in WAYS]
+            seconds = [[loop.step(of) for loop in loops] for of in data][WARM_UP:]
+            ratios.append(statistics.median(theirs / ours for theirs, ours in seconds))
+        print(precision, b, k, ratios, file=sys.stderr)
+        yield {"precision": precision, "b": b, "k": k, "ratios": ratios}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--micro_steps", type=int, default=16, help="per round and case")
+    parser.add_argument("--case", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        way, k, rank, num_processes, folder = arguments.case
+        print(json.dumps(most_memory(way, int(k), int(rank), int(num_processes), folder)))
+        return
+    memory = [memory_case(way, k, 1) for way in WAYS for k in KS]
+    memory += [memory_case(way, 4, 2) for way in WAYS]
+    times = list(time_cases(arguments.rounds, arguments.micro_steps))
+    about = {
+        "command": "make bench-accumulation",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "rounds": arguments.rounds,
+        "micro_steps": arguments.micro_steps,
+        "versions": {"python": platform.python_version()}
+        | {module.__name__: module.__version__ for module in (torch, transformers)},
+    }
+    found = {"about": about, "memory": memory, "time": times}
+    arguments.output.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(found))
+    print(markdown(found))
+
+
+def markdown(found: dict) -> str:
+    rows = {(row["num_processes"], row["k"], row["way"]): row for row in found["memory"]}
+    memory = []
+    for num_processes, k in sorted({key[:2] for key in rows}):
+        pair = [rows[num_processes, k, way] for way in WAYS]
+        cells = [str(num_processes), str(k)]
+        for name in ("tensors", "resident"):
+            saved = 4 * (pair[0][name] - pair[1][name]) / pair[0]["parameters"]
+            cells += [f"{row[name] / 1e6:,.0f}" for row in pair] + [f"{saved:.2f}"]
+        memory.append(f"| {' | '.join(cells)} |\n")
+    times = [
+        f"| {row['precision']} | {row['b']} | {row['k']} | {statistics.median(row['ratios']):.3f} "
+        f"({min(row['ratios']):.3f} to {max(row['ratios']):.3f}) |\n"
+        for row in found["time"]
+    ]
+    about, size = found["about"], found["memory"][0]["parameters"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        "# Accumulation in the optimizer\n\n"
+        "Generated by `make bench-accumulation` (benchmarks/accumulation.py, which says what is compared); do not edit.\n\n"
+        "## Memory\n\nMost bytes at once, in MB, and what the optimizer's way saves, in bytes per parameter.\n\n"
+        "| processes | k | tensors, gradient | optimizer | saved | resident set, gradient | optimizer | saved |\n"
+        f"|---|---|---|---|---|---|---|---|\n{''.join(memory)}\n"
+        "## Time\n\nSteps per second over gradient accumulation's: median (smallest to largest).\n\n"
+        f"| precision | b | k | ratio |\n|---|---|---|---|\n{''.join(times)}\n"
+        f"Memory: {size / 4e6:,.1f} M parameters, so {size / 1e6:,.0f} MB of them. Time: {about['rounds']} rounds of "
+        f"{about['micro_steps']} micro-steps (one step at least). {about['machine']}, {versions}.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

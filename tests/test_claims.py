@@ -1,0 +1,256 @@
+"""benchmarks/claims: verdicts follow from numbers, results are reused only if nothing changed, the document shows them."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from common import ROOT
+
+CHEAP = ["indicator", "division", "wells"]
+
+
+@pytest.fixture(scope="module")
+def claims():
+    """The program's modules."""
+    names = (
+        "verdicts",
+        "arithmetic",
+        "quadratic",
+        "moments",
+        "systems",
+        "training",
+        "training_claims",
+        "report",
+        "run",
+    )
+    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks" / "claims"), *sys.path]):
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture
+def tried(claims, tmp_path):
+    """Run the program with tiny settings: everything of `CHEAP`, more arguments -> the document's text."""
+
+    def run(*more: str, only: list[str] = CHEAP) -> str:
+        document = tmp_path / "docs" / "claims.md"
+        places = ["--results", str(tmp_path / "results"), "--document", str(document)]
+        claims.run.main(["--quick", "--seeds", "2", "--only", *only, *places, *more])
+        return document.read_text(encoding="utf-8")
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def test_the_verdict_counts_the_cases_that_hold(claims):
+    v = claims.verdicts
+    yes, no = v.so("this", "1", True), v.so("that", "2", False)
+    assert v.Claim("a", (yes, yes)).verdict == "holds"
+    assert v.Claim("a", (yes, no)).verdict == "holds under conditions"
+    assert v.Claim("a", (yes, no)).conditions == "this"
+    assert v.Claim("a", (no, no)).verdict == "does not hold"
+    with pytest.raises(ValueError, match="without a case"):
+        v.Claim("a", ())
+
+
+def test_a_stated_number_holds_if_the_measured_one_rounds_to_it(claims):
+    rounds = claims.verdicts.rounds
+    assert rounds("", 5.4449, "5.44").holds
+    assert not rounds("", 5.380, "5.44").holds
+    assert rounds("", 35.4, "35").holds
+    assert not rounds("", 35.6, "35").holds
+    assert "0.00369" in rounds("", 0.00369, "0.001").measured
+
+
+def test_a_difference_holds_beyond_two_standard_errors_and_in_its_direction_only(claims):
+    less = claims.verdicts.less
+    theirs = [1.0, 1.1, 0.9, 1.0, 1.05]
+    for shift, holds in ((-0.1, True), (0.1, False)):
+        noise = [0.01, -0.01, 0.02, -0.02, 0.0]
+        ours = [value + shift + each for value, each in zip(theirs, noise, strict=True)]
+        assert less("", ours, theirs).holds is holds
+    unclear = less("", [0.5, 1.5, 0.6, 1.5, 0.9], theirs)
+    assert not unclear.holds
+    assert "no difference" in unclear.measured
+    assert not less("", theirs, theirs).holds
+    assert "other way round" in less("", [2.0, 2.1], [1.0, 1.2]).measured
+
+
+def test_means_in_ranges_and_near_numbers(claims):
+    v = claims.verdicts
+    assert v.within("", [0.3, 0.5], 0.35, 0.45).holds
+    assert not v.within("", [0.3, 0.5], 0.45, 0.6).holds
+    assert v.near("", [1.0, 1.08], 1.0).holds
+    assert not v.near("", [1.0, 1.2], 1.0).holds
+    assert v.near("", [1.0, 1.2], 1.0, 0.2).holds
+    assert not v.near("", [0.75], 1.0, 0.2).holds
+    assert v.at_least("", [39.0, 41.0, 40.0], 41.0).holds
+    assert not v.at_least("", [39.0, 39.1, 39.0], 41.0).holds
+    assert v.equal("", [-1e-13, 0.0], 1e-12).holds
+    assert not v.equal("", [-1e-11, 0.0], 1e-12).holds
+
+
+def test_the_best_setting_is_chosen_without_the_seed_that_is_judged(claims):
+    results = [{"1": 0.0, "2": 5.0}, {"1": 4.0, "2": 3.0}, {"1": 4.0, "2": 3.0}]
+    assert claims.verdicts.at_best(results) == ([5.0, 4.0, 4.0], ["2", "1", "1"])  # of all seeds, "1" is best
+
+
+def test_every_verdict_of_a_training_turns_with_its_numbers(claims):
+    """Made-up runs in which sparse updates win, lose, or win at an unchanged rate only."""
+
+    def verdict(sparse_same: float, sparse_best: float) -> str:
+        results = []
+        for seed in range(5):
+            losses = {"baseline, rate 1": 2.0, "baseline, rate 2": 2.5}
+            losses |= {"sparse, rate 1": sparse_same, "sparse, rate 2": sparse_best}
+            runs = {name: dict.fromkeys(("end", "held_out"), loss + 0.01 * seed) for name, loss in losses.items()}
+            results.append({"runs": runs})
+        compared = claims.training_claims.compared
+        cases = compared(results, "sparse", "baseline", claims.training_claims.METRICS)
+        return claims.verdicts.Claim("sparse is better", tuple(cases)).verdict
+
+    assert verdict(1.5, 1.4) == "holds"
+    assert verdict(2.2, 2.1) == "does not hold"
+    assert verdict(2.2, 1.9) == "holds under conditions"
+
+
+def test_claims_that_are_known_to_be_wrong_come_out_wrong(claims):
+    a, s = claims.arithmetic, claims.systems
+    substitute = {
+        claim.text: claim for claim in a.substitute_claims([a.substitute({"beta": [0.9, 0.99], "k": [2, 4, 8]}, 0)])
+    }
+    assert substitute["That error is O(1 / k^2)."].verdict == "does not hold"
+    wrong = next(claim for text, claim in substitute.items() if "table" in text)
+    assert [case.holds for case in wrong.cases] == [True, False, False, False]
+    assert "0.00369" in wrong.cases[1].measured
+    examples = {claim.text: claim.verdict for claim in a.example_claims([a.examples({}, 0)])}
+    assert examples["So the doubled batch takes 2.06 times fewer steps."] == "does not hold"
+    assert examples["Global batches of the worked examples, N b k."] == "holds"
+    reduced, _, _ = s.collectives_claims([s.collectives(s.SETTINGS["collectives"], 0)])
+    assert [case.holds for case in reduced.cases] == [True, True, False, False]
+    assert "70 s" in reduced.right
+    assert "8.75 s" in reduced.right
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def test_sparse_updates_and_accumulation_are_what_their_equations_say(claims):
+    settings = {"curvature": [1.0, 1.0], "start": [1.0, 1.0], "beta": 0.5}
+    silent = np.zeros((2, 1, 2))
+
+    def end(method: str) -> float:
+        return float(claims.quadratic.trajectory(method, settings, 2, 0.1, silent)[-1, 0, 0])
+
+    assert end("accumulated") == pytest.approx(1 - 0.1 * 0.5)  # m = (1 - beta) mean
+    assert end("sparse") == pytest.approx(1 - 0.1 * 0.75)  # m = 1/2, then 3/4
+    assert end("standard") == pytest.approx(0.95 - 0.1 * (0.25 + 0.5 * 0.95))
+
+
+def test_oscillation_is_that_about_the_moving_average(claims):
+    ramp, rng = np.linspace(3, 1, 400), np.random.default_rng(0)
+    assert claims.training.oscillation(ramp, 32) < 0.01
+    assert claims.training.oscillation(ramp + 0.2 * rng.standard_normal(400), 32) == pytest.approx(0.2, rel=0.1)
+
+
+def test_second_moments_measure_what_theory_says(claims):
+    m = claims.moments
+    settings = m.SETTINGS | {"rho": [1.0], "k": [4], "d": 400, "steps": 60}
+    of = m.second_moment(settings, 0)["stationary"]["4"]
+    for variant in m.VARIANTS:
+        assert of[variant]["v"][0] == pytest.approx(m.theory(variant, np.array([1.0]), 4)[0], rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def test_a_run_writes_every_result_and_a_document_that_names_what_is_missing(claims, tried, tmp_path):
+    text = tried()
+    files = {path.name for path in (tmp_path / "results").iterdir()}
+    assert files == {"indicator-0.json", *(f"{name}-{seed}.json" for name in ("division", "wells") for seed in (0, 1))}
+    for name in claims.run.EXPERIMENTS:
+        assert f"(`{name}`)\n" in text
+    assert "Not run yet" in text
+    assert "Preliminary" in text
+    assert "**holds under conditions**: k = 2 and more." in text
+
+
+def test_results_are_reused_unless_settings_or_code_changed(claims, tried, tmp_path, monkeypatch):
+    calls = []
+    experiment = claims.run.EXPERIMENTS["division"]
+
+    def counted(settings: dict, seed: int) -> dict:
+        calls.append(seed)
+        return experiment.measure(settings, seed)
+
+    def change(**fields) -> None:
+        replaced = dataclasses.replace(experiment, measure=counted, **fields)
+        monkeypatch.setitem(claims.run.EXPERIMENTS, "division", replaced)
+
+    change()
+    tried(only=["division"])
+    tried(only=["division"])
+    assert calls == [0, 1]  # the second time nothing
+    (tmp_path / "results" / "division-1.json").write_text("{half a fi")
+    tried(only=["division"])
+    assert calls == [0, 1, 1]
+    change(settings=experiment.settings | {"targets": 9})
+    tried(only=["division"])
+    assert calls == [0, 1, 1, 0, 1]
+    change(settings=experiment.settings | {"targets": 9}, sources=(claims.verdicts,))
+    tried(only=["division"])
+    assert calls == [0, 1, 1, 0, 1, 0, 1]
+    tried("--fresh", only=["division"])
+    assert len(calls) == 9
+
+
+def test_comments_do_not_count_as_code(claims):
+    code = claims.run._code
+    assert code('def f():\n    """Text."""\n    return 1  # one\n') == code("def f():\n    return 1\n")
+    assert code("def f():\n    return 1\n") != code("def f():\n    return 2\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "1"], "a spread takes 2"),
+        (["--quick"], "does not write docs/claims.md"),
+        (["--jobs", "0"], "takes 1 or more"),
+        (["--only", "nothing"], "invalid choice"),
+    ],
+)
+def test_bad_usage_is_refused(claims, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        claims.run.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_list_runs_nothing(claims, capsys):
+    claims.run.main(["--list"])
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(claims.run.EXPERIMENTS)
+
+
+def test_the_committed_document_shows_the_committed_results(claims):
+    document, results = ROOT / "docs" / "claims.md", ROOT / "benchmarks" / "results" / "claims"
+    found = {}
+    for name, experiment in claims.run.EXPERIMENTS.items():
+        files = [claims.run.file_of(experiment, seed, results) for seed in claims.run.seeds_of(experiment, 5)]
+        have = all(file.exists() for file in files)
+        found[name] = [json.loads(file.read_text(encoding="utf-8")) for file in files] if have else None
+    text = document.read_text(encoding="utf-8")
+    for name in claims.run.EXPERIMENTS:
+        assert f"(`{name}`)\n" in text
+    assert text == claims.report.markdown(claims.run.EXPERIMENTS, found, "claims")
+    for name, files in found.items():
+        for picture in claims.run.EXPERIMENTS[name].pictures if files else ():
+            assert 0 < (document.with_suffix("") / picture).stat().st_size < 150_000
