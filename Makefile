@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory bench-accumulation claims audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -89,6 +89,12 @@ bench-scaling: venv ## predict communication of 1 to 4 processes beside real run
 
 bench-memory: venv ## compare planned with traced memory, every model of the catalog; writes benchmarks/results/memory.*
 	$(BIN)/python benchmarks/memory.py
+
+bench-accumulation: venv ## memory and time of accumulation in the optimizer; writes benchmarks/results/accumulation.*
+	$(BIN)/python benchmarks/accumulation.py
+
+claims: venv ## check claims about gradient accumulation, 5 seeds each: half an hour on 2 cores, goes on where it was; writes docs/claims.md
+	$(BIN)/python benchmarks/claims/run.py --jobs 2
 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py

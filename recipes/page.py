@@ -295,7 +295,7 @@ def _settings(answer: dict) -> str:
     rows += [[key, "yes" if answer[key] else "no"] for key in ("gradient_checkpointing", "sharded")]
     rows += [
         ["parameters", f"{answer['num_parameters']:,}"],
-        ["weights, gradients and moments", f"{_number(answer['states'] / 1e9)} GB in float32"],
+        ["weights, gradients between micro-steps and moments", f"{_number(answer['states'] / 1e9)} GB in float32"],
         ["computed for a sample", f"{answer['flops_per_sample'] / 1e9:,.1f} GFLOP"],
     ]
     pairs = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in rows)

@@ -57,9 +57,9 @@ def _schedule_lines(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _model_lines(answer: dict[str, Any]) -> Iterator[str]:
-    states = answer["states"]
+    states, gradients = answer["states"], "gradients and " if answer["accumulation"] == "gradient" else ""
     yield (
-        f"  model      {answer['num_parameters']:,} parameters; with gradients and moments {states / 1e9:.3f} GB "
+        f"  model      {answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
         f"({states / 2**30:.3f} GiB) in float32"
     )
     flops = f"{answer['flops_per_sample'] / 1e9:,.1f}"

@@ -221,7 +221,8 @@ def test_clipping_is_as_documented():
     tight.load_state_dict(free.state_dict())
     wide.load_state_dict(free.state_dict())
     a, b, c = (
-        OPTIMIZERS["sgd"]([group | {"weight_decay": 0.0} for group in groups(network)]) for network in (free, tight, wide)
+        OPTIMIZERS["sgd"]([group | {"weight_decay": 0.0} for group in groups(network)])
+        for network in (free, tight, wide)
     )
     before = None
     for step in range(5):
@@ -284,6 +285,55 @@ def test_resumed_in_the_middle_it_is_undisturbed(name):
     resumed.load_state_dict(state)
     train(resumed, again, 3, 5, first=5)
     assert miss(list(again.parameters()), list(network.parameters())) == 0
+
+
+def test_clipping_scales_the_second_moment_to_the_sum_it_would_have():
+    network = build()
+    optimizer = OPTIMIZERS["sum_of_squares"](groups(network))
+    optimizer.gradient_accumulation_steps = 4
+    expected = 0.0
+    for step, limit in enumerate((math.inf, 0.02)):
+        squares = 0.0
+        live = [p for p in network.parameters() if p.requires_grad]
+        for _, loss in cell_losses(network, step):
+            parts = torch.autograd.grad(loss(), live, allow_unused=True, materialize_grads=True)
+            squares += sum(part.square().sum().item() for part in parts)
+            loss().backward()
+        clip = min(1.0, limit / (optimizer.clip_grad_norm_(limit).item() + 1e-6))
+        expected = 0.99 * expected + 0.01 * clip**2 * squares
+        optimizer.step()
+        assert sum(optimizer.state[p]["exp_avg_sq"].sum().item() for p in live) == pytest.approx(expected, rel=1e-12)
+    assert clip < 0.9
+
+
+def test_the_state_of_a_new_optimizer_makes_it_new():
+    network, twin = build(), build()
+    used, new = (OPTIMIZERS["unbiased"](groups(model)) for model in (network, twin))
+    empty = copy.deepcopy(used.state_dict())
+    for step in range(2):
+        next(iter(cell_losses(network, step)))[1]().backward()
+        used.clip_grad_norm_(1e-3)
+        used.step()
+    network.load_state_dict(twin.state_dict())
+    used.load_state_dict(empty)
+    for model, optimizer in ((network, used), (twin, new)):
+        for step in range(3):
+            next(iter(cell_losses(model, step)))[1]().backward()
+            optimizer.clip_grad_norm_(1e-2)
+            optimizer.step()
+    assert miss(list(network.parameters()), list(twin.parameters())) == 0
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_gradients_of_other_strides():
+    """As one has that was there before the backward."""
+    weight = nn.Parameter(torch.zeros(600, 300))
+    optimizer = AccumulatingSGD([weight], 0.1)
+    weight.grad = torch.arange(180000.0).view(300, 600).t()
+    expected = weight.grad + 1
+    weight.sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], expected)
 
 
 def test_states_are_torchs():

@@ -4,7 +4,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from common import ROOT
+import torch
+from common import ROOT, fresh_accelerator
 
 from recipes import audit
 from recipes.audit import CAUSES
@@ -40,6 +41,29 @@ def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, mo
 def test_every_cause_is_explained():
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCUMENT, re.MULTILINE))
     assert rows == CAUSES
+
+
+def test_the_loop_of_accumulation_in_the_optimizer():
+    """It runs as it stands, and its steps are torch's SGD on the mean of each window's micro-batches."""
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "accumulation.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    fresh_accelerator()
+    torch.manual_seed(0)
+    found: dict = {}
+    exec(code, found)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    samples = torch.randn(8, 5, 3)
+    for window in samples.split(4):
+        optimizer.zero_grad()
+        model(window).square().mean().backward()
+        optimizer.step()
+    assert torch.allclose(found["model"].weight, model.weight, atol=1e-6)
+    assert found["norm"].item() == pytest.approx(
+        torch.stack([p.grad.norm() for p in model.parameters()]).norm().item(), rel=1e-5
+    )
 
 
 def test_links_lead_somewhere():
