@@ -344,6 +344,11 @@ def _adaptive(results: list[Result], constant: list[str]) -> list[Claim]:
 def bert_claims(results: list[Result]) -> list[Claim]:
     pairs = {"error": "next-sentence error"}
 
+    def undecided(*names: str) -> str:
+        """Said where no run learned more than chance."""
+        learned = [error for name in names for error in at_rate(results, name, "error") if error < 0.4]
+        return "" if learned else ": no run of this length learns the task, so that it is not decided here"
+
     def better(ours: str, theirs: str, text: str) -> list[Claim]:
         return [
             Claim(
@@ -356,7 +361,7 @@ def bert_claims(results: list[Result]) -> list[Claim]:
                 f"{text}: better next-sentence accuracy.",
                 tuple(compared(results, ours, theirs, pairs)),
                 f"Error {spread(at_rate(results, ours, 'error'))} and {spread(at_rate(results, theirs, 'error'))} at the same "
-                "rate; 0.5 is chance.",
+                f"rate; 0.5 is chance{undecided(ours, theirs)}.",
             ),
         ]
 
