@@ -1,5 +1,6 @@
 """Optimizers that accumulate, on one of several processes over gloo: run as a program; the cells that all of them share."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from recipes.optim import AccumulatingAdamW, AccumulatingSGD, folding
-from recipes.trace import _Tracer
 
 STEPS = 50
 CELLS = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}
@@ -82,15 +82,20 @@ def main(rank: int, size: int, folder: Path) -> None:
             "early": early,
             "buckets": len(optimizer._buckets),
         }
-    found["bytes"] = most_bytes(size)
+    found["bytes"] = most_bytes(size, is_traced=rank == 0)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def most_bytes(num_processes: int) -> tuple[int, int]:
-    """Bytes of the parameters, and most bytes at once in a step: many layers, few samples, buckets of a layer each."""
-    folding.BUCKET = 2**19
-    with _Tracer() as tracer:
+def most_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
+    """Bytes of the parameters, and most bytes at once in a step (0: not traced): many layers, few samples, buckets of a layer
+    each."""
+    folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
+    if is_traced:
+        from recipes.trace import _Tracer  # here: it imports transformers
+
+        tracer = _Tracer()
+    with tracer:
         network = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
         optimizer = AccumulatingAdamW(network.parameters(), 1e-3, gradient_accumulation_steps=2)
         if num_processes > 1:
@@ -99,7 +104,7 @@ def most_bytes(num_processes: int) -> tuple[int, int]:
             for _ in range(2):
                 network(torch.ones(1, 256)).sum().backward()
             optimizer.step()
-            most = tracer.peak()
+            most = tracer.peak() if is_traced else 0
     return sum(parameter.nbytes for parameter in network.parameters()), most
 
 

@@ -90,14 +90,14 @@ BATTERY = {
     "torch adamw": (1, lambda of, lr: torch.optim.AdamW(of, lr, weight_decay=0.0)),
     "ours sgd": (1, lambda of, lr: sgd(module(of), lr, 0.9, 0.0)),
     "ours adamw": (1, lambda of, lr: adamw(module(of), Hyperparameters(lr, 0.9, 0.999, 1e-8), weight_decay=0.0)),
-    "accumulating sgd": (3, accumulating("sgd", 3)),
-    "accumulating sgd, substitute": (3, accumulating("sgd", 3, coefficients="substitute")),
-    "accumulating sgd, root": (3, accumulating("sgd", 3, coefficients="root")),
-    "accumulating sgd, unchanged": (3, accumulating("sgd", 3, coefficients="unchanged")),
-    "unbiased": (3, accumulating("unbiased", 3)),
-    "mean of squares": (3, accumulating("mean_of_squares", 3)),
-    "sum of squares": (3, accumulating("sum_of_squares", 3)),
-    "mean of squares, unchanged": (3, accumulating("mean_of_squares", 3, coefficients="unchanged")),
+    "accumulating sgd": (2, accumulating("sgd", 2)),
+    "accumulating sgd, substitute": (2, accumulating("sgd", 2, coefficients="substitute")),
+    "accumulating sgd, root": (2, accumulating("sgd", 2, coefficients="root")),
+    "accumulating sgd, unchanged": (2, accumulating("sgd", 2, coefficients="unchanged")),
+    "unbiased": (2, accumulating("unbiased", 2)),
+    "mean of squares": (2, accumulating("mean_of_squares", 2)),
+    "sum of squares": (2, accumulating("sum_of_squares", 2)),
+    "mean of squares, unchanged": (2, accumulating("mean_of_squares", 2, coefficients="unchanged")),
 }
 
 
@@ -125,7 +125,7 @@ def factorisation(dtype: torch.dtype) -> tuple:
 
 PROBLEMS = {  # steps, learning rates of SGD and Adam, what the loss comes down to
     "quadratic": (quadratic, 800, 0.02, 0.02, 1e-4),
-    "rosenbrock": (rosenbrock, 1500, 0.002, 0.02, 1e-2),
+    "rosenbrock": (rosenbrock, 1200, 0.002, 0.02, 1e-2),
     "factorisation": (factorisation, 600, 0.05, 0.02, 1e-3),
 }
 

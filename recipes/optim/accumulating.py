@@ -23,7 +23,7 @@ class AccumulatingSGD(Accumulating):
     Raises:
         UsageError: a value out of its range.
 
-    >>> weight = nn.Parameter(torch.tensor([1.0]))
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = AccumulatingSGD([weight], lr=0.1, gradient_accumulation_steps=2)
     >>> for share in (3.0, 1.0):
     ...     (share * weight).sum().backward()
