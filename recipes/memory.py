@@ -92,8 +92,8 @@ class Memory:
 
     Attributes:
         parameters: 4 N (float32).
-        gradients: 4 N; kept between micro-steps, and under DDP they are views of its buckets. 0 where they accumulate in the
-            optimizer.
+        gradients: 4 N; kept between micro-steps. Under DDP its buckets come on top while k > 1, 4 N that are not counted. 0
+            where they accumulate in the optimizer.
         moments: 8 N, Adam's two, or 4 N, SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights while a forward and its backward last; 0 in float32.
         gathered: parameters gathered from the other processes, sharded runs only.

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -113,3 +115,25 @@ def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
     for line in map(json.loads, (output_dir / "samples.jsonl").read_text().splitlines()):
         steps.setdefault(line["step"], []).extend(zip(line["epochs"], line["samples"], strict=True))
     return {step: sorted(samples) for step, samples in steps.items()}
+
+
+def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
+    """What each of N processes of a program of this folder, called with its rank, N and `folder`, left in RANK.pt."""
+    import torch  # here: launched programs set their environment first
+
+    command = [sys.executable, str(ROOT / "tests" / program)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_processes), str(folder)], stderr=subprocess.PIPE, text=True, env=env
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        for process in running:
+            _, said = process.communicate(timeout=100)
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in running:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]

@@ -2,13 +2,10 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from common import ROOT
+from common import found_by_processes
 from run_accumulating import OPTIMIZERS, STEPS, build, cell_losses, groups, most_bytes
 from torch import nn
 
@@ -120,21 +117,7 @@ def test_of_one_cell_it_is_torchs_adamw(name):
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
     """What each of the processes of `run_accumulating.py` found."""
-    folder, size = tmp_path_factory.mktemp("processes"), request.param
-    command = [sys.executable, str(ROOT / "tests" / "run_accumulating.py")]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True, env=env)
-        for rank in range(size)
-    ]
-    try:
-        for process in running:
-            _, said = process.communicate(timeout=100)
-            assert process.returncode == 0, said[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    return found_by_processes("run_accumulating.py", request.param, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.distributed

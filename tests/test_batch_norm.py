@@ -1,15 +1,12 @@
 """Statistics of a micro-step on all processes, and of a whole step however it is cut."""
 
 import copy
-import os
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ROOT
+from common import found_by_processes
 from run_batch_norm import (
     CELLS,
     LAYER_SIZES,
@@ -64,21 +61,7 @@ def assert_same_state(ours: dict[str, torch.Tensor], true: dict[str, torch.Tenso
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
     """What each of the processes of `run_batch_norm.py` found."""
-    folder, size = tmp_path_factory.mktemp("processes"), request.param
-    command = [sys.executable, str(ROOT / "tests" / "run_batch_norm.py")]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True, env=env)
-        for rank in range(size)
-    ]
-    try:
-        for process in running:
-            _, said = process.communicate(timeout=100)
-            assert process.returncode == 0, said[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    return found_by_processes("run_batch_norm.py", request.param, tmp_path_factory.mktemp("processes"))
 
 
 def test_on_one_process_it_is_batch_norm_bit_for_bit():
