@@ -110,9 +110,7 @@ class Loop:
             flags += ["--accumulation", "optimizer", "--second_moment", way]
         recipe, _ = run.parse(flags, "bert_pretraining", "")
         torch.manual_seed(recipe.seed)
-        bert = script.build_model(recipe)
-        bert.set_attn_implementation("eager")  # what the script takes on a CPU
-        self.model, self.limit = script.PretrainingSums(bert).train(), recipe.max_grad_norm
+        self.model, self.limit = script.PretrainingSums(script.build_model(recipe)).train(), recipe.max_grad_norm
         self.optimizer, self.bf16 = optim.of_recipe(self.model, recipe), precision == "bf16"
         self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
 

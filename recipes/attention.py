@@ -1,72 +1,176 @@
-"""Attention over samples that lie end to end, with no padding between them.
+"""BERT over samples that lie end to end, with no padding between them, and only as far as it is needed.
 
 Of a transformer's work on short samples most is in products that know nothing of samples: embeddings, projections, feed-forward
 layers. They take a cell's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values are
-gathered into [S, heads, T, d], padded to the cell's longest sample, and its outputs go back into the row. Both gathers are
-one-to-one on tokens, so that their backward is the other one. No number of a sample depends on the others.
+gathered into [S, heads, T, d], padded to the cell's longest sample, and its outputs go back into the row; on a GPU kernels of
+variable length take the row as it is. No number of a sample depends on the others.
+
+What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
+layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
+wanted tokens alone: the same numbers, and the same gradient.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+KERNELS = ("sdpa", "eager", "varlen")
+"""torch's kernels over padded tables; plain products over them; torch's kernel for samples of any length (CUDA only)."""
 
 
 class Rows(NamedTuple):
     """Where the tokens of S samples, end to end M, are in a table of [S, T].
 
     Attributes:
-        num_samples: S.
+        ends: int32 [S + 1], 0 and where each sample ends.
         source: int64 [S * T], of each place of the table its token; of padding, 0.
         place: int64 [M], of each token its place in the table.
         is_token: bool [S, 1, 1, T]; None when nothing is padded.
     """
 
-    num_samples: int
+    ends: torch.Tensor
     source: torch.Tensor
     place: torch.Tensor
     is_token: torch.Tensor | None
 
+    @property
+    def num_samples(self) -> int:
+        return len(self.ends) - 1
 
-def rows_of(lengths: np.ndarray) -> dict[str, torch.Tensor | None]:
-    """What `Rows` holds beside their number, of samples of these lengths, as a cell's tensors.
+    @property
+    def longest(self) -> int:
+        """T."""
+        return len(self.source) // self.num_samples
 
-    >>> {name: value.tolist() for name, value in rows_of(np.array([2, 1])).items()}
-    {'source': [0, 1, 2, 0], 'place': [0, 1, 2], 'is_token': [[[[True, True]]], [[[True, False]]]]}
+
+def rows_of(lengths: np.ndarray) -> Rows:
+    """Those of samples of these lengths.
+
+    >>> [value.tolist() for value in rows_of(np.array([2, 1]))]
+    [[0, 2, 3], [0, 1, 2, 0], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
     """
     is_token = np.arange(lengths.max()) < lengths[:, None]
     place = np.flatnonzero(is_token)
     source = np.zeros(is_token.size, np.int64)
     source[place] = np.arange(len(place))
+    ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     mask = None if is_token.all() else torch.from_numpy(is_token[:, None, None])
-    return {"source": torch.from_numpy(source), "place": torch.from_numpy(place), "is_token": mask}
+    return Rows(ends, torch.from_numpy(source), torch.from_numpy(place), mask)
 
 
-class _Gather(torch.autograd.Function):
-    """x[index], whose gradient is that of the gather back: `back[index[i]] == i` wherever a gradient is not zero."""
+def cell_of(
+    tokens: Sequence[np.ndarray], num_first: Sequence[int], wanted: Sequence[np.ndarray]
+) -> dict[str, torch.Tensor | None]:
+    """What `bert_wanted` takes of S >= 1 samples.
 
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, index: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, index)
+    Args:
+        tokens: of each sample.
+        num_first: how many of them are of the first kind.
+        wanted: places in the sample, ascending, at least one.
 
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back), None, None
+    Returns:
+        input_ids, token_type_ids, position_ids: int64 [1, M].
+        ends, source, place, is_token: of the tokens, see `Rows`.
+        wanted: int64 [W], places in the row; wanted_ends, wanted_source, wanted_place: of the wanted tokens.
+    """
+    lengths = np.array([len(of) for of in tokens])
+    starts = np.cumsum(lengths) - lengths
+    position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    is_second = position_ids >= np.repeat(num_first, lengths)
+    rows, num_wanted = rows_of(lengths), np.array([len(of) for of in wanted])
+    queries = rows_of(num_wanted)
+    return {
+        "input_ids": torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
+        "token_type_ids": torch.from_numpy(is_second.astype(np.int64))[None],
+        "position_ids": torch.from_numpy(position_ids)[None],
+        **rows._asdict(),
+        "wanted": torch.from_numpy(np.concatenate(wanted, dtype=np.int64) + np.repeat(starts, num_wanted)),
+        "wanted_ends": queries.ends,
+        "wanted_source": queries.source,
+        "wanted_place": queries.place,
+    }
 
 
-def _attention(kernel: str, module: nn.Module, q, k, v, is_token, scaling: float, dropout: float) -> torch.Tensor:
-    """softmax(scaling q k^T) v of each sample: q [S, heads, Q, d], k and v [S, heads, T, d] -> [S, heads, Q, d]."""
-    if kernel == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_token, dropout_p=dropout, scale=scaling)
-    scores = q @ k.transpose(2, 3) * scaling
-    if is_token is not None:
-        scores = scores.masked_fill(~is_token, torch.finfo(scores.dtype).min)
-    return F.dropout(scores.softmax(-1), dropout, module.training) @ v
+def unpad(model: Model, kernel: str = "eager") -> Model:
+    """Prepare transformers' BERT for `bert_wanted`, and return it. Its own forward can be called no longer.
+
+    Args:
+        model: with a BertModel as `model.bert`.
+        kernel: one of `KERNELS`.
+    """
+    model.set_attn_implementation(f"unpadded_{kernel}")
+    last = model.bert.encoder.layer[-1]
+    last.forward = functools.partial(_last_layer, last)
+    return model
+
+
+def ways(
+    model: PreTrainedModel, device: torch.device, mixed_precision: str, only: str | None = None
+) -> dict[str, functools.partial]:
+    """The kernels that may be the fastest, the safe one first, for `kernels.choose`.
+
+    Forward and backward of BERT 4 x 256 on 2 cores (torch 2.13, AVX512-BF16), 128 tokens, time of sdpa / time of eager: in
+    float32 0.95, in bf16 1.25.
+
+    Args:
+        model: after `unpad`.
+        device, mixed_precision: that it is computed on and in.
+        only: one of `KERNELS`, where it is decided.
+    """
+    names = ["eager", "sdpa"] if device.type == "cpu" else ["sdpa"]
+    if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
+        names.append("varlen")
+    names = [only] if only else names
+    return {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
+
+
+def bert_wanted(
+    bert: nn.Module,
+    input_ids: torch.Tensor,
+    token_type_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    ends: torch.Tensor,
+    source: torch.Tensor,
+    place: torch.Tensor,
+    is_token: torch.Tensor | None,
+    wanted: torch.Tensor,
+    wanted_ends: torch.Tensor,
+    wanted_source: torch.Tensor,
+    wanted_place: torch.Tensor,
+) -> torch.Tensor:
+    """What the last layer says of the wanted tokens, [W, width].
+
+    Args:
+        bert: transformers' BertModel, after `unpad`.
+        input_ids, ...: see `cell_of`.
+    """
+    rows, queries = Rows(ends, source, place, is_token), Rows(wanted_ends, wanted_source, wanted_place, None)
+    hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
+    *layers, last = bert.encoder.layer
+    for layer in layers:
+        hidden = layer(hidden, rows=rows)
+    return last(hidden, rows=rows, wanted=wanted, queries=queries)[0]
+
+
+def _last_layer(layer: nn.Module, hidden: torch.Tensor, *, rows: Rows, wanted: torch.Tensor, queries: Rows):
+    """A BertLayer's forward at the wanted tokens, [1, M, width] -> [1, W, width]."""
+    hidden, of = hidden[0], layer.attention.self
+    chosen = hidden.index_select(0, wanted)
+    inputs = ((of.query, chosen), (of.key, hidden), (of.value, hidden))
+    q, k, v = (project(x).unflatten(1, (-1, of.attention_head_size)) for project, x in inputs)
+    kernel = of.config._attn_implementation.removeprefix("unpadded_")
+    y = _attention(kernel, of, q, k, v, queries, rows, of.scaling, of.dropout.p if of.training else 0.0)
+    y = layer.attention.output(y.flatten(1), chosen)
+    return layer.output(layer.intermediate(y), y)[None]
 
 
 def _interface(kernel: str):
@@ -83,69 +187,64 @@ def _interface(kernel: str):
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """As transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
-        q, k, v = (_table(x[0].transpose(0, 1), rows) for x in (query, key, value))
-        y = _attention(kernel, module, q, k, v, rows.is_token, scaling, dropout)
-        return _Untable.apply(y.transpose(1, 2).flatten(0, 1), rows)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return _attention(kernel, module, q, k, v, rows, rows, scaling, dropout)[None], None
 
     return attention
 
 
-def bert_first_tokens(
-    bert: nn.Module,
-    input_ids: torch.Tensor,
-    token_type_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    first_index: torch.Tensor,
-    rows: Rows,
+for _kernel in KERNELS:
+    AttentionInterface.register(f"unpadded_{_kernel}", _interface(_kernel))
+
+
+def _attention(
+    kernel: str, module: nn.Module, q, k, v, queries: Rows, rows: Rows, scaling: float, dropout: float
 ) -> torch.Tensor:
-    """What a BERT's last layer says of each sample's first token, [S, width]: all that a classifier reads.
-
-    The same numbers as of a forward of all of it, and the same gradient: of the last layer nothing but keys and values depends
-    on other tokens, so its query, its feed-forward layer and its normalisations are computed for one token per sample.
-
-    Args:
-        bert: transformers' BertModel with attention `unpadded_sdpa` or `unpadded_eager`.
-        input_ids, token_type_ids, position_ids: int64 [1, M].
-        first_index: int64 [S], places of the first tokens.
-        rows: of the samples.
-    """
-    hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
-    *layers, last = bert.encoder.layer
-    for layer in layers:
-        hidden = layer(hidden, rows=rows)
-    hidden = hidden[0]
-    first, of = hidden[first_index], last.attention.self
-    query = of.query(first).unflatten(1, (-1, 1, of.attention_head_size))
-    key, value = (_table(each(hidden).unflatten(1, (-1, of.attention_head_size)), rows) for each in (of.key, of.value))
-    kernel = of.config._attn_implementation.removeprefix("unpadded_")
-    dropout = of.dropout.p if of.training else 0.0
-    y = _attention(kernel, of, query, key, value, rows.is_token, of.scaling, dropout)
-    y = last.attention.output(y.flatten(1), first)
-    return last.output(last.intermediate(y), y)
+    """softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
+    if kernel == "varlen":
+        assert not dropout, "the kernel has none"
+        return varlen_attn(q, k, v, queries.ends, rows.ends, queries.longest, rows.longest, scale=scaling)
+    q, k, v = _table(q, queries), _table(k, rows), _table(v, rows)
+    if kernel == "sdpa":
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.is_token, dropout_p=dropout, scale=scaling)
+    else:
+        scores = q @ k.transpose(2, 3) * scaling
+        if rows.is_token is not None:
+            scores = scores.masked_fill(~rows.is_token, torch.finfo(scores.dtype).min)
+        y = F.dropout(scores.softmax(-1), dropout, module.training) @ v
+    return _Untable.apply(y.transpose(1, 2).flatten(0, 1), queries.place)
 
 
 def _table(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     """[M, heads, d] -> [S, heads, T, d]."""
-    y = _Gather.apply(x, rows.source, rows.place)
+    y = _Table.apply(x, rows.source, rows.place)
     return y.unflatten(0, (rows.num_samples, -1)).transpose(1, 2)
 
 
-class _Untable(torch.autograd.Function):
-    """[S * T, heads, d] -> [M, heads, d]; padding gets a gradient of 0."""
+class _Table(torch.autograd.Function):
+    """x[source], [M, ...] -> [S * T, ...]. Padding holds token 0, and its gradient is left out: it is one-to-one on tokens."""
 
     @staticmethod
-    def forward(ctx, y: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return y.index_select(0, rows.place)
+    def forward(ctx, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return gradient.index_select(0, place), None, None
+
+
+class _Untable(torch.autograd.Function):
+    """y[place], [S * T, ...] -> [M, ...]. Padding gets a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.num_places = len(y)
+        return y.index_select(0, place)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        rows = ctx.rows
-        found = gradient.index_select(0, rows.source)
-        if rows.is_token is not None:
-            found *= rows.is_token.flatten()[:, None, None]
-        return found, None
-
-
-for _kernel in ("sdpa", "eager"):
-    AttentionInterface.register(f"unpadded_{_kernel}", _interface(_kernel))
+        (place,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.num_places, *gradient.shape[1:]).index_copy_(0, place, gradient), None

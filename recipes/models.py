@@ -1,5 +1,7 @@
 """What the scripts share about transformers' models: their first weights, and what they say when trained."""
 
+from functools import partial
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -59,6 +61,15 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
     """
     slow = device.type == "cpu" and mixed_precision == "bf16" and length <= 256
     return "eager" if slow else "sdpa"
+
+
+def causal_ways(
+    model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, only: str | None = None
+) -> dict[str, partial]:
+    """The attention kernels that may be the fastest, the one of `causal_attention` first, for `kernels.choose`."""
+    first = causal_attention(device, mixed_precision, length)
+    names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
+    return {name: partial(model.set_attn_implementation, name) for name in names}
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Networks of our own: what transformers does not have."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -86,6 +87,26 @@ def memory_format(device: torch.device, mixed_precision: str) -> torch.memory_fo
     0.97, ResNet-18 0.94 and 1.01, captcha reader 1.04 and 1.26; by batches, ResNet-50 1.13 and 1.13, ResNet-18 1.11 and 1.16.
     """
     return torch.contiguous_format if device.type == "cpu" and mixed_precision == "no" else torch.channels_last
+
+
+def ways(model: nn.Module, network: nn.Module, device: torch.device, mixed_precision: str) -> dict[str, partial]:
+    """The memory formats, the one of `memory_format` first, for `kernels.choose`.
+
+    Args:
+        model: gives its images to `network` in its `of_pixels`.
+        network: part of it.
+    """
+    formats = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
+    first = memory_format(device, mixed_precision)
+    return {
+        name: partial(_take, model, network, formats[name])
+        for name in sorted(formats, key=lambda name: formats[name] != first)
+    }
+
+
+def _take(model: nn.Module, network: nn.Module, to: torch.memory_format) -> None:
+    model.of_pixels = to
+    lay_out(network, to)
 
 
 def lay_out(model: nn.Module, to: torch.memory_format) -> nn.Module:

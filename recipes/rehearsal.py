@@ -1,17 +1,17 @@
-"""The rehearsal before the first step: how large a cell fits into memory.
+"""The rehearsal before the first step: how large a cell fits into memory, and how large a one is the fastest.
 
-Tried with the worst cell there can be, samples of the greatest length. It is a matter of the hardware only: whatever is found,
-the step is the same.
+What fits is tried with the worst cell there can be, samples of the greatest length; what is fast, with the samples of a step.
+It is a matter of the hardware only: whatever is found, the step is the same.
 """
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from recipes import accumulate, batch_norm
+from recipes import accumulate, batch_norm, kernels
 from recipes.capacity import is_out_of_memory
 from recipes.data.steps import Cell
 from recipes.errors import RunError
@@ -23,7 +23,7 @@ Share = Callable[[Cell, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tens
 
 
 def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
-    """Lower the caps of `recovery.steps` to the largest that fit, the same on every process. Called by all.
+    """Lower the caps of `recovery.steps` to the largest that fit, and to the fastest, the same on every process. Called by all.
 
     First the caps as they are (without --per_device_train_batch_size all of a process's share), then halves of them, then
     what lies between: the fewest micro-steps that fit. What is remembered is not tried again. Where forwards wait for each
@@ -71,6 +71,48 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         accelerator.print(
             f"{num_samples} of the largest samples ({_sample(recovery)}) fit into memory at once: {steps.layout}"
         )
+    _take_the_fastest(recovery, forward_backward)
+
+
+def _take_the_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> None:
+    """Lower the caps of `recovery.steps` to those of the fastest cells, if none was given. Small cells are short of work; in
+    large ones short samples are padded to long ones where kernels need tables, and tensors outgrow the caches."""
+    steps, settings, capacity = recovery.steps, recovery.settings, recovery.capacity
+    given = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_train_tokens")
+    is_given = any(getattr(settings, name, None) is not None for name in given)
+    depends_on_cut = getattr(recovery.log.recipe, "normalization", None) == "batch"
+    if settings.speed == "safe" or is_given or depends_on_cut:
+        return
+    most = steps.longest_at_once
+    if capacity.at_once is None:
+        capacity.at_once = _fastest(recovery, forward_backward, most)
+        recovery.remember()
+    if capacity.at_once < most:
+        steps.set_caps(*steps.caps_of(capacity.at_once))
+        size = capacity.at_once * steps.source.max_length
+        unit = recovery.log.recipe.unit
+        recovery.accelerator.print(f"cells: at most {size} {unit}s at once (--speed {settings.speed})")
+
+
+def _fastest(recovery: Recovery, forward_backward: ForwardBackward, most: int) -> int:
+    """`most` samples of the greatest length at once, or a half, a quarter, an eighth of it, or a sixteenth."""
+    steps, accelerator = recovery.steps, recovery.accelerator
+    number, num_samples = recovery.log.first_step, min(4 * most, steps.layout.shares[0])
+    counts = steps[number].counts.clamp(min=1).to(accelerator.device)
+    sizes = sorted({max(1, most // part) for part in (1, 2, 4, 8, 16)}, reverse=True)
+
+    def computation(at_once: int) -> Callable[[], None]:
+        cells = steps.cells_of(number, num_samples, at_once)
+
+        def compute() -> None:
+            for cell in cells:
+                with accelerator.no_sync(recovery.model):
+                    forward_backward(cell, counts)
+
+        return compute
+
+    with _leaving_no_trace(recovery):
+        return kernels.fastest(kernels.measure(accelerator, {size: computation(size) for size in sizes}))
 
 
 def measure_batch_norm(recovery: Recovery, model: nn.Module, share: Share) -> None:
@@ -110,24 +152,32 @@ def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int
     accelerator, model, source = recovery.accelerator, recovery.model, recovery.steps.source
     cell = source.collate([source.longest()] * num_samples)
     counts = cell.pop("counts").clamp(min=1).to(accelerator.device)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     has_failed, moments = False, []
-    try:
-        if not recovery.optimizer.state:
-            moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-        with recovery.folding.discarding() if recovery.folding else contextlib.nullcontext():
+    with _leaving_no_trace(recovery):
+        try:
+            if not recovery.optimizer.state:
+                moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
             for _ in range(2):
                 with accelerator.no_sync(model):
                     forward_backward(cell, counts)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)
-        has_failed = True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            has_failed = True
     del moments
-    model.zero_grad(set_to_none=True)
-    for buffer, value in buffers:
-        buffer.copy_(value)
     if accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
     return not recovery.agree(has_failed)
+
+
+@contextlib.contextmanager
+def _leaving_no_trace(recovery: Recovery) -> Iterator[None]:
+    """What is computed inside leaves no gradient, no moment, and running statistics as they were."""
+    model = recovery.model
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with recovery.folding.discarding() if recovery.folding else contextlib.nullcontext():
+        yield
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)

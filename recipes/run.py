@@ -28,6 +28,12 @@ class RunSettings:
     per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", POSITIVE, default=32)
 
     # Speed, precision (mixed precision is the launch file's)
+    speed: str = setting(
+        "auto: measure once which kernels and how large cells are the fastest here; safe: the same ones everywhere, for runs "
+        "that are repeated bit by bit",
+        one_of("auto", "safe"),
+        default="auto",
+    )
     dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
     preprocessing_num_workers: int | None = setting(
         "processes or threads that prepare the data", POSITIVE, default=None

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, plots, rehearsal, report, run
-from recipes.attention import Rows, bert_first_tokens
+from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, plots, rehearsal, report, run
+from recipes.attention import bert_wanted, unpad, ways
 from recipes.data import labelled_texts
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
@@ -30,14 +30,11 @@ from recipes.recovery import Recovery
 class ClassificationSums(nn.Module):
     def __init__(self, bert: BertForSequenceClassification):
         super().__init__()
-        self.bert = bert
+        self.bert = unpad(bert)
 
-    def forward(
-        self, input_ids, token_type_ids, position_ids, first_index, source, place, is_token, labels
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, labels, **tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed loss [1] and, when evaluating, logits [samples, classes]. See LabelledTexts.collate."""
-        rows = Rows(len(first_index), source, place, is_token)
-        first = bert_first_tokens(self.bert.bert, input_ids, token_type_ids, position_ids, first_index, rows)
+        first = bert_wanted(self.bert.bert, **tokens)
         logits = self.bert.classifier(self.bert.dropout(self.bert.bert.pooler(first[:, None])))
         of = losses.squared_error_sum if labels.is_floating_point() else losses.cross_entropy_sum
         return of(logits, labels)[None], None if self.training else logits
@@ -97,11 +94,11 @@ def main(argv: list[str]) -> int:
 
     torch.manual_seed(recipe.seed)
     bert = build_model(recipe, train.classes)
-    kernel = settings.attn_implementation or ("eager" if accelerator.device.type == "cpu" else "sdpa")
-    bert.set_attn_implementation(f"unpadded_{kernel}")
     if settings.gradient_checkpointing:
         bert.gradient_checkpointing_enable()
     bare = model = ClassificationSums(bert).to(getattr(torch, settings.dtype))
+    of_bert = ways(bert, accelerator.device, accelerator.mixed_precision, settings.attn_implementation)
+    kernels.choose(accelerator, recipe, settings, model, train, of_bert)
     optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())

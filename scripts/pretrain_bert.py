@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, rehearsal, report, run
+from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, rehearsal, report, run
+from recipes.attention import bert_wanted, unpad, ways
 from recipes.data import sentence_pairs
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
@@ -31,15 +32,15 @@ class PretrainingSums(nn.Module):
 
     def __init__(self, bert: BertForPreTraining):
         super().__init__()
-        self.bert = bert
+        self.bert = unpad(bert)
 
     def forward(
-        self, input_ids, token_type_ids, attention_mask, masked_index, masked_labels, next_sentence_label
+        self, first_index, masked_index, masked_labels, next_sentence_label, **tokens
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed losses and, when evaluating, correct predictions: [masked tokens, pairs]. See SentencePairs.collate."""
-        hidden, pooled = self.bert.bert(input_ids, attention_mask, token_type_ids, return_dict=False)
-        token_logits = self.bert.cls.predictions(hidden.flatten(0, 1)[masked_index])
-        pair_logits = self.bert.cls.seq_relationship(pooled)
+        hidden = bert_wanted(self.bert.bert, **tokens)
+        token_logits = self.bert.cls.predictions(hidden[masked_index])
+        pair_logits = self.bert.cls.seq_relationship(self.bert.bert.pooler(hidden[first_index][:, None]))
         targets = [(token_logits, masked_labels), (pair_logits, next_sentence_label)]
         sums = torch.stack([losses.cross_entropy_sum(*target) for target in targets])
         return sums, None if self.training else torch.stack([losses.num_correct(*target) for target in targets])
@@ -92,8 +93,8 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(recipe.seed)
     build = partial(build_model, recipe)
     model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
-    on_cpu = accelerator.device.type == "cpu"
-    model.bert.set_attn_implementation(settings.attn_implementation or ("eager" if on_cpu else "sdpa"))
+    of_bert = ways(model.bert, accelerator.device, accelerator.mixed_precision, settings.attn_implementation)
+    kernels.choose(accelerator, recipe, settings, model, train, of_bert)
     if settings.gradient_checkpointing:
         model.bert.gradient_checkpointing_enable()
     optimizer = optim.of_recipe(model, recipe)

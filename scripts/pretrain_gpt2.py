@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes import accumulate, checkpoint, launch, losses, models, optim, plan, rehearsal, report, run
+from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, rehearsal, report, run
 from recipes.data import token_blocks
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
@@ -91,8 +91,9 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(recipe.seed)
     build = partial(build_model, recipe, train.end_of_text)
     model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
-    kernel = models.causal_attention(accelerator.device, accelerator.mixed_precision, recipe.block_size)
-    model.gpt2.set_attn_implementation(settings.attn_implementation or kernel)
+    on = accelerator.device, accelerator.mixed_precision
+    of_gpt2 = models.causal_ways(model.gpt2, *on, recipe.block_size, settings.attn_implementation)
+    kernels.choose(accelerator, recipe, settings, model, train, of_gpt2)
     if settings.gradient_checkpointing:
         model.gpt2.gradient_checkpointing_enable()
     if settings.torch_compile:

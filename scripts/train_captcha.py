@@ -11,12 +11,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recipes import accumulate, batch_norm, checkpoint, launch, losses, optim, plan, plots, rehearsal, report, run
+from recipes import (
+    accumulate,
+    batch_norm,
+    checkpoint,
+    kernels,
+    launch,
+    losses,
+    optim,
+    plan,
+    plots,
+    rehearsal,
+    report,
+    run,
+)
 from recipes.data import captchas
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
 from recipes.evaluation import evaluate, predict
-from recipes.networks import CaptchaReader, lay_out, memory_format
+from recipes.networks import CaptchaReader, ways
 from recipes.order import Order
 from recipes.recovery import Recovery
 
@@ -25,9 +38,9 @@ from recipes.recovery import Recovery
 
 
 class ReadingSums(nn.Module):
-    def __init__(self, reader: CaptchaReader, of_pixels: torch.memory_format):
+    def __init__(self, reader: CaptchaReader):
         super().__init__()
-        self.reader, self.of_pixels = reader, of_pixels
+        self.reader, self.of_pixels = reader, torch.contiguous_format
 
     def forward(self, pixel_values, labels) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed losses and, when evaluating, correct predictions: [characters, strings]. See Captchas.collate."""
@@ -71,8 +84,9 @@ def main(argv: list[str]) -> int:
 
     torch.manual_seed(recipe.seed)
     reader = CaptchaReader(**recipe.architecture)
-    of_pixels = memory_format(accelerator.device, accelerator.mixed_precision)
-    model = ReadingSums(lay_out(reader, of_pixels), of_pixels).to(getattr(torch, settings.dtype))
+    model = ReadingSums(reader).to(getattr(torch, settings.dtype))
+    of_reader = ways(model, reader, accelerator.device, accelerator.mixed_precision)
+    kernels.choose(accelerator, recipe, settings, model, train, of_reader)
     batch_norm.synchronize(model)
     whole_step = batch_norm.WholeStep(model if recipe.exact_batch_norm else nn.Identity())
     optimizer = optim.of_recipe(model, recipe)

@@ -16,6 +16,7 @@ from recipes import (
     accumulate,
     batch_norm,
     checkpoint,
+    kernels,
     launch,
     losses,
     models,
@@ -30,7 +31,7 @@ from recipes.data import images
 from recipes.data.steps import Cell, Steps, to_device
 from recipes.errors import exit_code
 from recipes.evaluation import evaluate, predict
-from recipes.networks import lay_out, memory_format
+from recipes.networks import ways
 from recipes.order import Order
 from recipes.recipe import ImageClassification
 from recipes.recovery import Recovery
@@ -41,9 +42,9 @@ from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 
 
 class ClassificationSums(nn.Module):
-    def __init__(self, resnet: ResNetForImageClassification, of_pixels: torch.memory_format, label_smoothing: float):
+    def __init__(self, resnet: ResNetForImageClassification, label_smoothing: float):
         super().__init__()
-        self.resnet, self.of_pixels, self.label_smoothing = resnet, of_pixels, label_smoothing
+        self.resnet, self.of_pixels, self.label_smoothing = resnet, torch.contiguous_format, label_smoothing
 
     def forward(self, pixel_values, labels) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed loss and, when evaluating, correct predictions, both [1]. See Images.collate."""
@@ -97,9 +98,9 @@ def main(argv: list[str]) -> int:
 
     torch.manual_seed(recipe.seed)
     resnet = build_model(recipe, train.classes)
-    of_pixels = memory_format(accelerator.device, accelerator.mixed_precision)
-    model = ClassificationSums(lay_out(resnet, of_pixels), of_pixels, recipe.label_smoothing)
-    model = model.to(getattr(torch, settings.dtype))
+    model = ClassificationSums(resnet, recipe.label_smoothing).to(getattr(torch, settings.dtype))
+    of_resnet = ways(model, resnet, accelerator.device, accelerator.mixed_precision)
+    kernels.choose(accelerator, recipe, settings, model, train, of_resnet)
     (batch_norm.freeze if recipe.normalization == "frozen" else batch_norm.synchronize)(model)
     whole_step = batch_norm.WholeStep(model if recipe.exact_batch_norm else nn.Identity())
     optimizer = optim.of_recipe(model, recipe)

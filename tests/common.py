@@ -56,7 +56,7 @@ def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) ->
     labelled = str(corpus.with_name("labelled.csv"))
     files = {"pretrain_bert": str(corpus), "pretrain_gpt2": str(corpus), "finetune_classifier": labelled}
     data = ["--train_file", files[program]] if program in files else []
-    argv = [*TINIES[program], *data, "--output_dir", str(output_dir)]
+    argv = [*TINIES[program], *data, "--output_dir", str(output_dir), "--speed", "safe"]
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
 
 
@@ -84,6 +84,11 @@ def load_script(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def samples_in(cell: dict) -> int:
+    """Samples of a cell of a language model, end to end or one in a row."""
+    return len(cell["ends"]) - 1 if "ends" in cell else len(cell["input_ids"])
 
 
 def fresh_accelerator() -> None:

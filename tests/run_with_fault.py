@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import GradientState
 from blank import write_blank
-from common import fresh_accelerator, load_script
+from common import fresh_accelerator, load_script, samples_in
 
 from recipes import accumulate, capacity, launch, recovery
 
@@ -34,13 +34,13 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def limited(self, input_ids, *arguments, **named):
+    def limited(self, **cell):
         is_late = kind == "always" or (steps and steps[-1] >= first)
         too_big = (
             torch.is_grad_enabled()
             and is_late
             and PartialState().process_index == process
-            and len(input_ids) > MAX_SAMPLES
+            and samples_in(cell) > MAX_SAMPLES
         )
         if too_big and kind in ("forward", "second", "always"):
             fail()
@@ -49,7 +49,7 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
             # The first layers are the last in the backward.
             layer = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
             hook = layer.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
-        result = forward(self, input_ids, *arguments, **named)
+        result = forward(self, **cell)
         if hook is not None:
             hook.remove()
         return result

@@ -1,12 +1,15 @@
 """Samples end to end are computed as transformers computes each of them alone."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from common import load_script
 from transformers import BertConfig, BertForSequenceClassification
 
-from recipes.attention import Rows, bert_first_tokens, rows_of
+from recipes import attention
+from recipes.attention import bert_wanted, cell_of, rows_of
 
 SHAPE = {"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20}
 CASES = {"ragged": [5, 1, 9, 2], "equal": [4, 4], "one": [7]}
@@ -18,25 +21,22 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
     config = BertConfig(**(SHAPE | none | changes), num_labels=3, initializer_range=0.5, max_position_embeddings=16)
     model = BertForSequenceClassification(config).double()
     if kernel is not None:
-        model.set_attn_implementation(f"unpadded_{kernel}")
+        attention.unpad(model, kernel)
     return model
 
 
-def cell_of(lengths: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:
-    """Tokens and kinds of each sample, and the cell of all."""
-    rng = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(50, (length,), generator=rng) for length in lengths]
-    kinds = [(torch.arange(length) >= length // 2).long() for length in lengths]
-    starts = np.cumsum(lengths) - lengths
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    cell = {
-        "input_ids": torch.cat(tokens)[None],
-        "token_type_ids": torch.cat(kinds)[None],
-        "position_ids": positions[None],
-        "first_index": torch.from_numpy(starts),
-        **rows_of(np.array(lengths)),
-    }
-    return tokens, kinds, cell
+def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
+    """Tokens and kinds of each sample, places wanted, and the cell of all."""
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(50, size=length) for length in lengths]
+    halves = [length // 2 for length in lengths]
+    kinds = [(torch.arange(length) >= half).long() for length, half in zip(lengths, halves, strict=True)]
+    places = {
+        "first": [np.zeros(1, int) for _ in lengths],
+        "some": [np.sort(rng.permutation(length)[: length // 2 + 1]) for length in lengths],
+        "all": [np.arange(length) for length in lengths],
+    }[wanted]
+    return list(map(torch.from_numpy, tokens)), kinds, places, cell_of(tokens, halves, places)
 
 
 def gradient(model) -> torch.Tensor:
@@ -47,7 +47,7 @@ def gradient(model) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
-    tokens, kinds, cell = cell_of(CASES[case])
+    tokens, kinds, _, cell = samples_of(CASES[case], "first")
     labels = torch.arange(len(tokens)) % 3
     theirs, ours = build(), build(kernel)
     pairs = zip(tokens, kinds, strict=True)
@@ -63,26 +63,47 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     assert torch.allclose(logits, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-def test_all_hidden_states_are_those_of_each_sample_alone(kernel):
-    tokens, kinds, cell = cell_of(CASES["ragged"])
+def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
+    """What torch's kernel of that name computes, on a CPU."""
+    parts = []
+    for (start_q, stop_q), (start_k, stop_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        assert 0 < stop_q - start_q <= longest_q
+        assert 0 < stop_k - start_k <= longest_k
+        scores = torch.einsum("qhd,khd->hqk", q[start_q:stop_q], k[start_k:stop_k]) * scale
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start_k:stop_k]))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("wanted", ["first", "some", "all"])
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
+    tokens, kinds, places, cell = samples_of(CASES["ragged"], wanted)
     ours, theirs = build(kernel).bert, build().bert
-    rows = Rows(len(tokens), cell.pop("source"), cell.pop("place"), cell.pop("is_token"))
-    first_index = cell.pop("first_index")
-    hidden = ours(**cell, rows=rows).last_hidden_state[0]
-    expected = [
-        theirs(of[None], token_type_ids=kind[None]).last_hidden_state[0] for of, kind in zip(tokens, kinds, strict=True)
-    ]
-    assert torch.allclose(hidden, torch.cat(expected), rtol=1e-11)
-    assert torch.allclose(
-        hidden[first_index], bert_first_tokens(ours, **cell, first_index=first_index, rows=rows), rtol=1e-11
+    hidden = bert_wanted(ours, **cell)
+    expected = torch.cat(
+        [
+            theirs(of[None], token_type_ids=kind[None]).last_hidden_state[0][place]
+            for of, kind, place in zip(tokens, kinds, places, strict=True)
+        ]
     )
+    assert torch.allclose(hidden, expected, rtol=1e-11)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (hidden * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if not name.startswith("pooler"):
+            assert (mine.grad - other.grad).norm() < 1e-12 * gradient_norm(theirs), name
+
+
+def gradient_norm(model) -> torch.Tensor:
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_dropout_is_at_work_in_training_only(kernel):
-    _, _, cell = cell_of(CASES["ragged"])
-    model = build(kernel, attention_probs_dropout_prob=0.5)
+    *_, cell = samples_of(CASES["ragged"], "first")
+    model = build(attention_probs_dropout_prob=0.5)
     sums = load_script("finetune_classifier").ClassificationSums(model)
     labels = torch.zeros(4, dtype=torch.int64)
     first, second = (sums.train()(**cell, labels=labels)[0] for _ in range(2))
@@ -93,7 +114,9 @@ def test_dropout_is_at_work_in_training_only(kernel):
 
 def test_rows():
     rows = rows_of(np.array([1, 3, 2]))
-    assert rows["place"].tolist() == [0, 3, 4, 5, 6, 7]
-    assert rows["source"].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0]
-    assert rows["is_token"].squeeze().tolist() == [[True, False, False], [True, True, True], [True, True, False]]
-    assert rows_of(np.array([2, 2]))["is_token"] is None
+    assert rows.ends.tolist() == [0, 1, 4, 6]
+    assert rows.place.tolist() == [0, 3, 4, 5, 6, 7]
+    assert rows.source.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0]
+    assert rows.is_token.squeeze().tolist() == [[True, False, False], [True, True, True], [True, True, False]]
+    assert (rows.num_samples, rows.longest) == (3, 3)
+    assert rows_of(np.array([2, 2])).is_token is None

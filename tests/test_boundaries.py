@@ -55,6 +55,7 @@ FLOORS = [
         "capacity",
         "checkpoint",
         "evaluation",
+        "kernels",
         "launch",
         "plots",
         "pytest_plugin",

@@ -255,13 +255,14 @@ def test_a_cell(pairs):
     kinds = [[0] * sample.first + [1] * (sample.length - sample.first) for sample in samples]
     assert cell["token_type_ids"][0].tolist() == [kind for of in kinds for kind in of]
     assert cell["position_ids"][0].tolist() == [place for sample in samples for place in range(sample.length)]
-    assert (cell["input_ids"][0][cell["first_index"]] == train.tokenizer.cls_token_id).all()
+    assert cell["input_ids"][0][cell["wanted"]].tolist() == [train.tokenizer.cls_token_id] * 3
+    assert cell["wanted_ends"].tolist() == [0, 1, 2, 3]
     assert cell["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
     assert cell["labels"].tolist() == [sample.label for sample in samples]
     assert cell["counts"].tolist() == [3]
     assert train.collate(samples[:1])["is_token"] is None
     empty = train.collate([])
-    assert len(empty["first_index"]) == 1
+    assert len(empty["wanted"]) == 1
     assert empty["labels"].tolist() == [-100]
     assert empty["counts"].tolist() == [0]
 

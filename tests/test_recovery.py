@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from common import ROOT, all_metrics, metrics, samples_of_steps, tiny_argv
+from common import ROOT, all_metrics, metrics, samples_in, samples_of_steps, tiny_argv
 from safetensors.torch import load_file
 from test_checkpoint import same_weights
 from test_equivalence import parameters, relative
@@ -32,10 +32,10 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
     """Let cells of more than `num_samples()` samples run out of memory."""
     forward = scripts[program].PretrainingSums.forward
 
-    def limited(self, input_ids, *arguments, **named):
-        if torch.is_grad_enabled() and len(input_ids) > num_samples():
+    def limited(self, **cell):
+        if torch.is_grad_enabled() and samples_in(cell) > num_samples():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, input_ids, *arguments, **named)
+        return forward(self, **cell)
 
     with monkeypatch.context() as patch:
         patch.setattr(scripts[program].PretrainingSums, "forward", limited)
@@ -84,7 +84,8 @@ def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the rehearsal first
     with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
-    assert list(json.loads(capacity.FILE.read_text()).values()) == [[0, 2]], "2 samples at once are known not to fit"
+    (known,) = json.loads(capacity.FILE.read_text()).values()
+    assert (known["fits"], known["fails"]) == (0, 2), "2 samples at once are known not to fit"
     plain = train("plain", flags + " --learning_rate 5e-3")
     assert [event["per_device_train_batch_size"] for event in events(shrinking)] == [5, 3, 2, 1]
     assert samples_of_steps(shrinking) == samples_of_steps(plain)

@@ -140,13 +140,13 @@ def test_the_worst_cell_is_the_longest_with_gradients_and_moments(train, monkeyp
     assert seen == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', '{"a": {"fits": "b"}}', "\x00"])
 def test_a_cache_that_cannot_be_read_is_done_without(train, tries, text):
     capacity.FILE.write_text(text)
     train("run", "--global_batch_size 4 --stop_after_step 1")
     assert tries == [4]
     (known,) = json.loads(capacity.FILE.read_text()).values()
-    assert known == [4, None]
+    assert known == {"fits": 4, "fails": None, "way": None, "at_once": None}
 
 
 def test_another_recipe_precision_or_kernel_is_another_question(train, tries):

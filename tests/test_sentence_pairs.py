@@ -116,20 +116,23 @@ def test_special_tokens_inside_a_text_are_not_masked(pairs):
 def test_collate(pairs):
     drawn = [pairs.draw(0, sample_id) for sample_id in range(7)]
     cell = pairs.collate(drawn)
-    longest = max(pair.length for pair in drawn)
-    assert cell["input_ids"].shape == cell["token_type_ids"].shape == cell["attention_mask"].shape == (7, longest)
-    assert cell["attention_mask"].sum(1).tolist() == [pair.length for pair in drawn]
-    assert (cell["input_ids"][cell["attention_mask"] == 0] == pairs.tokenizer.pad_token_id).all()
-    assert cell["token_type_ids"].sum(1).tolist() == [len(pair.second) + 1 for pair in drawn]
+    lengths = [pair.length for pair in drawn]
+    starts = np.cumsum(lengths) - lengths
+    assert cell["input_ids"].shape == cell["token_type_ids"].shape == (1, sum(lengths))
+    assert cell["is_token"].sum((1, 2, 3)).tolist() == lengths
+    assert cell["position_ids"][0].tolist() == [place for length in lengths for place in range(length)]
+    second = [[place >= len(pair.first) + 2 for place in range(pair.length)] for pair in drawn]
+    assert cell["token_type_ids"][0].tolist() == np.concatenate(second).tolist()
     assert cell["counts"].tolist() == [len(cell["masked_labels"]), 7]
-    assert cell["attention_mask"].flatten()[cell["masked_index"]].all()
-    row, pair = 3, drawn[3]
-    _, places, labels = pairs.mask(pair)
-    mine = cell["masked_index"] // longest == row
-    assert (cell["masked_index"][mine] % longest).tolist() == places.tolist()
-    assert cell["masked_labels"][mine].tolist() == labels.tolist()
+    assert cell["wanted"][cell["first_index"]].tolist() == starts.tolist()
+    masked = [pairs.mask(pair) for pair in drawn]
+    places = np.concatenate([of + start for (_, of, _), start in zip(masked, starts, strict=True)])
+    assert cell["wanted"][cell["masked_index"]].tolist() == places.tolist()
+    assert cell["wanted_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
+    assert cell["input_ids"][0].tolist() == np.concatenate([tokens for tokens, _, _ in masked]).tolist()
+    assert cell["masked_labels"].tolist() == np.concatenate([labels for _, _, labels in masked]).tolist()
     assert cell["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
-    assert pairs.collate(drawn[:1])["attention_mask"] is None
+    assert pairs.collate(drawn[:1])["is_token"] is None
 
 
 def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs, script):
@@ -150,17 +153,19 @@ def test_masked_places_alone_give_the_published_model_its_own_loss(pairs, script
     recipe, _ = run.parse(TINY, "bert_pretraining", "")
     torch.manual_seed(0)
     bert = script.build_model(recipe).double().train()
-    cell = pairs.collate([pairs.draw(0, sample_id) for sample_id in range(9)])
+    drawn = [pairs.draw(0, sample_id) for sample_id in range(9)]
+    shape = (9, max(pair.length for pair in drawn))
+    ids, kinds, is_token = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    labels = torch.full(shape, -100)
+    for row, pair in enumerate(drawn):
+        tokens, places, targets = pairs.mask(pair)
+        ids[row, : pair.length], is_token[row, : pair.length] = torch.from_numpy(tokens), 1
+        kinds[row, len(pair.first) + 2 : pair.length] = 1
+        labels[row, places] = torch.from_numpy(targets)
+    next_sentence = torch.tensor([pair.is_random for pair in drawn])
+    theirs = bert(ids, is_token, kinds, labels=labels, next_sentence_label=next_sentence).loss
+    cell = pairs.collate(drawn)
     counts = cell.pop("counts")
-    labels = torch.full(cell["input_ids"].shape, -100).flatten()
-    labels[cell["masked_index"]] = cell["masked_labels"]
-    theirs = bert(
-        cell["input_ids"],
-        cell["attention_mask"],
-        cell["token_type_ids"],
-        labels=labels.view(cell["input_ids"].shape),
-        next_sentence_label=cell["next_sentence_label"],
-    ).loss
     sums, _ = script.PretrainingSums(bert)(**cell)
     assert (sums / counts).sum().item() == pytest.approx(theirs.item(), rel=1e-12)
 

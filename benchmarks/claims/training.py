@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
+from recipes.attention import bert_wanted, unpad
 from recipes.data import images, sentence_pairs
 from recipes.optim import AccumulatingAdamW, AccumulatingSGD
 from recipes.order import Order
@@ -110,8 +111,7 @@ class Documentation(Task):
         recipe = load("bert_small_cpu", settings["recipe"])
         train, held_out = sentence_pairs.build(recipe)
         torch.manual_seed(seed)
-        self.model = BertForPreTraining(BertConfig(**recipe.architecture))
-        self.model.set_attn_implementation("eager")
+        self.model = unpad(BertForPreTraining(BertConfig(**recipe.architecture)))
         self.cells = _cells(train, settings, seed, 1000 * seed)  # other pairs and masks for every seed
         number = min(len(held_out), settings["held_out"])
         self.held_out = [
@@ -120,10 +120,11 @@ class Documentation(Task):
         ]
 
     def logits(self, model: nn.Module, cell: Cell) -> tuple[Tensor, Tensor]:
-        hidden, pooled = model.bert(
-            cell["input_ids"], cell["attention_mask"], cell["token_type_ids"], return_dict=False
-        )
-        return model.cls.predictions(hidden.flatten(0, 1)[cell["masked_index"]]), model.cls.seq_relationship(pooled)
+        targets = ("first_index", "masked_index", "masked_labels", "next_sentence_label")
+        tokens = {name: value for name, value in cell.items() if name not in targets}
+        hidden = bert_wanted(model.bert, **tokens)
+        pooled = model.bert.pooler(hidden[cell["first_index"]][:, None])
+        return model.cls.predictions(hidden[cell["masked_index"]]), model.cls.seq_relationship(pooled)
 
     def losses(self, model, cell):
         tokens, pairs = self.logits(model, cell)

@@ -23,7 +23,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from recipes.attention import rows_of
+from recipes.attention import cell_of
 from recipes.data import documents
 from recipes.data.arrow import ListColumn
 from recipes.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
@@ -280,29 +280,20 @@ class LabelledTexts:
         """A cell of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
-            input_ids, token_type_ids, position_ids: int64 [1, M].
-            first_index: int64 [S], places of the [CLS].
-            source, place, is_token: see `attention.rows_of`.
+            of the tokens, the first of each sample wanted: see `attention.cell_of`.
             labels: int64 [S], a sample without a label has -100; float32 [S] when labels are numbers, NaN without one.
             counts: int64 [1], samples.
         """
         counts = torch.tensor([len(texts)])
         nothing = IGNORED if self.classes is not None else np.nan
         texts = texts or [Text(0, np.full(2, self.tokenizer.sep_token_id), 2, nothing)]
-        lengths = np.array([text.length for text in texts])
-        starts = np.cumsum(lengths) - lengths
-        position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-        is_second = position_ids >= np.repeat([text.first for text in texts], lengths)
-        input_ids = np.concatenate([text.tokens for text in texts])
         labels = torch.tensor(
             [text.label for text in texts], dtype=torch.float32 if self.classes is None else torch.int64
         )
         return {
-            "input_ids": torch.from_numpy(input_ids.astype(np.int64))[None],
-            "token_type_ids": torch.from_numpy(is_second.astype(np.int64))[None],
-            "position_ids": torch.from_numpy(position_ids)[None],
-            "first_index": torch.from_numpy(starts),
-            **rows_of(lengths),
+            **cell_of(
+                [text.tokens for text in texts], [text.first for text in texts], [np.zeros(1, np.int64)] * len(texts)
+            ),
             "labels": labels,
             "counts": counts,
         }

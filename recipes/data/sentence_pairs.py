@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from recipes.attention import cell_of
 from recipes.data.arrow import ListColumn
 from recipes.data.documents import load_split, split_sentences
 from recipes.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
@@ -195,37 +196,29 @@ class SentencePairs:
         return tokens, places, labels
 
     def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples, padded to their longest T; no samples make one row without targets.
+        """A cell of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            input_ids, token_type_ids: int64 [S, T].
-            attention_mask: int64 [S, T], 1 on tokens; None when nothing is padded.
-            masked_index: int64 [M], places of the masked tokens in the flattened [S * T].
+            of the tokens, the first and the masked ones of each sample wanted: see `attention.cell_of`.
+            first_index: int64 [S], places of the first tokens among the wanted.
+            masked_index: int64 [M], those of the masked tokens.
             masked_labels: int64 [M].
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
         """
-        lengths = [pair.length for pair in pairs] or [NUM_SPECIAL]
-        shape = (len(lengths), max(lengths))
-        input_ids = np.full(shape, self.tokenizer.pad_token_id, np.int64)
-        token_type_ids, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        index, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        attention_mask[0, : lengths[0]] = 1
-        for row, pair in enumerate(pairs):
-            tokens, places, targets = self.mask(pair)
-            input_ids[row, : len(tokens)] = tokens
-            token_type_ids[row, len(pair.first) + 2 : len(tokens)] = 1
-            attention_mask[row, : len(tokens)] = 1
-            index.append(places + row * shape[1])
-            labels.append(targets)
+        nothing = Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)
+        tokens, places, labels = zip(*(self.mask(pair) for pair in pairs or [nothing]), strict=True)
+        wanted = [np.concatenate([[0], of]) for of in places]
+        num_wanted = np.array([len(of) for of in wanted])
+        is_masked = np.ones(num_wanted.sum(), bool)
+        is_masked[np.cumsum(num_wanted) - num_wanted] = False
         masked_labels = np.concatenate(labels)
         return {
-            "input_ids": torch.from_numpy(input_ids),
-            "token_type_ids": torch.from_numpy(token_type_ids),
-            "attention_mask": None if min(lengths) == shape[1] else torch.from_numpy(attention_mask),
-            "masked_index": torch.from_numpy(np.concatenate(index)),
+            **cell_of(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
+            "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
+            "masked_index": torch.from_numpy(np.flatnonzero(is_masked)),
             "masked_labels": torch.from_numpy(masked_labels),
-            "next_sentence_label": torch.tensor([pair.is_random for pair in pairs] or [IGNORED]),
+            "next_sentence_label": torch.tensor([pair.is_random for pair in pairs or [nothing]]),
             "counts": torch.tensor([len(masked_labels), len(pairs)]),
         }
 

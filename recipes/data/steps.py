@@ -126,6 +126,20 @@ class Steps(Dataset):
             num_cells=sum(len(cell) > 0 for cells in parts for cell in cells),
         )
 
+    def cells_of(self, step: int, num_samples: int, at_once: int) -> list[Cell]:
+        """The first samples of a step, cut as one process would whose largest cell is `at_once` samples of max_length."""
+        _, _, samples, lengths = self._draw(step)
+        places = partition(lengths[:num_samples], 1, *self.caps_of(at_once))[0]
+        cells = [self.source.collate([samples[place] for place in cell]) for cell in places]
+        return [{name: value for name, value in cell.items() if name != "counts"} for cell in cells]
+
+    def caps_of(self, at_once: int) -> tuple[int, int | None]:
+        """per_device_train_batch_size and max_tokens of cells that cost no more than `at_once` samples of max_length: as
+        many, or as many tokens, where samples have tokens."""
+        if self.source.max_length == 1:
+            return at_once, None
+        return self.layout.shares[0], at_once * self.source.max_length
+
     def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:
         epochs, ids = self.order.samples(step)
         samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
@@ -159,8 +173,7 @@ class Steps(Dataset):
     @property
     def longest_at_once(self) -> int:
         """Most samples of the greatest length in one cell."""
-        share = -(-self.layout.global_batch_size // self.layout.num_processes)
-        most = min(share, self.layout.per_device_train_batch_size)
+        most = min(self.layout.shares[0], self.layout.per_device_train_batch_size)
         return most if self.max_tokens is None else min(most, self.max_tokens // self.source.max_length)
 
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:

@@ -1,0 +1,154 @@
+"""Which of several ways to compute a model, all of them the same step, is the fastest here.
+
+`--speed auto` measures forward and backward of the same few samples by every way, in turns, before anything is prepared, and
+remembers the fastest (`capacity`). `--speed safe` takes the first way, so that a run can be repeated bit by bit. Between ways
+is rounding only: one whose gradient is not that of the first is not taken, and the log says so. The processes measure
+together, and their mean counts, so that all choose the same.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from recipes.capacity import is_out_of_memory, recall
+from recipes.data.steps import Cell, SampleSource, to_device
+from recipes.launch import is_sharded
+from recipes.recipe import Recipe
+from recipes.run import RunSettings
+
+Ways = Mapping[str, Callable[[], None]]
+"""Name -> what makes the model compute that way. The first is the safe one."""
+
+ROUNDS, SECONDS = 5, 3.0
+"""Most measurements of each way, and seconds after which no round begins."""
+GAIN = 1.03
+"""How much faster than the first a way must be: less may be noise."""
+SAMPLES, UNITS = 16, 4096
+"""Most samples, and most tokens, that ways are compared on."""
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
+"""Largest |g - g_first| / |g_first| of a way's gradient, by the type that is computed in."""
+
+
+def choose(
+    accelerator: Accelerator, recipe: Recipe, settings: RunSettings, model: nn.Module, source: SampleSource, ways: Ways
+) -> None:
+    """Make the model compute the fastest way. Called by all processes, before `launch.prepare`.
+
+    Args:
+        accelerator, recipe, settings: of this run.
+        model: returns a cell's summed losses [terms] first; not yet wrapped.
+        source: of its samples.
+        ways: at least one.
+    """
+    name, *others = ways
+    if settings.speed == "auto" and others and not is_sharded(accelerator):
+        capacity = recall(accelerator, recipe, settings)
+        if capacity.way not in ways:
+            capacity.way = _fastest(accelerator, model, source, ways)
+            if accelerator.is_main_process:
+                capacity.write()
+        name = capacity.way
+    ways[name]()
+    if others:
+        accelerator.print(f"kernels: {name} (--speed {settings.speed})")
+
+
+def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
+    """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
+
+    Called by all processes; what they measure is averaged.
+    """
+    found: dict[Hashable, list[float]] = {name: [] for name in computations}
+    start = time.perf_counter()
+    for _ in range(1 + ROUNDS):
+        for name, compute in computations.items():
+            _wait(accelerator)
+            before = time.perf_counter()
+            compute()
+            _wait(accelerator)
+            found[name].append(time.perf_counter() - before)
+        is_over = torch.tensor(float(time.perf_counter() - start > SECONDS), device=accelerator.device)
+        if accelerator.reduce(is_over, reduction="sum").item():
+            break
+    least = torch.tensor([min(seconds) for seconds in found.values()], device=accelerator.device)
+    means = accelerator.reduce(least, reduction="mean")
+    return dict(zip(found, means.tolist(), strict=True))
+
+
+def fastest(seconds: Mapping[Hashable, float]) -> Hashable:
+    """The fastest, or the first if that is hardly slower.
+
+    >>> fastest({"eager": 1.0, "sdpa": 0.99}), fastest({"eager": 1.0, "sdpa": 0.9})
+    ('eager', 'sdpa')
+    """
+    first, best = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
+    return best if seconds[first] > GAIN * seconds[best] else first
+
+
+def _wait(accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize(accelerator.device)
+
+
+def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, ways: Ways) -> str:
+    number = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
+    cell = source.collate([source.draw(0, place) for place in range(number)])
+    cell.pop("counts")
+    model.to(accelerator.device)
+    cell, was_training = to_device(cell, accelerator.device), model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        good = _same(accelerator, model, cell, ways)
+        model.train()
+
+        def computation(take: Callable[[], None]) -> Callable[[], None]:
+            return lambda: (take(), _compute(accelerator, model, cell))
+
+        seconds = measure(accelerator, {name: computation(ways[name]) for name in good})
+    model.train(was_training)
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    return fastest(seconds)
+
+
+def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) -> list[str]:
+    """The ways that all processes can compute, and whose gradient, without dropout, is that of the first."""
+    model.eval()
+    precision = accelerator.mixed_precision
+    kind = precision if precision != "no" else str(next(model.parameters()).dtype).removeprefix("torch.")
+    first, expected, problems = next(iter(ways)), None, {}
+    for name, take in ways.items():
+        take()
+        try:
+            found = _gradient(accelerator, model, cell)
+            expected = found if expected is None else expected
+            distance = ((found - expected).norm() / expected.norm()).item()
+            if not distance <= TOLERANCE[kind]:
+                problems[name] = f"its gradient is {distance:.1e} of its size away from that of {first}"
+        except (RuntimeError, NotImplementedError) as error:
+            if name == first and not is_out_of_memory(error):
+                raise
+            problems[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    failed = torch.tensor([name in problems and name != first for name in ways], device=accelerator.device).int()
+    failed = accelerator.reduce(failed, reduction="sum").tolist()
+    for name, problem in problems.items():
+        accelerator.print(f"kernels: not {name}: {problem}")
+    return [name for name, times in zip(ways, failed, strict=True) if not times]
+
+
+def _compute(accelerator: Accelerator, model: nn.Module, cell: Cell) -> None:
+    with accelerator.autocast():
+        sums, *_ = model(**cell)
+    sums.sum().backward()
+
+
+def _gradient(accelerator: Accelerator, model: nn.Module, cell: Cell) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    _compute(accelerator, model, cell)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found

@@ -1,0 +1,183 @@
+"""The fastest way is taken, where it is the same step."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_steps
+from test_equivalence import parameters, relative
+from torch import nn
+
+from recipes import capacity, kernels, launch
+from recipes.recipe import load
+
+PROGRAMS = [*TINIES]
+
+
+class Model(nn.Module):
+    """Scales its input: 2 x, one way or another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.seconds, self.factor = 0.0, 2.0
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        if self.factor is None:
+            raise NotImplementedError("no such kernel")
+        return self.drop(self.norm(self.layer(x))).square().sum()[None] * self.factor, None
+
+
+class Source:
+    max_length = 1
+
+    def __len__(self):
+        return 40
+
+    def draw(self, epoch, sample_id):
+        return torch.arange(4) * 0.1 * (sample_id - 3)
+
+    def collate(self, rows):
+        assert len(rows) == kernels.SAMPLES
+        return {"x": torch.stack(rows), "counts": torch.tensor([len(rows)])}
+
+
+def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto") -> None:
+    """Ways: name -> seconds, factor."""
+    fresh_accelerator()
+
+    def take(seconds, factor):
+        model.seconds, model.factor = seconds, factor
+
+    taken = {name: (lambda values=values: take(*values)) for name, values in ways.items()}
+    settings = SimpleNamespace(speed=speed, dtype="float32")
+    accelerator = launch.create_accelerator("no")
+    kernels.choose(accelerator, load("bert_small_cpu"), settings, model, Source(), taken)
+
+
+def test_the_fastest_is_taken_and_remembered(capsys, monkeypatch):
+    model = Model()
+    choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)})
+    assert (model.seconds, "kernels: fast (--speed auto)" in capsys.readouterr().out) == (0.0, True)
+    (known,) = json.loads(capacity.FILE.read_text()).values()
+    assert known["way"] == "fast"
+    monkeypatch.setattr(kernels, "measure", None)  # cannot be called
+    choose(model, {"slow": (0.004, 2.0), "fast": (0.001, 2.0)})
+    assert model.seconds == 0.001
+    choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)}, speed="safe")
+    assert model.seconds == 0.004
+    assert "kernels: slow (--speed safe)" in capsys.readouterr().out
+
+
+def test_one_that_is_gone_is_not_taken():
+    model = Model()
+    choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)})
+    choose(model, {"slow": (0.004, 2.0), "other": (0.002, 2.0)})
+    assert model.seconds == 0.002
+
+
+@pytest.mark.parametrize(
+    ("factor", "problem"),
+    [
+        (2.001, "its gradient is 5.0e-04 of its size away from that of slow"),
+        (None, "NotImplementedError: no such kernel"),
+    ],
+)
+def test_a_way_that_is_another_step_is_not_taken(capsys, factor, problem):
+    model = Model()
+    choose(model, {"slow": (0.004, 2.0), "wrong": (0.0, factor), "right": (0.002, 2.0)})
+    assert (model.seconds, model.factor) == (0.002, 2.0)
+    assert f"kernels: not wrong: {problem}" in capsys.readouterr().out
+
+
+def test_the_only_way_is_not_measured(capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "measure", None)
+    model = Model()
+    choose(model, {"only": (0.001, 2.0)})
+    assert model.seconds == 0.001
+    assert capsys.readouterr().out == ""
+
+
+def test_no_trace_is_left():
+    model = Model().eval()
+    before, noise = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    choose(model, {"slow": (0.001, 2.0), "fast": (0.0, 2.0)})
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert noise.equal(torch.get_rng_state())
+    assert not model.training
+
+
+@pytest.fixture
+def quarters(monkeypatch):
+    """Whatever is measured, the third of several sizes or ways is the fastest; the lists that were measured."""
+    measured = []
+
+    def measure(accelerator, computations):
+        measured.append(list(computations))
+        for compute in computations.values():
+            compute()
+        return {name: abs(number - 2) + 1.0 for number, name in enumerate(computations)}
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    return measured
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_auto_is_the_same_step_as_safe(train, quarters, program):
+    """Losses and parameters within rounding, the samples the same, in smaller cells."""
+    flags = "--global_batch_size 12 --record_samples --dtype float64 --max_train_steps 6"
+    safe = train("safe", flags, program=program)
+    assert not quarters
+    auto = train("auto", f"{flags} --speed auto", program=program)
+    assert quarters[-1] == [12, 6, 3, 1]
+    of_auto, of_safe = ([line["loss"] for line in metrics(folder)] for folder in (auto, safe))
+    assert of_auto == pytest.approx(of_safe, rel=1e-9)
+    assert relative(parameters(auto, ""), parameters(safe, "")) < 1e-9
+    assert samples_of_steps(auto) == samples_of_steps(safe)
+    assert not [line for line in all_metrics(auto) if "event" in line]
+    times = len(quarters)
+    again = train("again", f"{flags} --speed auto", program=program)
+    assert len(quarters) == times, "remembered"
+    assert samples_of_steps(again) == samples_of_steps(safe)
+
+
+def sizes(output_dir) -> list[int]:
+    return [len(json.loads(line)["samples"]) for line in (output_dir / "samples.jsonl").open()]
+
+
+def test_cells_are_cut_by_tokens(train, quarters, capsys):
+    flags = "--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto"
+    auto = train("auto", flags)
+    assert "cells: at most 144 tokens at once (--speed auto)" in capsys.readouterr().out  # 3 x 48
+    assert max(sizes(auto)) >= 3
+    assert len(sizes(auto)) > 2
+
+
+@pytest.mark.parametrize(
+    "given", ["--per_device_train_batch_size 12", "--gradient_accumulation_steps 1", "--per_device_train_tokens 5760"]
+)
+def test_what_is_given_is_not_cut_smaller(train, quarters, given):
+    auto = train("auto", f"--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto {given}")
+    assert all("eager" in names for names in quarters), "only kernels"
+    assert sizes(auto) == [12, 12]
+
+
+def test_batch_normalisation_is_not_cut_smaller(train, quarters):
+    flags = "--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto --normalization batch"
+    auto = train("auto", flags, program="train_image_classifier")
+    assert all("channels_last" in names for names in quarters)
+    assert sizes(auto) == [12, 12]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_processes_choose_the_same(train, train_on):
+    flags = "--global_batch_size 13 --dtype float64 --record_samples --max_train_steps 4"
+    two = train_on(2, {"two": f"{flags} --speed auto"}) / "two"
+    one = train("one", flags)
+    assert relative(parameters(two, ""), parameters(one, "")) < 1e-9
+    assert samples_of_steps(two) == samples_of_steps(one)
