@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from recipes.optim import Accumulating
 
@@ -26,9 +28,10 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
         counts: int64 [terms], targets in this process's cells.
 
     Returns:
-        int64 [terms] on the accelerator's device; the host does not wait for it.
+        int64 [terms] on the accelerator's device. It is waited for when it is used, after the first forward, not before.
     """
-    return accelerator.reduce(counts.to(accelerator.device, non_blocking=True), reduction="sum")
+    counts = counts.to(accelerator.device, non_blocking=True)
+    return counts if accelerator.num_processes == 1 else all_reduce(counts, "sum", dist.group.WORLD)
 
 
 def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:

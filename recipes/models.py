@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from recipes.errors import UsageError
@@ -70,6 +71,33 @@ def causal_ways(
     first = causal_attention(device, mixed_precision, length)
     names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
     return {name: partial(model.set_attn_implementation, name) for name in names}
+
+
+def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """GPT-2's last hidden states, [S, T, width].
+
+    As its own forward computes them, which looks for documents in the positions, on the host: it waits for the device in every
+    micro-step.
+
+    Args:
+        gpt2: transformers' GPT2Model.
+        input_ids: int64 [S, T].
+        position_ids: int64 [S, T], from 0 at the start of every document, where attention does not pass; None: 0, 1, ...
+    """
+    length, kernel = input_ids.shape[1], gpt2.config._attn_implementation
+    places = torch.arange(length, device=input_ids.device)
+    hidden = gpt2.drop(gpt2.wte(input_ids) + gpt2.wpe(places[None] if position_ids is None else position_ids))
+    mask = None  # sdpa looks left by itself
+    if position_ids is not None or kernel == "eager":
+        mask = (places <= places[:, None])[None, None]
+        if position_ids is not None:
+            document = (position_ids == 0).cumsum(1)[:, None]
+            mask = mask & (document[..., None] == document[:, :, None])
+        if kernel == "eager":
+            mask = hidden.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(hidden.dtype).min)
+    for block in gpt2.h:
+        hidden = block(hidden, attention_mask=mask, use_cache=False)
+    return gpt2.ln_f(hidden)
 
 
 @torch.no_grad()

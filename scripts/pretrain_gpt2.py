@@ -35,9 +35,7 @@ class PretrainingSums(nn.Module):
 
     def forward(self, input_ids, position_ids, labels, label_index) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss and, when evaluating, correct predictions, both [1]. See TokenBlocks.collate."""
-        # Positions that start anew are how transformers knows where attention must not pass.
-        outputs = self.gpt2.transformer(input_ids, position_ids=position_ids, use_cache=False)
-        hidden = outputs.last_hidden_state.flatten(0, 1)
+        hidden = models.gpt2_hidden(self.gpt2.transformer, input_ids, position_ids).flatten(0, 1)
         hidden = hidden if label_index is None else hidden[label_index]
         loss_sum, num_correct = losses.linear_cross_entropy(hidden, self.gpt2.lm_head.weight, labels)
         return loss_sum[None], num_correct[None]

@@ -15,7 +15,7 @@ from common import ROOT, fresh_accelerator, metrics
 from recipes import accumulate, launch
 
 COUNT_REDUCTIONS = """
-import json, os, sys
+import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -33,15 +33,20 @@ def hook(state, bucket):
     return dist.all_reduce(bucket.buffer().div_(accelerator.num_processes), async_op=True).get_future().then(
         lambda future: future.value()[0])
 model.register_comm_hook(None, hook)
-collectives, all_reduce = [], dist.all_reduce
-dist.all_reduce = lambda tensor, *args, **kwargs: (collectives.append(tensor.numel()), all_reduce(tensor, *args, **kwargs))[1]
+collectives = []
+def noting(all_reduce):
+    return lambda tensor, *args, **kwargs: (collectives.append(tensor.numel()), all_reduce(tensor, *args, **kwargs))[1]
+dist.all_reduce, accumulate.all_reduce = noting(dist.all_reduce), noting(accumulate.all_reduce)
 
 data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
 cells = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [data[7:10]]  # k = 4 here, 1 there
 result = []
 for step in range(2):
     reduced.clear(), collectives.clear()
+    while rank == 1 and not (out / f"begun-{step}").exists():  # for ever, if the other process waited for the counts
+        time.sleep(0.01)
     counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(cell) for cell in cells)]))
+    (out / f"begun-{step}").touch()
     for cell in accumulate.micro_steps(accelerator, cells):
         with accelerator.accumulate(model):
             loss = model(cell).pow(2).sum() / counts[0]
