@@ -60,13 +60,13 @@ check: venv ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: venv ## time the loop against the barest one; writes benchmarks/results/
-	$(BIN)/python benchmarks/overhead.py
+bench: venv ## training speed beside Trainer, Accelerate's loop and Lightning: hours; FLAGS="--rounds 2"; writes benchmarks/results/bench.*
+	$(BIN)/python benchmarks/run.py $(FLAGS)
 
 bench-images: venv ## images per second beside a plain loop and transformers' Trainer; writes benchmarks/results/images.*
 	$(BIN)/python benchmarks/images.py
 
-bench-finetuning: venv ## accuracy on film reviews and tokens per second beside Trainer: TRAIN_FILE=reviews.csv
+bench-finetuning: venv ## accuracy on film reviews however the step is cut: TRAIN_FILE=reviews.csv
 	$(BIN)/python benchmarks/finetuning.py --train_file $(TRAIN_FILE)
 
 bench-batch-norm: venv ## what cutting batch normalisation does, and what exactness costs; writes docs/exactness.md, too

@@ -27,6 +27,9 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
+
 import accelerate
 import numpy as np
 import torch
@@ -36,15 +39,15 @@ import yaml
 from PIL import Image
 from shakespeare import Program
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import ResNetConfig, ResNetForImageClassification
+from workloads import Samples
 
 from recipes.data import captchas, images
 from recipes.networks import CaptchaReader
 from recipes.recipe import load
 from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = {
     "captcha_cpu": "train_captcha.py",
     "resnet_digits_cpu": "train_image_classifier.py",
@@ -60,20 +63,6 @@ WARM_UP = 5
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the peers train
-
-
-class Samples(Dataset):
-    """One image at a time, as a DataLoader wants them: channels first."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        cell = self.source.collate([self.source.draw(0, place)])
-        return {"pixel_values": cell["pixel_values"][0].contiguous(), "labels": cell["labels"][0]}
 
 
 class WithLoss(nn.Module):

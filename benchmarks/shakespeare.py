@@ -60,7 +60,7 @@ class Program:
 
     def __init__(self, words: list[str], folder: Path, log: Path, threads: int):
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        self.words, self.log, self.seconds = words, log, 0.0
+        self.words, self.log, self.turns = words, log, []
         self.process = subprocess.Popen(
             words, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -74,13 +74,24 @@ class Program:
             self.process.wait(seconds)
         if not self.done:
             os.killpg(self.process.pid, signal.SIGSTOP)
-        self.seconds += time.perf_counter() - start
+        self.turns.append((start, time.perf_counter()))
         if self.process.returncode:
             sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
 
     @property
     def done(self) -> bool:
         return self.process.poll() is not None
+
+    @property
+    def seconds(self) -> float:
+        """In which it ran."""
+        return sum(end - start for start, end in self.turns)
+
+    def kill(self) -> None:
+        """End it at once, stopped or not."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def prepare_nanogpt(checkout: Path, work: Path, train_file: Path) -> None:

@@ -1,0 +1,59 @@
+"""What our step costs at least: forward, backward and optimizer step over collated cells, and nothing else.
+
+STAMPS SCRIPT FLAGS. The script prepares all as for itself: model, kernels, optimizer, caps. When it would draw its first step,
+the first steps are drawn in advance and taken again and again, until this process is ended: no clipping, no log, no schedule,
+no Accelerate. The learning rate is tiny, so that nothing diverges; it does not change the time.
+"""
+
+import runpy
+import sys
+
+import torch
+from clock import Clock
+
+from recipes import launch, losses
+from recipes.data.steps import Steps
+from recipes.recipe import Recipe, load
+
+NUM_STEPS, LEARNING_RATE = 20, 1e-6
+
+
+def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
+    """Let the run of a recipe in this process take bare steps, `num_steps` of them or endlessly."""
+    prepare, found = launch.prepare, {}
+
+    def keep(accelerator, model, optimizer):
+        prepared = prepare(accelerator, model, optimizer)
+        found.update(accelerator=accelerator, prepared=prepared)
+        return prepared
+
+    def stream(steps: Steps, first: int, *_):
+        accelerator, (prepared, optimizer) = found["accelerator"], found["prepared"]
+        model, optimizer = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), optimizer.optimizer
+        bf16 = torch.autocast("cpu", torch.bfloat16, enabled=accelerator.mixed_precision == "bf16")
+        weights = torch.tensor(list(recipe.loss_weights.values()))
+        is_image = recipe.unit == "image"
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
+        data, number = [steps[first + place] for place in range(NUM_STEPS)], 0
+        while number != num_steps:
+            step = data[number % NUM_STEPS]
+            for cell in step.cells:
+                with bf16:
+                    sums, _ = model(**cell)
+                loss = losses.weighted_loss(sums, step.counts, weights)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.collated(step.num_samples if is_image else step.num_tokens)
+            clock.step(loss.item())
+            number += 1
+        return iter(())
+
+    launch.prepare, Steps.stream = keep, stream
+
+
+if __name__ == "__main__":
+    strip(Clock(sys.argv[1]), load(sys.argv[sys.argv.index("--recipe") + 1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

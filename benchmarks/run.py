@@ -1,0 +1,433 @@
+"""Training speed beside what others use: real tokens (or images) per second of every program on every workload.
+
+    make bench                                          # everything; hours on 2 cores
+    python benchmarks/run.py --workloads classifier --precisions bf16 --rounds 3
+    python benchmarks/run.py --workloads shakespeare --nanogpt CHECKOUT --shakespeare input.txt
+
+Same model class, shape, samples, global batch, precision, learning rate, clipping and threads; every program as its users
+run it (benchmarks/peers/, a file each), in a process of its own. The programs of a workload and a precision are started
+together and run in turns (SIGSTOP, SIGCONT; see shakespeare.py), so that a machine whose speed changes is the same for all.
+Every program stamps the end of every optimizer step. After the first steps come the rounds: one turn for every program, long
+enough for at least three whole steps, in an order that rotates.
+
+- Rate of a program in a round: tokens without padding (or images) of the steps that lie wholly inside its turn, per second.
+- Ratio: ours / the other's in the same round; median, smallest and largest of the rounds.
+- Memory: largest resident memory of the process that trains (VmHWM), all that came before the first step included.
+- Time to a loss: seconds in which a program ran, in its turns, until the mean loss of 20 steps fell to a value that all
+  reached. One run of one seed: a rough number.
+
+What runs beside ours: transformers' Trainer, with random batches and with its two samplers that pad less; the loop of
+Accelerate's documentation; Lightning; and the floor, which is the step of our own script without anything around it.
+
+Results of workloads and precisions that are not run are kept from the old file.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / "benchmarks" / "peers"
+sys.path.insert(0, str(PEERS))
+
+import clock
+import torch
+import workloads
+import yaml
+from clock import Stamp
+from images import write_photographs
+from shakespeare import NANOGPT_FLAGS, Program, prepare_nanogpt
+
+from recipes.data.documents import load_documents
+from recipes.recipe import Recipe, load
+from recipes.workload import SCRIPTS
+
+WARM_UP, WHOLE_STEPS, WINDOW = 5, 3, 20
+# Title -> file in peers/ and its last arguments.
+PROGRAMS = {
+    "ours": ("ours",),
+    "Trainer": ("trainer", "random"),
+    "Trainer, grouped": ("trainer", "group_by_length"),
+    "Trainer, rebalanced": ("trainer", "batch_rebalance"),
+    "Accelerate loop": ("accelerate_loop",),
+    "Lightning": ("lightning_loop",),
+    "nanoGPT": ("nanogpt",),
+    "floor": ("floor",),
+}
+USUAL = ("ours", "Trainer", "Accelerate loop", "Lightning", "floor")
+RAGGED = ("ours", "Trainer", "Trainer, grouped", "Trainer, rebalanced", "Accelerate loop", "Lightning", "floor")
+ENDLESS = {
+    "max_train_steps": 10**6,
+    "lr_scheduler_type": "constant",
+    "num_warmup_steps": 20,
+    "validation_fraction": 0.0,
+}
+REMARKS = """\
+- Programs: benchmarks/peers/. Every step is one micro-batch, as its users would take it where memory allows, but for
+  "rebalanced". All read the loss of every step, which on a CPU is there.
+- Trainer, grouped: group_by_length brings texts of like length together into a batch. That is another training: a batch is no
+  random draw any more. Trainer, rebalanced: batch_rebalance sorts the samples of a random batch into micro-batches. With one
+  process and no accumulation there is one micro-batch and nothing to sort, so here it has k = 4; BERT's heads ignore
+  num_items_in_batch, so that its gradient is 4 times the batch's, which clipping and AdamW hide.
+- Attention of the peers: eager where it was the faster one of transformers' (bf16 at lengths up to 256), sdpa elsewhere.
+- AdamW and SGD are fused, but for Lightning in bf16 with clipping: it refuses to clip the gradients of a fused optimizer.
+- GPT-2: ours predicts all tokens of a block, from the next block's first one; transformers' loss all but the first.
+- Floor: the cells of our script, collated in advance, with its kernels and its cut; its memory holds the script's rehearsal.
+- Not measured: Composer (mosaicml 0.32.1 needs torch below 2.7.1, and does not install beside torch 2.13).
+"""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workloads
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of which recipe it is a change, and who trains it.
+
+    Attributes:
+        values: what its recipe holds, with `extends`; WORK stands for the folder of `write_data`.
+        programs: titles.
+        precisions: of the launch.
+        turn: least seconds of a turn.
+        to_loss: whether the time to a loss is told.
+        needs: flags without which it is left out.
+    """
+
+    values: dict[str, Any]
+    programs: tuple[str, ...] = USUAL
+    precisions: tuple[str, ...] = ("no", "bf16")
+    turn: float = 3.0
+    to_loss: bool = False
+    needs: tuple[str, ...] = ()
+
+
+BERT = {"extends": "bert_small_cpu", "num_hidden_layers": 4, "global_batch_size": 64}
+RAGGED_BERT = BERT | {"short_seq_probability": 1.0}  # real documents, cut to all lengths
+FULL_BERT = BERT | {"short_seq_probability": 0.0, "dataset_name": None, "train_file": ["WORK/joined.jsonl"]}
+GPT2 = {"extends": "gpt2_124m", "dataset_name": "builtin/python_docs", "tokenizer_name": None}
+RESNET = {"extends": "WORK/resnet18_photographs.yaml", "label_smoothing": 0.0, "num_train_samples": 128}
+REVIEWS = {"extends": "finetune_reviews_cpu", "train_file": ["WORK/reviews.csv"]}
+CHARACTERS = {"extends": "gpt2_shakespeare_char_cpu", "train_file": ["WORK/shakespeare.txt"]}
+WORKLOADS = {
+    "bert_ragged_8192": Workload(RAGGED_BERT | {"vocab_size": 8192}, RAGGED, turn=10.0, to_loss=True),
+    "bert_ragged_30522": Workload(RAGGED_BERT | {"vocab_size": 30522}, RAGGED),
+    "bert_full_8192": Workload(FULL_BERT | {"vocab_size": 8192}),
+    "bert_full_30522": Workload(FULL_BERT | {"vocab_size": 30522}),
+    "gpt2": Workload(GPT2 | {"block_size": 256, "global_batch_size": 4}),
+    "classifier": Workload({"extends": "finetune_small_cpu"}, RAGGED, turn=10.0, to_loss=True),
+    "reviews": Workload(REVIEWS, RAGGED, turn=10.0, to_loss=True, needs=("reviews",)),
+    "resnet18": Workload(RESNET),
+    "shakespeare": Workload(CHARACTERS, ("ours", "nanoGPT", "floor"), ("no",), needs=("nanogpt", "shakespeare")),
+}
+
+
+def write_data(work: Path, arguments: argparse.Namespace) -> None:
+    """What the workloads train on that has to be made or copied."""
+    documents = load_documents(train_file=None, dataset_name="builtin/python_docs")["text"]
+    joined = ["\n".join(documents[start::8]) for start in range(8)]  # so long that only their ends are short samples
+    lines = [json.dumps({"text": text}) + "\n" for text in joined]
+    (work / "joined.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_photographs(work)
+    if arguments.reviews:
+        shutil.copy(arguments.reviews, work / "reviews.csv")
+    if arguments.shakespeare and arguments.nanogpt:
+        shutil.copy(arguments.shakespeare, work / "shakespeare.txt")
+        prepare_nanogpt(arguments.nanogpt.resolve(), work, arguments.shakespeare.resolve())
+
+
+def write_recipe(name: str, work: Path) -> Path:
+    """The folder of a workload, with its recipe.yaml; training does not end."""
+    folder = work / name
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump(WORKLOADS[name].values | ENDLESS).replace("WORK", str(work))
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def attention(recipe: Recipe, precision: str) -> str:
+    """The kernel of transformers that is the faster one for the peers on a CPU."""
+    length = getattr(recipe, "block_size", None) or getattr(recipe, "max_seq_length", 0)
+    return "eager" if precision == "bf16" and length <= 256 else "sdpa"
+
+
+def start(title: str, folder: Path, precision: str, threads: int) -> Program:
+    """A program that trains the workload of a folder; its stamps are in TITLE.stamps there."""
+    file, *last = PROGRAMS[title]
+    recipe, words = load(str(folder / "recipe.yaml")), [sys.executable]
+    stamps, work = folder / f"{title}.stamps", folder.parent
+    if file in ("ours", "floor"):
+        words += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
+        words += ["--mixed_precision", precision, str(PEERS / f"{file}.py"), str(stamps)]
+        words += [str(ROOT / "scripts" / SCRIPTS[recipe.task]), "--recipe", str(folder / "recipe.yaml")]
+        words += ["--output_dir", str(folder / title), "--overwrite_output_dir"]
+    elif file == "nanogpt":
+        words += [str(PEERS / "nanogpt.py"), str(stamps), str(recipe.global_batch_size * recipe.block_size), "train.py"]
+        words += [*NANOGPT_FLAGS, "--max_iters=1000000", "--eval_interval=1000000"]
+        return Program(words, work / "nanogpt", folder / f"{title}.log", threads)
+    else:
+        words += [str(PEERS / f"{file}.py"), str(folder), str(stamps), precision, attention(recipe, precision), *last]
+    return Program(words, work, folder / f"{title}.log", threads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stamps and turns
+
+
+Turn = tuple[float, float]
+
+
+def inside(stamps: list[Stamp], turn: Turn) -> list[Stamp]:
+    """The stamps of a turn: the step that ends with the first began before it, all others lie wholly inside."""
+    return [stamp for stamp in stamps if turn[0] <= stamp.time <= turn[1]]
+
+
+def rate(stamps: list[Stamp], turn: Turn) -> float:
+    """Units per second of the steps wholly inside a turn."""
+    first, *whole = inside(stamps, turn)
+    return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
+
+
+def own_time(turns: list[Turn], time: float) -> float:
+    """Seconds in which a program had run at a time."""
+    return sum(min(end, time) - begin for begin, end in turns if begin < time)
+
+
+def running_means(stamps: list[Stamp]) -> list[float]:
+    """Mean loss of every `WINDOW` steps in a row."""
+    losses = [stamp.loss for stamp in stamps]
+    return [statistics.mean(losses[at : at + WINDOW]) for at in range(len(losses) - WINDOW + 1)]
+
+
+def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) -> dict[str, Any] | None:
+    """The loss that all programs reached, and of each when it did: its own seconds, those since its first step, its steps.
+
+    None where a program has taken too few steps.
+    """
+    means = {title: running_means(of) for title, of in stamps.items()}
+    if not all(means.values()):
+        return None
+    value = math.ceil(1000 * max(min(of) for of in means.values())) / 1000
+    found: dict[str, Any] = {"loss": value, "programs": {}}
+    for title, of in means.items():
+        place = next(number for number, mean in enumerate(of) if mean <= value) + WINDOW - 1
+        seconds, first = (own_time(turns[title], stamps[title][step].time) for step in (place, 0))
+        found["programs"][title] = {"seconds": seconds, "training": seconds - first, "steps": place + 1}
+    return found
+
+
+def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
+    """Median seconds of a step, stops left out, without the first step."""
+    ends = [own_time(turns, stamp.time) for stamp in stamps]
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The comparison
+
+
+def peak_memory(process: int) -> float:
+    """GB: the largest resident memory that a process ever had."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
+
+
+def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
+    """A turn of that many seconds, longer if it does not hold enough whole steps."""
+    program.turn(seconds)
+    begin = program.turns[-1][0]
+    while len(inside(clock.read(stamps)[1], (begin, math.inf))) <= WHOLE_STEPS:
+        program.turn(seconds / 2)
+    return begin, program.turns[-1][1]
+
+
+def measure(name: str, precision: str, titles: list[str], num_rounds: int, work: Path, threads: int) -> dict[str, Any]:
+    """A row of the results."""
+    workload, folder = WORKLOADS[name], write_recipe(name, work)
+    data = workloads.prepare(folder)
+    programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
+    try:
+        for title in titles:
+            files[title].unlink(missing_ok=True)
+            programs[title] = start(title, folder, precision, threads)
+        for title, program in programs.items():
+            while len(clock.read(files[title])[1]) <= WARM_UP:
+                program.turn(1.0)
+        slowest = max(step_seconds(clock.read(files[title])[1], of.turns) for title, of in programs.items())
+        turn = max(workload.turn, (WHOLE_STEPS + 2) * slowest)
+        held: dict[str, list[Turn]] = {title: [] for title in titles}
+        for number in range(num_rounds):
+            place = number % len(titles)
+            for title in titles[place:] + titles[:place]:
+                held[title].append(take_turn(programs[title], files[title], turn))
+        processes, stamps = {}, {}
+        for title in titles:
+            processes[title], stamps[title] = clock.read(files[title])
+        memory = {title: peak_memory(process) for title, process in processes.items()}
+    finally:
+        for program in programs.values():
+            program.kill()
+    row = {"workload": name, "precision": precision, "unit": load(str(folder / "recipe.yaml")).unit, "data": data}
+    row |= {"turn": turn, "rates": {title: [rate(stamps[title], one) for one in held[title]] for title in titles}}
+    row |= {"memory": memory, "to_loss": None}
+    if workload.to_loss:
+        learners = [title for title in titles if title != "floor"]
+        turns = {title: programs[title].turns for title in learners}
+        row["to_loss"] = times_to_loss({title: stamps[title] for title in learners}, turns)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="none: all whose files are given")
+    parser.add_argument("--precisions", nargs="+", default=["no", "bf16"], choices=["no", "bf16"])
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, help="beside ours")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--reviews", type=Path, help="labelled film reviews (docs/finetuning.md), for workload reviews")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of github.com/karpathy/nanoGPT, for shakespeare")
+    parser.add_argument("--shakespeare", type=Path, help="tiny Shakespeare, for shakespeare")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "bench")
+    arguments = parser.parse_args()
+    possible = [name for name, of in WORKLOADS.items() if all(getattr(arguments, flag) for flag in of.needs)]
+    names = arguments.workloads or possible
+    if missing := set(names) - set(possible):
+        parser.error("; ".join(f"{name} needs --{' and --'.join(WORKLOADS[name].needs)}" for name in sorted(missing)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
+    file = arguments.output.with_suffix(".json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_data(work, arguments)
+        for name in names:
+            for precision in (one for one in WORKLOADS[name].precisions if one in arguments.precisions):
+                titles = [one for one in WORKLOADS[name].programs if one == "ours" or one in arguments.programs]
+                row = measure(name, precision, titles, arguments.rounds, work, arguments.threads)
+                row |= about(arguments.threads)
+                rows = [old for old in rows if (old["workload"], old["precision"]) != (name, precision)] + [row]
+                rows.sort(key=lambda row: (list(WORKLOADS).index(row["workload"]), row["precision"] != "no"))
+                file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+                arguments.output.with_suffix(".md").write_text(markdown(rows))
+                draw(rows, arguments.output.with_suffix(".png"))
+                print(markdown([row]), file=sys.stderr)
+    print(markdown(rows))
+
+
+def about(threads: int) -> dict[str, str]:
+    """The command and where it ran."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "lightning"))
+    kernel = torch.backends.cpu.get_cpu_capability()
+    where = f"{platform.machine()}, {threads} threads, {kernel}, Python {platform.python_version()}"
+    words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
+    return {"command": " ".join(words), "machine": f"{where}, {versions}"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+
+
+def ratios(row: dict[str, Any], title: str) -> list[float]:
+    """Ours / the other's, of each round."""
+    return [a / b for a, b in zip(row["rates"]["ours"], row["rates"][title], strict=True)]
+
+
+def peers_of(rows: list[dict]) -> list[str]:
+    """The programs beside ours, in the order of `PROGRAMS`."""
+    return [title for title in PROGRAMS if title != "ours" and any(title in row["rates"] for row in rows)]
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def markdown(rows: list[dict]) -> str:
+    peers, heads = peers_of(rows), ["workload", "precision"]
+    speed, memory, data, to_loss = [], [], [], []
+    for row in rows:
+        where = [row["workload"], row["precision"]]
+        cells = [_spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
+        speed.append([*where, f"{_spread(row['rates']['ours'], ',.0f')} {row['unit']}s", *cells])
+        cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
+        memory.append([*where, *cells])
+        if row["to_loss"]:
+            by_title = row["to_loss"]["programs"]
+            cells = [_to_loss(by_title[title]) if title in by_title else "-" for title in ("ours", *peers)]
+            to_loss.append([*where, f"{row['to_loss']['loss']:.3f}", *cells])
+        described = [row["workload"], _data(row["data"])]
+        data += [described] if described not in data else []
+    commands = dict.fromkeys(f"`{row['command']}`: {row['machine']}" for row in rows)
+    num_rounds = ", ".join(map(str, sorted({len(row["rates"]["ours"]) for row in rows})))
+    text = (
+        "# Training speed beside other programs\n\n"
+        "Generated by `make bench` (benchmarks/run.py, which says what is compared and how); do not edit.\n\n"
+        "Tokens without padding, or images, per second; ours / the other's, above 1 where ours is faster. Medians (smallest to "
+        f"largest) of {num_rounds} rounds.\n\n"
+        f"{table([*heads, 'ours, per second', *(f'ours / {title}' for title in peers)], speed)}\n"
+        "Largest resident memory of the process that trains, GB:\n\n"
+        f"{table([*heads, 'ours', *peers], memory)}\n"
+    )
+    if to_loss:
+        text += (
+            f"Seconds until the mean loss of {WINDOW} steps fell to a value that all reached: from the start of the process "
+            "(from its first step; steps). One run, one seed:\n\n"
+            f"{table([*heads, 'loss', 'ours', *peers], to_loss)}\n"
+        )
+    text += f"Data:\n\n{table(['workload', 'samples'], data)}\n{REMARKS}\n"
+    return text + "".join(f"{line}\n" for line in commands)
+
+
+def _spread(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def _to_loss(found: dict[str, float]) -> str:
+    return f"{found['seconds']:.0f} ({found['training']:.0f}; {found['steps']})"
+
+
+def _data(data: dict[str, Any]) -> str:
+    if "mean_length" not in data:
+        return f"{data['samples']:,}"
+    return (
+        f"{data['samples']:,} of {data['mean_length']:.0f} tokens in the mean, {data['longest']:.0%} of the greatest length, "
+        f"{data['padding']:.0%} padding in a random batch; tokenizer of {data['pieces']:,} entries"
+    )
+
+
+def draw(rows: list[dict], file: Path) -> None:
+    """Ratios as bars, a group per workload and precision, with their smallest and largest."""
+    from matplotlib.figure import Figure
+
+    peers = peers_of(rows)
+    figure = Figure(figsize=(2 + 1.1 * len(rows), 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(ylabel="real tokens (images) per second, ours / other")
+    for number, title in enumerate(peers):
+        places = [place for place, row in enumerate(rows) if title in row["rates"]]
+        each = [ratios(rows[place], title) for place in places]
+        middle = [statistics.median(one) for one in each]
+        spread = [[m - min(one) for m, one in zip(middle, each, strict=True)]]
+        spread += [[max(one) - m for m, one in zip(middle, each, strict=True)]]
+        at = [place + 0.8 * (number + 0.5) / len(peers) - 0.4 for place in places]
+        axes.bar(at, middle, 0.8 / len(peers), yerr=spread, label=title, error_kw={"lw": 0.8})
+    axes.axhline(1, color="black", lw=0.8)
+    names = [f"{row['workload']}\n{row['precision']}" for row in rows]
+    axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)
+    axes.legend(fontsize=8, ncols=len(peers), loc="upper center", bbox_to_anchor=(0.5, 1.12))
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()

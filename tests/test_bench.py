@@ -1,0 +1,181 @@
+"""benchmarks/run.py: the arithmetic of stamps and turns, what is written, and one step of every peer."""
+
+import importlib
+import json
+import math
+import shlex
+
+import pytest
+from common import ROOT, fresh_accelerator, load_script, tiny_argv
+
+from recipes import launch, report, run
+from recipes.data.steps import Steps
+from recipes.recipe import load
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Modules of benchmarks/ and benchmarks/peers/ by name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
+    return importlib.import_module
+
+
+@pytest.fixture
+def bench(module):
+    return module("run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stamps and turns
+
+
+def test_a_stamp_is_read_as_it_was_written(module, tmp_path):
+    clock = module("clock")
+    assert clock.read(tmp_path / "none") == (None, [])
+    written = clock.Clock(tmp_path / "stamps")
+    for units in (3, 4, 5):
+        written.collated(units)
+    written.step(1.5, num_batches=2)
+    written.step(math.pi)
+    with (tmp_path / "stamps").open("a") as file:
+        file.write("123.4 5")  # is being written
+    process, stamps = clock.read(tmp_path / "stamps")
+    assert process > 0
+    assert [(stamp.units, stamp.loss) for stamp in stamps] == [(7, 1.5), (5, 3.14159)]
+    assert stamps[0].time <= stamps[1].time
+
+
+def test_steps_that_straddle_a_border_are_not_counted(bench):
+    # Turns [0, 10] and [20, 30]; the step that ends at 22 began in the first turn, the one that ends at 51 in the second.
+    stamps = [
+        bench.Stamp(time, units, 0.0) for time, units in [(2, 100), (5, 30), (9, 40), (22, 999), (24, 8), (51, 9)]
+    ]
+    assert bench.rate(stamps, (0, 10)) == pytest.approx((30 + 40) / (9 - 2))
+    assert bench.rate(stamps, (20, 30)) == pytest.approx(8 / (24 - 22))
+
+
+def test_own_time_is_that_of_its_turns(bench):
+    turns = [(0.0, 10.0), (20.0, 30.0), (50.0, 51.0)]
+    assert [bench.own_time(turns, time) for time in (4, 10, 15, 22, 60)] == [4, 10, 10, 12, 21]
+    stamps = [bench.Stamp(time, 1, 0.0) for time in (5, 8, 21, 25)]
+    assert bench.step_seconds(stamps, turns) == 3  # of 3, 2 + 1, 4
+
+
+def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
+    monkeypatch.setattr(bench, "WINDOW", 2)
+    stamps = {
+        "ours": [bench.Stamp(time, 1, loss) for time, loss in enumerate([9, 5, 3, 1, 1])],
+        "slow": [bench.Stamp(10 + 2 * time, 1, loss) for time, loss in enumerate([9, 5, 3])],
+    }
+    turns = {"ours": [(0, 2), (7, 9)], "slow": [(10, 20)]}
+    found = bench.times_to_loss(stamps, turns)
+    assert found["loss"] == 4
+    assert found["programs"] == {
+        "ours": {"seconds": 2, "training": 2, "steps": 3},
+        "slow": {"seconds": 4, "training": 4, "steps": 3},
+    }
+    assert bench.times_to_loss({"ours": stamps["ours"], "slow": stamps["slow"][:1]}, turns) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+
+
+def row(workload: str, precision: str, **more) -> dict:
+    rates = {"ours": [100.0, 120.0, 90.0], "Trainer": [50.0, 40.0, 60.0], "floor": [125.0, 120.0, 100.0]}
+    data = {"samples": 1234, "pieces": 99, "mean_length": 61.2, "padding": 0.385, "longest": 0.1}
+    known = {"workload": workload, "precision": precision, "unit": "token", "data": data, "turn": 3.0, "rates": rates}
+    known |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
+    return known | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
+
+
+def test_the_tables(bench, tmp_path, drawn):
+    to_loss = {"loss": 7.5, "programs": {"ours": {"seconds": 61.4, "training": 40.2, "steps": 33}}}
+    rows = [row("gpt2", "no"), row("classifier", "bf16", to_loss=to_loss)]
+    del rows[1]["rates"]["Trainer"], rows[1]["memory"]["Trainer"]
+    lines = bench.markdown(rows).splitlines()
+    assert "| workload | precision | ours, per second | ours / Trainer | ours / floor |" in lines
+    ours, floor = "100 (90 to 120) tokens", "0.90 (0.80 to 1.00)"
+    assert f"| gpt2 | no | {ours} | 2.00 (1.50 to 3.00) | {floor} |" in lines
+    assert f"| classifier | bf16 | {ours} | - | {floor} |" in lines
+    assert "| gpt2 | no | 1.00 | 2.35 | 0.50 |" in lines
+    assert "| classifier | bf16 | 7.500 | 61 (40; 33) | - | - |" in lines
+    assert any(line.startswith("| gpt2 | 1,234 of 61 tokens in the mean, 10% of the greatest") for line in lines)
+    assert lines[-1] == "`python benchmarks/run.py`: a machine"
+    bench.draw(rows, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "task", ["bert_pretraining", "gpt2_pretraining", "text_classification", "image_classification"]
+)
+def test_workloads_are_recipes(bench, tmp_path, task):
+    """Of every task, and endless."""
+    (tmp_path / "resnet18_photographs.yaml").write_text("extends: resnet50_imagenet_4xt4\nnum_labels: 2\n")
+    recipes = [load(str(bench.write_recipe(name, tmp_path) / "recipe.yaml")) for name in bench.WORKLOADS]
+    mine = [recipe for recipe in recipes if recipe.task == task]
+    assert mine
+    assert all(recipe.max_train_steps == 10**6 and recipe.num_warmup_steps == 20 for recipe in mine)
+    assert not any("WORK" in json.dumps(recipe.train_file) for recipe in mine if hasattr(recipe, "train_file"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The peers
+
+
+@pytest.fixture
+def folder(module, corpus, tmp_path, monkeypatch):
+    """The tiny BERT of the tests as a workload that was prepared."""
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path, "--global_batch_size 8 --num_warmup_steps 1 --seed 3")
+    recipe, _ = run.parse(argv, "bert_pretraining", "")
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    found = module("workloads").prepare(tmp_path)
+    assert 0 < found["padding"] < 1
+    assert found["mean_length"] < 48
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("peer", "sampling"),
+    [("trainer", []), ("trainer", ["batch_rebalance"]), ("accelerate_loop", []), ("lightning_loop", [])],
+)
+def test_a_peer_counts_the_tokens_of_its_steps(module, folder, peer, sampling):
+    """Every stamp holds what the model saw in that step, whatever was loaded ahead."""
+    clock, seen = module("clock"), []
+    stamps = clock.Clock("stamps")
+    work = module("workloads").build(folder, "eager", stamps)
+    work.model.register_forward_pre_hook(lambda _, args, batch: seen.append(batch["attention_mask"]), with_kwargs=True)
+    fresh_accelerator()
+    module(peer).train(work, "no", stamps, 3, *sampling)
+    k = len(seen) // 3
+    assert k == (4 if sampling else 1)
+    masks = [seen[k * step : k * step + k] for step in range(3)]
+    stamped = clock.read(folder / "stamps")[1]
+    assert [stamp.units for stamp in stamped] == [sum(int(mask.sum()) for mask in of) for of in masks]
+    assert [sum(map(len, of)) for of in masks] == [8, 8, 8]
+    assert stamped[0].loss == pytest.approx(math.log(600) + math.log(2), rel=0.1)
+
+
+def test_the_floor_takes_our_steps(module, folder, monkeypatch):
+    """The first step's loss and tokens are those of our script, and further steps are taken."""
+    clock, recipe = module("clock"), load(str(folder / "recipe.yaml"))
+    script = load_script("pretrain_bert")
+    argv = shlex.split("--recipe recipe.yaml --stop_after_step 2 --output_dir")
+    for kept, name in ((report.RunLog, "step"), (launch, "prepare"), (Steps, "stream")):
+        monkeypatch.setattr(kept, name, getattr(kept, name))  # undone after the test
+    fresh_accelerator()
+    module("ours").stamp(clock.Clock("ours.stamps"))
+    script.main([*argv, "ours"])
+    fresh_accelerator()
+    module("floor").strip(clock.Clock("floor.stamps"), recipe, num_steps=2)
+    script.main([*argv, "floor"])
+    (ours, floor) = (clock.read(folder / f"{name}.stamps")[1] for name in ("ours", "floor"))
+    assert [stamp.units for stamp in ours] == [stamp.units for stamp in floor]
+    lines = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    assert [(s.units, pytest.approx(s.loss, rel=1e-5)) for s in ours] == [
+        (line["tokens"], line["loss"]) for line in lines if "loss" in line
+    ]
+    assert floor[0].loss == pytest.approx(ours[0].loss, rel=1e-5)
+    assert floor[1].loss != pytest.approx(floor[0].loss, rel=1e-5)
