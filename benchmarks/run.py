@@ -360,7 +360,8 @@ def markdown(rows: list[dict]) -> str:
     for row in rows:
         where = [row["workload"], row["precision"]]
         cells = [_spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
-        speed.append([*where, f"{_spread(row['rates']['ours'], ',.0f')} {row['unit']}s", *cells])
+        form = ",.0f" if max(row["rates"]["ours"]) >= 100 else ".1f"
+        speed.append([*where, f"{_spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
         cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
         memory.append([*where, *cells])
         if row["to_loss"]:
@@ -412,7 +413,7 @@ def draw(rows: list[dict], file: Path) -> None:
     from matplotlib.figure import Figure
 
     peers = peers_of(rows)
-    figure = Figure(figsize=(2 + 1.1 * len(rows), 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(max(9, 1.1 * len(rows)), 5), dpi=120, layout="constrained")
     axes = figure.add_subplot(ylabel="real tokens (images) per second, ours / other")
     for number, title in enumerate(peers):
         places = [place for place, row in enumerate(rows) if title in row["rates"]]
@@ -425,7 +426,7 @@ def draw(rows: list[dict], file: Path) -> None:
     axes.axhline(1, color="black", lw=0.8)
     names = [f"{row['workload']}\n{row['precision']}" for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)
-    axes.legend(fontsize=8, ncols=len(peers), loc="upper center", bbox_to_anchor=(0.5, 1.12))
+    figure.legend(fontsize=8, ncols=len(peers), loc="outside upper center")
     figure.savefig(file)
 
 

@@ -19,4 +19,5 @@ if __name__ == "__main__":
 
     register_optimizer_step_post_hook(stamp)
     sys.argv = sys.argv[3:]
+    sys.path.insert(0, "")  # where train.py finds its model
     runpy.run_path(sys.argv[0], run_name="__main__")
