@@ -50,6 +50,7 @@ from clock import Stamp
 from images import write_photographs
 from shakespeare import NANOGPT_FLAGS, Program, prepare_nanogpt
 
+from recipes import models
 from recipes.data.documents import load_documents
 from recipes.recipe import Recipe, load
 from recipes.workload import SCRIPTS
@@ -81,6 +82,8 @@ REMARKS = """\
   random draw any more. Trainer, rebalanced: batch_rebalance sorts the samples of a random batch into micro-batches. With one
   process and no accumulation there is one micro-batch and nothing to sort, so here it has k = 4; BERT's heads ignore
   num_items_in_batch, so that its gradient is 4 times the batch's, which clipping and AdamW hide.
+- Learning rate: the recipe's, constant after 20 steps of warm-up. Peers see the pairs and blocks of epoch 0 in every epoch,
+  masked anew by transformers' collator.
 - Attention of the peers: eager where it was the faster one of transformers' (bf16 at lengths up to 256), sdpa elsewhere.
 - AdamW and SGD are fused, but for Lightning in bf16 with clipping: it refuses to clip the gradients of a fused optimizer.
 - GPT-2: ours predicts all tokens of a block, from the next block's first one; transformers' loss all but the first.
@@ -158,9 +161,9 @@ def write_recipe(name: str, work: Path) -> Path:
 
 
 def attention(recipe: Recipe, precision: str) -> str:
-    """The kernel of transformers that is the faster one for the peers on a CPU."""
+    """The kernel of transformers that is the faster one for the peers."""
     length = getattr(recipe, "block_size", None) or getattr(recipe, "max_seq_length", 0)
-    return "eager" if precision == "bf16" and length <= 256 else "sdpa"
+    return models.causal_attention(torch.device("cpu"), precision, length)
 
 
 def start(title: str, folder: Path, precision: str, threads: int) -> Program:

@@ -158,8 +158,10 @@ def test_a_peer_counts_the_tokens_of_its_steps(module, folder, peer, sampling):
     assert stamped[0].loss == pytest.approx(math.log(600) + math.log(2), rel=0.1)
 
 
-def test_the_floor_takes_our_steps(module, folder, monkeypatch):
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
     """The first step's loss and tokens are those of our script, and further steps are taken."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     clock, recipe = module("clock"), load(str(folder / "recipe.yaml"))
     script = load_script("pretrain_bert")
     argv = shlex.split("--recipe recipe.yaml --stop_after_step 2 --output_dir")
