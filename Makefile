@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-scaling bench-memory bench-accumulation claims audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation claims audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ bench-timing: venv ## predict published throughputs, fit the planner's constants
 
 bench-device: venv ## measure this CPU, or these GPUs; writes a device file for `plan --on`: OUTPUT=mine.yaml
 	$(BIN)/python benchmarks/device.py --output $(OUTPUT)
+
+bench-gpu: venv ## time and check training steps on one NVIDIA GPU: at most 8 minutes, no download; writes benchmarks/results/gpu.*
+	$(BIN)/python benchmarks/gpu.py
 
 bench-scaling: venv ## predict communication of 1 to 4 processes beside real runs; writes benchmarks/results/scaling.*
 	$(BIN)/python benchmarks/scaling.py

@@ -1,0 +1,600 @@
+"""Training steps on one NVIDIA GPU: how fast, how near to its products of matrices, and whether they are the exact ones.
+
+    make bench-gpu
+    python benchmarks/gpu.py [--seconds 420] [--only BERT]
+    python benchmarks/gpu.py --tiny     (the same code on small shapes, on a CPU, too: a test, no measurement)
+    python benchmarks/gpu.py --lengths  (make benchmarks/lengths.json anew)
+
+Needs torch, transformers, accelerate and numpy; no data, no network. Text is drawn: token ids by Zipf's law, lengths of
+samples by benchmarks/lengths.json, which real sentence pairs have. Images are noise. The models are those of the catalog,
+without dropout but where a variant says so. Each is computed in a plain way, in a fast one, and in the fast one compiled.
+
+A step is the scripts': cells copied from pinned memory, sums divided by the counts of the whole step, Accelerate's backward,
+clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`, counted by
+torch's sync debug mode). Cells hold as many tokens as are good for the device. Seconds are medians between CUDA events at
+the ends of steps, read when all are done. Work is counted for real tokens only (`flops_of`), and shown as part of what a
+large bfloat16 product reaches on the device in the same run.
+
+Every variant is checked before it is timed, on a few layers of full width and the samples of a step:
+
+- cut: the gradient of the step in several cells, in float32 (images: float64, with batch statistics of the whole step),
+  beside the reference's in one cell: transformers' own layers on padded rows, sdpa by its math kernel. At most 1e-5 (images:
+  1e-9) of its norm. Samples end to end are computed by sdpa here: torch's kernels of variable length are for 16 bits only.
+- bfloat16: the variant's own kernels in several cells (images: one), at most 1.5 times as far from the float32 gradient as
+  the reference's in bfloat16.
+- control: two faults, which the first check must find: k is not undone; each cell divided by its own counts.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import gc
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import accelerate
+import numpy as np
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from gpu_cases import (
+    CASES,
+    LENGTHS,
+    REFERENCE,
+    Case,
+    Step,
+    Variant,
+    build,
+    cases,
+    draw,
+    kernels,
+    make_step,
+    recipe_of,
+    variants,
+)
+from torch import nn
+
+from recipes import accumulate, batch_norm, hardware, losses, optim, transformer
+from recipes.data.steps import to_device
+from recipes.errors import RunError, UsageError, exit_code
+from recipes.recipe import Recipe, load
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+PUBLISHED = ROOT / "benchmarks" / "published.yaml"
+SECONDS = 420  # after which no variant is started
+WINDOW = 4.0  # seconds that are timed, about
+STEPS = (3, 20)  # of a window: at least, at most
+PRODUCT = 8192  # m = n = k of the large product
+EXACT = {"bert": 1e-5, "gpt2": 1e-5, "resnet": 1e-9}
+ROUNDING = 1.5
+FAULTS = ("k is not undone", "each cell by its own counts")
+CUT = 3  # cells of a step that is checked
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+def add_gradients(
+    accelerator: Accelerator,
+    model: Callable[..., torch.Tensor],
+    step: Step,
+    weights: torch.Tensor,
+    fault: str | None = None,
+    correction: Callable[[], torch.Tensor | float] = float,
+) -> torch.Tensor:
+    """The step's gradient, as the scripts add it up over its cells; its mean losses [terms], on the device.
+
+    Args:
+        weights: of the loss, [terms].
+        fault: one of FAULTS.
+        correction: of batch normalisation over the whole step; 0 unless that is checked.
+    """
+    sums, counts = [], accumulate.total_counts(accelerator, torch.stack(step.counts).sum(0))
+    for cell, own in zip(accumulate.micro_steps(accelerator, step.cells), step.counts, strict=True):
+        with accelerator.accumulate(model):
+            sums.append(model(**to_device(cell, accelerator.device)))
+            divisors = own.to(accelerator.device) if fault == FAULTS[1] else counts
+            loss = losses.weighted_loss(sums[-1], divisors, weights) + correction()
+            accelerator.backward(loss * (1 if fault else accumulate.loss_scale(accelerator)))
+            sums[-1] = sums[-1].detach()
+    return torch.stack(sums).sum(0) / counts
+
+
+def take_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    recipe: Recipe,
+    number: int,
+) -> torch.Tensor:
+    """An optimizer step as the scripts take it; its mean losses [terms], on the device."""
+    accumulate.seed_noise(accelerator, recipe.seed, number)
+    mean_losses = add_gradients(accelerator, model, step, loss_weights(recipe, accelerator.device))
+    grad_norm = accumulate.clip(accelerator, optimizer, list(model.parameters()), recipe.max_grad_norm)
+    optimizer.optimizer.found_inf = (~grad_norm.isfinite()).float()
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_losses
+
+
+@functools.cache
+def loss_weights(recipe: Recipe, device: torch.device) -> torch.Tensor:
+    """Weights of the terms of the recipe's loss."""
+    return torch.tensor(list(recipe.loss_weights.values()), device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Is it exact?
+
+
+def gradient(
+    accelerator: Accelerator,
+    case: Case,
+    variant: Variant,
+    samples: list,
+    *,
+    k: int,
+    dtype: torch.dtype,
+    fault: str | None = None,
+) -> torch.Tensor:
+    """[parameters] on the host, of one step on a few layers, in k cells; bfloat16 means autocast.
+
+    Args:
+        fault: one of FAULTS.
+    """
+    device, half = accelerator.device, dtype == torch.bfloat16
+    model = build(case, variant, device, few=True, half=half)
+    model = model if half else model.to(dtype)
+    step, weights = make_step(case, variant, samples, device, sys.maxsize, k), loss_weights(recipe_of(case), device)
+    counts = torch.stack(step.counts).sum(0).to(device)
+
+    def call(**cell: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            return model(**cell)
+
+    whole = batch_norm.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
+    with kernels(case, variant):
+        whole.prepare(step.cells, lambda cell: losses.weighted_loss(call(**to_device(cell, device)), counts, weights))
+        add_gradients(accelerator, call, step, weights, fault, whole.correction)
+        whole.release()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts]).cpu()
+
+
+def relative(found: torch.Tensor, true: torch.Tensor) -> float:
+    """|found - true| / |true|."""
+    true = true.to(torch.promote_types(found.dtype, true.dtype))
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (found - true, true)]
+    return (norms[0] / norms[1]).item()
+
+
+class Checks:
+    """Whether variants of a case compute the step's gradient; what they have in common is computed once."""
+
+    def __init__(self, accelerator: Accelerator, case: Case):
+        self.case, self.gradient = case, functools.partial(gradient, accelerator, case)
+        samples, images = draw(case, 0), case.kind == "resnet"
+        self.samples = samples[: case.checked]
+        self.own = samples if images else self.samples  # of which bfloat16 is checked
+        self.wide = torch.float64 if images else torch.float32
+        self.true = self.gradient(REFERENCE, self.samples, k=1, dtype=self.wide)
+        self.true_of_own = self.gradient(REFERENCE, self.own, k=1, dtype=torch.float32) if images else self.true
+        self.rounding = relative(self.gradient(REFERENCE, self.own, k=1, dtype=torch.bfloat16), self.true_of_own)
+        self.cut = functools.cache(self._cut)
+
+    def _cut(self, variant: Variant, fault: str | None = None) -> float:
+        return relative(self.gradient(variant, self.samples, k=CUT, dtype=self.wide, fault=fault), self.true)
+
+    def __call__(self, variant: Variant) -> dict[str, Any]:
+        """Errors, bounds, and whether all is as it should be."""
+        k, bound = 1 if self.case.kind == "resnet" else CUT, EXACT[self.case.kind]
+        cut = self.cut(Variant("", 0, variant.fast))
+        bf16 = relative(self.gradient(variant, self.own, k=k, dtype=torch.bfloat16), self.true_of_own)
+        controls = {fault: self.cut(Variant("", 0), fault) for fault in FAULTS}  # of the loop, whatever the kernels
+        return {
+            "cut": cut,
+            "cut_bound": bound,
+            "bf16": bf16,
+            "bf16_reference": self.rounding,
+            "bf16_bound": ROUNDING * self.rounding,
+            "controls": controls,
+            "exact": cut <= bound and bf16 <= ROUNDING * self.rounding,
+            "controls_found": all(error > bound for error in controls.values()),
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How fast is it?
+
+
+class Clock:
+    """Moments on the device, read afterwards; on a CPU those of the host."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu, self.moments = device.type == "cuda", []
+
+    def tick(self) -> None:
+        self.moments.append(torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter())
+        if self.on_gpu:
+            self.moments[-1].record()
+
+    def seconds(self) -> list[float]:
+        """Between one moment and the next. Waits for the device."""
+        pairs = list(zip(self.moments, self.moments[1:], strict=False))
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs]
+
+
+def product_rate(device: torch.device, size: int, seconds: float) -> float:
+    """FLOP/s of a square product in bfloat16, the median of windows that take `seconds` together."""
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    count, found = 1, [0.0]
+    while sum(found) < seconds:
+        count, clock = 2 * count, Clock(device)
+        for _ in range(8):
+            clock.tick()
+            for _ in range(count):
+                a @ b
+        found = clock.seconds()
+    return 2 * size**3 * count / statistics.median(found)
+
+
+def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -> dict[str, Any]:
+    """Seconds of a step and what it does, with cells of at most `tokens` tokens."""
+    device, recipe = accelerator.device, recipe_of(case, dropout=variant.dropout)
+    steps = [make_step(case, variant, draw(case, seed), device, tokens) for seed in range(2)]
+    _free(device)
+    model = build(case, variant, device, few=False)
+    optimizer = optim.of_recipe(model, recipe)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    numbers, mean_losses = iter(range(sys.maxsize)), []
+
+    def run(count: int) -> Clock:
+        clock = Clock(device)
+        clock.tick()
+        for number in (next(numbers) for _ in range(count)):
+            data = steps[number % len(steps)]
+            mean_losses.append(take_step(accelerator, model, optimizer, data, recipe, number))
+            clock.tick()
+        return clock
+
+    with kernels(case, variant):
+        (first,) = run(1).seconds()  # compiles, allocates, chooses kernels
+        run(1)  # the other shapes
+        waits = _host_waits(device, lambda: run(1))
+        before = _num_graphs()
+        (seconds,) = run(1).seconds()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        found = run(2 if case.tiny else min(max(STEPS[0], round(WINDOW / seconds)), STEPS[1])).seconds()
+    loss = mean_losses[-1].sum().item()
+    if not math.isfinite(loss):
+        raise RunError(f"the loss is {loss}")
+    median = statistics.median(found)
+    names = ("samples", "tokens", "flops", "flops_done")
+    return {
+        "seconds_per_step": median,
+        "slowest_step": max(found),
+        "steps": len(found),
+        **{f"{name}_per_second": statistics.mean(getattr(step, name) for step in steps) / median for name in names},
+        "samples_per_step": steps[0].samples,
+        "micro_steps": [len(step.cells) for step in steps],
+        "tokens_at_once": tokens,
+        "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        "host_waits": waits,
+        "graphs": _num_graphs(),
+        "graphs_while_timed": _num_graphs() - before,
+        "seconds_of_first_step": first,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "last_loss": loss,
+    }
+
+
+def _host_waits(device: torch.device, call: Callable[[], object]) -> int | None:
+    """How often the host waits for the device in a call; None on a CPU."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen)
+
+
+def _num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every variant of every case, and the published numbers
+
+
+def measure_variant(
+    accelerator: Accelerator, case: Case, variant: Variant, checks: dict[str, Checks]
+) -> dict[str, Any]:
+    """Check and time it, in smaller cells if memory runs out. What goes wrong is a line in the results, and no reason to end.
+
+    Args:
+        checks: of cases by name; one that is not there yet is put there.
+    """
+    start, row, tokens = time.perf_counter(), {"case": case.name, "variant": variant.name}, case.tokens
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    while True:
+        try:
+            if case.name not in checks:
+                checks[case.name] = Checks(accelerator, case)
+            if "check" not in row:
+                row["check"] = checks[case.name](variant)
+            row |= timed(accelerator, case, variant, tokens)
+            break
+        except torch.OutOfMemoryError as error:
+            if tokens <= case.length:
+                row["failed"] = _line(error)
+                break
+            tokens = max(case.length, tokens // 2)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {_line(error)}"
+            break
+        finally:
+            accelerator.free_memory()
+            _free(accelerator.device)
+    return row | {"seconds_in_all": time.perf_counter() - start}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@functools.cache
+def _published() -> dict:
+    return yaml.safe_load(PUBLISHED.read_text())
+
+
+def published(case: Case) -> list[dict[str, Any]]:
+    """The best 16-bit number per device, and its part of what the device reaches in products, by the whole formula."""
+    file, found = _published(), {}
+    for row in file["rows"]:
+        if (row["work"], row.get("length")) not in case.published or row["mixed_precision"] == "no":
+            continue
+        on, length = hardware.parse(row["hardware"]), row.get("length", 1)
+        if on.num_nodes > 1:
+            continue
+        shape, value = file["works"][row["work"]], row["value"] / on.num_processes
+        value /= length if row.get("unit") == "tokens" else 1
+        if "flops" in shape:
+            flops = float(shape["flops"])
+        elif "recipe" in shape:
+            flops = transformer.gpt2(load(shape["recipe"]).architecture, length).flops_per_sample
+        else:
+            of = (shape[name] for name in ("vocabulary", "hidden", "feed_forward", "layers"))
+            flops = transformer.bert_flops(*of, length, row["num_predicted"])
+        key = row["work"], on.device.name
+        if key in found and found[key]["samples_per_second"] >= value:
+            continue
+        reached = on.device.tflops(row["mixed_precision"]) * 1e12 * on.device.reachable
+        found[key] = {
+            "source": row["source"],
+            "work": f"{row['work']}{f', {length}' if 'length' in row else ''}",
+            "hardware": row["hardware"],
+            "samples_per_second": value,
+            "tokens_per_second": value * length,
+            "of_products": value * flops / reached,
+        }
+    return sorted(found.values(), key=lambda row: (row["work"], -row["samples_per_second"]))
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Whether a variant was timed, is exact, and its controls were found."""
+    return "failed" not in row and row["check"]["exact"] and row["check"]["controls_found"]
+
+
+def best(rows: list[dict], case: str) -> dict | None:
+    """The fastest exact variant of a case, those with dropout left out: noise is another step."""
+    of_case = [row for row in rows if row["case"] == case and is_good(row) and "dropout" not in row["variant"]]
+    return max(of_case, key=lambda row: row["samples_per_second"], default=None)
+
+
+def work_of(wanted: list[Case], tiny: bool) -> list[tuple[Case, Variant]]:
+    """What is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
+    work = [(case, variant) for case in wanted for variant in variants(case)]
+    if tiny:
+        firsts = {case.kind: case.name for case in reversed(wanted)}.values()
+        work = [(case, of) for case, of in work if case.name in firsts or of.turn > 2]
+        work = [(case, dataclasses.replace(of, compiled=of.turn == 1)) for case, of in work]  # once is enough
+    return sorted(work, key=lambda item: item[1].turn)
+
+
+def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Callable[[dict], None]) -> dict:
+    """All results, written whenever there is more of them."""
+    start, tiny, device = time.perf_counter(), arguments.tiny, accelerator.device
+    wanted = [case for case in cases(tiny) if (arguments.only or "").lower() in case.name.lower()]
+    if not wanted:
+        names = ", ".join(case.name for case in CASES)
+        raise UsageError(f"--only {arguments.only} is part of no case's name: {names}")
+    rate = product_rate(device, 256 if tiny else PRODUCT, 0.05 if tiny else 1.0)
+    results = {
+        "about": {
+            "command": " ".join(["python benchmarks/gpu.py", *arguments.given]),
+            "date": str(datetime.date.today()),
+            "tiny": tiny,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "capability": list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
+            "python": platform.python_version(),
+            "versions": {of.__name__: of.__version__ for of in (torch, accelerate, transformers, np)},
+            "cuda": torch.version.cuda,
+            "product_flops": rate,
+        },
+        "published": {case.name: published(case) for case in wanted},
+        "rows": [],
+        "left_out": [],
+    }
+    checks: dict[str, Checks] = {}
+    for case, variant in work_of(wanted, tiny):
+        passed = time.perf_counter() - start
+        if passed >= arguments.seconds:
+            results["left_out"].append(f"{case.name}: {variant.name}")
+            continue
+        row = measure_variant(accelerator, case, variant, checks)
+        if "failed" not in row:
+            row["of_products"] = row["flops_done_per_second"] / rate
+            row["of_products_by_formula"] = row["flops_per_second"] / rate
+        results["rows"].append(row)
+        results["about"]["seconds"] = time.perf_counter() - start
+        write(results)
+        said = row.get("failed") or f"{row['samples_per_second']:,.1f} samples/s, {row['of_products']:.1%} of products"
+        print(f"{passed:5.0f} s  {case.name}: {variant.name}: {said}", file=sys.stderr, flush=True)
+    write(results)
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
+
+
+def _speed(row: dict) -> list[str]:
+    tokens = "" if row["tokens_per_second"] == row["samples_per_second"] else f"{row['tokens_per_second']:,.0f}"
+    memory = f"{row['peak_memory'] / 1e9:.1f}" if "peak_memory" in row else ""
+    return [f"{row['samples_per_second']:,.1f}", tokens, f"{row['of_products']:.1%}", memory]
+
+
+def _timing(row: dict) -> list[str]:
+    if "failed" in row:
+        return [f"failed: {row['failed'].replace('|', '/')}", *[""] * 6]
+    waits = "" if row["host_waits"] is None else str(row["host_waits"])
+    return [
+        f"{row['seconds_per_step']:.4f}",
+        *_speed(row),
+        f"{row['samples_per_step']} in {row['micro_steps'][0]}",
+        waits,
+    ]
+
+
+def _check(check: dict) -> list[str]:
+    errors = f"{check['cut']:.1e} (at most {check['cut_bound']:.0e})"
+    rounded = f"{check['bf16']:.2e} (at most {check['bf16_bound']:.2e})"
+    return [errors, rounded, "yes" if check["exact"] else "**no**", *(f"{check['controls'][of]:.1e}" for of in FAULTS)]
+
+
+def markdown(results: dict) -> str:
+    about = results["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    beside, rows = [], []
+    for case, lines in results["published"].items():
+        fastest = best(results["rows"], case)
+        said = ["nothing exact was timed", *[""] * 5]
+        beside.append([f"**{case}**", *([fastest["variant"], about["device"], *_speed(fastest)] if fastest else said)])
+        beside += [[line["work"], line["source"], line["hardware"], *_speed(line)] for line in lines]
+        rows += [row for row in results["rows"] if row["case"] == case]
+    timings = [[row["case"], row["variant"], *_timing(row)] for row in rows]
+    checks = [[row["case"], row["variant"], *_check(row["check"])] for row in rows if "check" in row]
+    speed = ["samples/s", "real tokens/s", "of products", "memory, GB"]
+    left_out = "".join(f"- {name}\n" for name in results["left_out"])
+    return (
+        "# Training steps on one GPU\n\n"
+        f"Generated by `{about['command']}` (see there) on {about['date']}; do not edit.\n\n"
+        + ("**Tiny shapes: a test of the program, no measurement.**\n\n" if about["tiny"] else "")
+        + f"{about['device']}: a large product in bfloat16 reaches {about['product_flops'] / 1e12:.3g} TFLOP/s. "
+        "Of products: what is done for real tokens, as a part of it;\nBERT's last layer and GPT-2's attention leave out what "
+        "is not needed. Of published numbers: by the formula of the whole\nmodel, as a part of what recipes/devices/ says of "
+        "the device. In bold the fastest exact variant of each case, beside published numbers\nper device "
+        "(benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the\n"
+        "published trainings of BERT have: its cost is in the second table.\n\n"
+        f"{_table(['work', 'by', 'on', *speed], beside)}\n"
+        "All that was timed. Step: samples and the cells that they are cut into. Waits: how often the host waits for the "
+        "device in a step.\n\n"
+        f"{_table(['case', 'variant', 'seconds per step', *speed, 'step', 'waits'], timings)}\n"
+        f"Relative errors of a step's gradient, on a few layers: in {CUT} cells beside one, and in bfloat16 beside float32. "
+        "The last columns are faults\nmade on purpose, which the first check must find.\n\n"
+        f"{_table(['case', 'variant', 'cut', 'bfloat16', 'exact', *FAULTS], checks)}\n"
+        + (f"Left out, as time was up:\n\n{left_out}\n" if left_out else "")
+        + f"{about.get('seconds', 0):.0f} s in all. Python {about['python']}, {versions}, CUDA {about['cuda']}.\n"
+    )
+
+
+def table_of_lengths() -> dict:
+    """What LENGTHS holds: of the sentence pairs of Python's documentation, as `recipes.data.sentence_pairs` makes them."""
+    from recipes.data import sentence_pairs  # needs datasets and tokenizers, which nothing else here does
+
+    tables = {}
+    for length, num_bins in ((128, 16), (512, 32)):
+        recipe = load("bert_small_cpu", {"max_seq_length": length, "max_position_embeddings": 512})
+        source, _ = sentence_pairs.build(recipe)
+        lengths = np.array([source.draw(0, sample_id).length for sample_id in range(len(source))])
+        counts, _ = np.histogram(lengths[lengths < length], bins=num_bins, range=(0, length))
+        tables[str(length)] = {"counts": counts.tolist(), "full": int((lengths == length).sum())}
+    return {
+        "about": "Tokens of sentence pairs, [CLS] and both [SEP] counted: bert_small_cpu's (builtin/python_docs, WordPiece of "
+        "8,192), epoch 0, at most 128 and 512 tokens. counts: in bins of equal width from 0 on; full: of the greatest length.",
+        "command": "python benchmarks/gpu.py --lengths",
+        "lengths": tables,
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="results without suffix [benchmarks/results/gpu]")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no variant after so many seconds [420]")
+    parser.add_argument("--only", help="cases whose name has this in it")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program without a GPU")
+    parser.add_argument("--lengths", action="store_true", help="write benchmarks/lengths.json and end")
+    arguments = parser.parse_args(argv)
+    arguments.given = argv
+    if arguments.lengths:
+        LENGTHS.write_text(json.dumps(table_of_lengths(), indent=1) + "\n")
+        return 0
+    if not torch.cuda.is_available() and not arguments.tiny:
+        raise UsageError("no CUDA device is there: benchmarks/gpu.py measures one (--tiny tries the program on a CPU)")
+    gc.collect()
+    gc.freeze()  # what is imported is no garbage, and need not be looked at between variants
+    torch.backends.cudnn.allow_tf32 = False  # what is checked in float32 is float32
+    torch._dynamo.config.recompile_limit = 64
+    accelerator = Accelerator(mixed_precision="bf16", cpu=not torch.cuda.is_available())
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(results: dict) -> None:
+        arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+        arguments.output.with_suffix(".md").write_text(markdown(results))
+
+    results = measure(arguments, accelerator, write)
+    print(markdown(results))
+    wrong = [f"{row['case']}: {row['variant']}" for row in results["rows"] if not is_good(row)]
+    if wrong:
+        raise RunError(f"failed or not exact: {'; '.join(wrong)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

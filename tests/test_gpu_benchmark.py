@@ -1,0 +1,256 @@
+"""benchmarks/gpu.py on tiny shapes, without a GPU: complete tables, small errors, faults that are found."""
+
+import dataclasses
+import gc
+import json
+import math
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from common import fresh_accelerator
+from test_device_benchmark import benchmark
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes import accumulate, batch_norm, transformer
+from recipes.errors import exit_code
+from recipes.recipe import load
+
+gpu = benchmark("gpu")
+of_cases = sys.modules["gpu_cases"]
+TINY = {case.name: case for case in of_cases.cases(tiny=True)}
+RAGGED = TINY["BERT-Large, length 128, as real pairs"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # shapes are too small for more
+    fresh_accelerator()
+    yield
+    fresh_accelerator()
+    torch.set_num_threads(threads)
+
+
+def check(case: of_cases.Case, fast: bool = True) -> dict:
+    variant = next(of for of in of_cases.variants(case) if of.fast == fast and not of.compiled)
+    return gpu.Checks(Accelerator(mixed_precision="bf16", cpu=True), case)(variant)
+
+
+@pytest.mark.slow
+def test_every_case_is_timed_and_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert exit_code(lambda: gpu.main(["--tiny", "--output", str(tmp_path / "gpu")])) == 0
+    results, table = json.loads((tmp_path / "gpu.json").read_text()), (tmp_path / "gpu.md").read_text()
+    assert table == gpu.markdown(results)
+    assert "a test of the program, no measurement" in table
+    assert results["left_out"] == []
+    assert {row["case"] for row in results["rows"]} == set(TINY)
+    for name in TINY:
+        assert gpu.best(results["rows"], name) is not None
+        assert f"| **{name}** |" in table
+    for row in results["rows"]:
+        assert "failed" not in row
+        for key in ("samples_per_second", "tokens_per_second", "seconds_per_step"):
+            assert row[key] > 0
+        assert 0 < row["of_products"] <= row["of_products_by_formula"]
+        assert row["graphs_while_timed"] == 0
+        assert (row["graphs"] > 0) == row["variant"].endswith("compiled")
+        assert row["check"]["cut"] <= row["check"]["cut_bound"] <= 1e-5
+        assert row["check"]["bf16"] <= 1.5 * row["check"]["bf16_reference"]
+        assert min(row["check"]["controls"].values()) > 1e-3
+    assert max(len(set(row["micro_steps"]) | {1}) for row in results["rows"]) > 1
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert exit_code(lambda: gpu.main([])) == 2
+    assert capsys.readouterr().err.startswith("ERROR: no CUDA device is there")
+    assert exit_code(lambda: gpu.main(["--tiny", "--only", "nothing of the kind"])) == 2
+    assert "is part of no case's name: BERT-Large" in capsys.readouterr().err
+
+
+def test_what_fails_is_a_line(monkeypatch, tmp_path, capsys):
+    """Memory that runs out is tried again in smaller cells, down to one sample; time that is up leaves the rest out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = []
+
+    def timed(accelerator, case, variant, tokens):
+        asked.append(tokens)
+        raise torch.OutOfMemoryError("no | more")
+
+    monkeypatch.setattr(gpu, "timed", timed)
+    monkeypatch.setattr(gpu, "Checks", lambda *_: lambda _: {"exact": True, "controls_found": True})
+    monkeypatch.setattr(gpu, "_check", lambda _: [])
+    seconds = iter([0.0, 0.0, 1.0, *[1e3] * 99])
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(gpu, "product_rate", lambda *_: 1.0)
+    given = ["--tiny", "--only", "124M", "--output", str(tmp_path / "gpu")]
+    assert exit_code(lambda: gpu.main(given)) != 0
+    assert asked == [64, 32]
+    assert "failed or not exact: GPT-2 124M" in capsys.readouterr().err
+    table = (tmp_path / "gpu.md").read_text()
+    assert "failed: no / more" in table
+    assert "Left out, as time was up:\n\n- GPT-2 124M: sdpa\n" in table
+    assert "nothing exact was timed" in table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults are found
+
+
+def k_is_not_undone(monkeypatch):
+    monkeypatch.setattr(accumulate, "loss_scale", lambda _: 1)
+
+
+def no_positions(monkeypatch):
+    right = of_cases.bert_wanted
+    wrong = lambda bert, **of: right(bert, **of | {"position_ids": of["position_ids"] * 0})  # noqa: E731
+    monkeypatch.setattr(of_cases, "bert_wanted", wrong)
+
+
+def classes_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(of_cases, "NEVER", 0.0)
+
+
+def statistics_of_a_cell(monkeypatch):
+    right = batch_norm.WholeStep
+    monkeypatch.setattr(batch_norm, "WholeStep", lambda _: right(torch.nn.Identity()))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (RAGGED.name, k_is_not_undone),
+        (RAGGED.name, no_positions),
+        ("BERT-Large, length 128", classes_that_are_not_there),
+        ("GPT-2 124M", k_is_not_undone),
+        ("GPT-2 124M", classes_that_are_not_there),
+        ("ResNet-50", k_is_not_undone),
+        ("ResNet-50", statistics_of_a_cell),
+    ],
+)
+def test_faults_are_found(name, fault, monkeypatch):
+    fault(monkeypatch)
+    found = check(TINY[name])
+    assert not found["exact"]
+    assert found["cut"] > 10 * found["cut_bound"]
+
+
+def _probabilities(q, k):
+    return (q.transpose(0, 1) @ k.permute(1, 2, 0) / math.sqrt(q.shape[-1])).softmax(-1)
+
+
+def _each(ends_q, ends_k):
+    """Slices of each sample's queries and keys."""
+    borders = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
+    return [(slice(*of_q), slice(*of_k)) for of_q, of_k in borders]
+
+
+def _forward(q, k, v, ends_q, ends_k, *_):
+    out = torch.empty_like(q)
+    for a, b in _each(ends_q, ends_k):
+        y = _probabilities(q[a].float(), k[b].float()) @ v[b].float().transpose(0, 1)
+        out[a] = y.transpose(0, 1).to(out.dtype)
+    return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(d_out, q, k, v, out, lse, ends_q, ends_k, *_):
+    gradients = tuple(map(torch.empty_like, (q, k, v)))
+    for a, b in _each(ends_q, ends_k):
+        dy, q1, k1, v1 = (x.float().transpose(0, 1) for x in (d_out[a], q[a], k[b], v[b]))
+        p, dp = _probabilities(q[a].float(), k[b].float()), dy @ v1.transpose(1, 2)
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        found = (a, ds @ k1), (b, ds.transpose(1, 2) @ q1), (b, p.transpose(1, 2) @ dy)
+        for gradient, (place, x) in zip(gradients, found, strict=True):
+            gradient[place] = x.transpose(0, 1).to(gradient.dtype)
+    return gradients
+
+
+def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
+    """torch's need a GPU; here sums by hand take their place, beneath torch's own operators."""
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+    monkeypatch.setattr(of_cases, "VARLEN_ON", {"cpu"})
+    assert check(RAGGED)["exact"]
+    as_one = lambda *ends: [tuple(slice(0, int(of[-1])) for of in ends)]  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "_each", as_one)
+    found = check(RAGGED)
+    assert found["cut"] <= found["cut_bound"]  # which has no such kernel
+    assert found["bf16"] > 2 * found["bf16_bound"]
+    assert not found["exact"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and arithmetic
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if "BERT" in name])
+def test_cells_hold_every_sample_once_and_few_more_tokens(name):
+    case = TINY[name]
+    samples = of_cases.draw(case, 1)
+    for variant in of_cases.variants(case):
+        step = of_cases.make_step(case, variant, samples, torch.device("cpu"), case.tokens)
+        assert step.tokens == sum(len(pair.tokens) for pair in samples)
+        assert torch.stack(step.counts).sum(0).tolist() == [sum(len(pair.places) for pair in samples), len(samples)]
+        labels = torch.cat([cell["masked_labels"] for cell in step.cells]).sort().values
+        assert labels.tolist() == sorted(np.concatenate([pair.labels for pair in samples]).tolist())
+        for cell in step.cells:
+            table = len(cell["source"]) if not variant.fast else cell["input_ids"].numel()
+            assert table <= case.tokens + variant.fast * case.length
+            wanted = cell["input_ids"][0, cell["wanted"]]
+            assert (wanted[cell["masked_index"]] == 3).all()
+            assert (cell["position_ids"][0, cell["wanted"]][cell["first_index"]] == 0).all()
+    assert of_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63
+
+
+def test_work_is_that_of_real_tokens():
+    case = dataclasses.replace(of_cases.CASES[0], batch=2)
+    formula = 2 * transformer.bert_flops(30522, 1024, 4096, 24, 128, 19)
+    work = {of.fast: of_cases.flops_of(case, of, of_cases.draw(case, 0)) for of in of_cases.variants(case)}
+    assert work[False] == (formula, formula)
+    assert work[True][0] == formula
+    assert 0.96 < work[True][1] / formula < 0.98
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_work_that_is_done_is_what_torch_counts(fast, monkeypatch):
+    monkeypatch.setattr(of_cases, "ALIGNED", 1)
+    case, variant = TINY["BERT-Large, length 512"], of_cases.Variant("", 0, fast)
+    step = of_cases.make_step(case, variant, of_cases.draw(case, 0), torch.device("cpu"), sys.maxsize)
+    model = of_cases.build(case, variant, torch.device("cpu"), few=False)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the others are not counted on a CPU
+        model(**step.cells[0]).sum().backward()
+    assert counter.get_total_flops() == step.flops_done
+
+
+def test_published_numbers_are_parts_of_what_their_devices_reach():
+    found = {case.name: gpu.published(case) for case in of_cases.CASES}
+    best = {name: max(rows, key=lambda row: row["of_products"])["of_products"] for name, rows in found.items() if rows}
+    shares = {row["hardware"]: row["of_products"] for rows in found.values() for row in rows if "gpt2" in row["work"]}
+    assert shares["8xa100-80"] == pytest.approx(0.69, abs=0.01)
+    assert shares["8xh100"] == pytest.approx(0.606, abs=0.01)
+    assert len(best) == 5
+    assert all(0.05 < share < 0.75 for share in best.values())
+
+
+def test_lengths_have_their_table():
+    tables = json.loads(of_cases.LENGTHS.read_text())["lengths"]
+    assert sum(len(table["counts"]) + 1 for table in tables.values()) <= 60
+    rng = np.random.default_rng(0)
+    for length, table in tables.items():
+        drawn = of_cases.draw_lengths(rng, 20000, int(length), table)
+        full = table["full"] / (sum(table["counts"]) + table["full"])
+        assert drawn.max() == int(length)
+        assert (drawn == int(length)).mean() == pytest.approx(full, abs=0.02)
+
+
+def test_recipes_of_cases_are_the_catalog_s():
+    for case in of_cases.CASES:
+        recipe = load(case.recipe)
+        assert getattr(recipe, "max_seq_length", getattr(recipe, "block_size", 1)) == case.length
