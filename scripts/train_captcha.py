@@ -5,8 +5,11 @@
 The recipe decides the optimizer's steps; the launch file and --per_device_train_batch_size decide how each one is cut.
 """
 
+import gc
 import sys
 from pathlib import Path
+
+gc.disable()  # while modules are imported: 1 s of 4 less; `launch.create_accelerator` turns it on
 
 import torch
 from torch import nn

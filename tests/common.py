@@ -1,5 +1,6 @@
 """What tests and the programs that they launch share."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -82,7 +83,9 @@ def load_script(name: str):
     """A script as a module, so that tests call its own `main`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    collects = gc.isenabled()
     spec.loader.exec_module(module)
+    gc.enable() if collects else gc.disable()
     return module
 
 

@@ -111,6 +111,12 @@ def test_samples_have_their_own_numbers():
     assert sample_rng(1, 2, 3, 4).random() == sample_rng(1, 2, 3, 4).random()
 
 
+@given(seed=st.integers(-(2**63), 2**64), stream=st.integers(0, 100), counter=st.tuples(*[st.integers(0, 2**63)] * 2))
+def test_numbers_are_those_of_philox_with_this_key_and_counter(seed, stream, counter):
+    philox = np.random.Philox(key=np.array([seed % 2**64, stream], np.uint64), counter=np.array([0, 0, *counter], "u8"))
+    assert np.array_equal(sample_rng(seed, stream, *counter).bit_generator.random_raw(9), philox.random_raw(9))
+
+
 def test_bad_arguments():
     for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, 0, "wrap")):
         with pytest.raises(UsageError):

@@ -39,7 +39,7 @@ def where(row: np.ndarray, segment: np.ndarray) -> int | None:
 def test_b_follows_a_or_comes_from_another_document(pairs):
     for sample_id in range(len(pairs)):
         pair = pairs.draw(0, sample_id)
-        own = int(np.searchsorted(pairs.first_sample, sample_id, side="right")) - 1
+        own, _ = pairs.cuts.find_gap(sample_id)
         a, b = (where(pairs.tokens[own], segment) for segment in (pair.first, pair.second))
         assert a is not None
         if pair.is_random:

@@ -213,7 +213,7 @@ class LabelledTexts:
         what: str = "texts",
     ):
         self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
-        self.labels = _numbers(rows["label"], classes, what)
+        self.labels = _numbers(_labels(rows), classes, what)
         built = rows.map(
             _tokenize,
             batched=True,
@@ -224,8 +224,9 @@ class LabelledTexts:
             desc=f"Tokenizing {what}",
             new_fingerprint=_hash(rows._fingerprint, fingerprint(tokenizer), max_seq_length, _source()),
         )
-        self.tokens, self.first = ListColumn(built, "tokens"), np.asarray(built["first"], np.int64)
-        self.num_cut = int(np.sum(built["is_cut"]))
+        self.tokens = ListColumn(built, "tokens")
+        self.first = built.data.column("first").to_numpy().astype(np.int64)
+        self.num_cut = int(np.sum(built.data.column("is_cut").to_numpy()))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -319,7 +320,7 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
         held_out = load_texts(train_file=None, split=recipe.validation_split_name, **hub, **source)
     else:
         rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
-    classes = find_classes(rows["label"], recipe.num_labels)
+    classes = find_classes(_labels(rows), recipe.num_labels)
     name = recipe.tokenizer_name or recipe.model_name_or_path
     if name is None:
         texts = rows.select_columns("text")
@@ -373,6 +374,11 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
             "or mend the labels"
         )
     return names
+
+
+def _labels(rows: Dataset) -> list[str | None]:
+    """The column `label`, which `datasets` would read one row at a time."""
+    return rows.select_columns("label").with_format("arrow")[:]["label"].to_pylist()
 
 
 def _numbers(labels: Sequence[str | None], classes: list[str] | None, what: str) -> np.ndarray:

@@ -116,11 +116,10 @@ class SentencePairs:
                 f"{what} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so that B "
                 "can come from another document (in a .txt file, blank lines separate documents)"
             )
-        # Sample i is chunk i - first_sample[d] of document d, the last d with first_sample[d] <= i.
-        self.first_sample = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
 
     def __len__(self) -> int:
-        return int(self.first_sample[-1])
+        """Chunks: the gaps between neighbouring cuts of a document."""
+        return self.cuts.num_values - len(self.cuts)
 
     @property
     def num_documents(self) -> int:
@@ -128,19 +127,19 @@ class SentencePairs:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.tokens.lengths().sum())
+        return self.tokens.num_values
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
         """Of what the samples are made: the tokenizer, the documents' tokens, and their chunks."""
-        documents = _hash(self.tokens.digest(), self.first_sample.tobytes())
+        first_samples = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
+        documents = _hash(self.tokens.digest(), first_samples.tobytes())
         return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
         """The pair of a sample in an epoch."""
         rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
-        row = int(np.searchsorted(self.first_sample, sample_id, side="right")) - 1
-        chunk = sample_id - self.first_sample[row]
+        row, chunk = self.cuts.find_gap(sample_id)
         tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
         first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
         start, middle, stop = (

@@ -1,0 +1,199 @@
+"""What the loaders deliver, beside what the models take, and how much memory they need.
+
+    make bench-loader
+
+Speed: in one process, without a DataLoader's workers, the time in which `Steps` draws, partitions and collates steps, and the
+time in which the program's model computes forward and backward of the same steps, in the precision that is faster: bf16 where
+the CPU computes in it. Both alternate, a few steps at a time, so that a machine whose speed changes is the same for both.
+Tokens are those of the samples, padding not counted.
+
+Memory: what a loader adds to the private memory of a process, for datasets of 10^5 and 10^7 rows (tests/run_loader_memory.py).
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+from common import load_script
+from images import write_photographs
+from run_loader_memory import COLUMNS, write
+from torch import nn
+
+from recipes import launch, losses
+from recipes.data import captchas, images, labelled_texts, sentence_pairs, token_blocks
+from recipes.data.steps import StepData, Steps
+from recipes.models import causal_attention
+from recipes.networks import CaptchaReader, lay_out, memory_format
+from recipes.order import Order
+from recipes.plan import solve_layout
+from recipes.recipe import Recipe, load
+from recipes.workload import SCRIPTS
+
+SOURCES = {
+    "bert_pretraining": sentence_pairs,
+    "gpt2_pretraining": token_blocks,
+    "text_classification": labelled_texts,
+    "image_classification": images,
+    "captcha_recognition": captchas,
+}
+# Title -> recipe, what differs from it, and steps of a round.
+CASES = {
+    "bert_small_cpu": ("bert_small_cpu", {}, 10),
+    "bert_small_cpu, 64 pairs of all lengths": (
+        "bert_small_cpu",
+        {"global_batch_size": 64, "short_seq_probability": 1.0},
+        4,
+    ),
+    "gpt2_small_cpu": ("gpt2_small_cpu", {}, 10),
+    "gpt2_small_cpu, blocks of 256": ("gpt2_small_cpu", {"block_size": 256, "n_positions": 256}, 4),
+    "finetune_small_cpu": ("finetune_small_cpu", {}, 10),
+    "resnet_digits_cpu": ("resnet_digits_cpu", {}, 10),
+    "captcha_cpu": ("captcha_cpu", {"num_train_samples": 2048, "num_validation_samples": 64}, 1),
+    "ResNet-18 on JPEG photographs": ("photographs", {}, 1),
+}
+ROWS = (10**5, 10**7)
+
+
+def network(recipe: Recipe, source, precision: str) -> nn.Module:
+    """The program's own model, which a cell's tensors are given to, as it computes on a CPU."""
+    script = load_script(SCRIPTS[recipe.task].removesuffix(".py"))
+    of_pixels = memory_format(torch.device("cpu"), precision)
+    if recipe.task == "bert_pretraining":
+        model = script.PretrainingSums(script.build_model(recipe))
+        model.bert.set_attn_implementation("eager")
+    elif recipe.task == "gpt2_pretraining":
+        model = script.PretrainingSums(script.build_model(recipe, source.end_of_text))
+        model.gpt2.set_attn_implementation(causal_attention(torch.device("cpu"), precision, recipe.block_size))
+    elif recipe.task == "text_classification":
+        model = script.ClassificationSums(script.build_model(recipe, source.classes))
+        model.bert.set_attn_implementation("unpadded_eager")
+    elif recipe.task == "image_classification":
+        resnet = lay_out(script.build_model(recipe, source.classes), of_pixels)
+        model = script.ClassificationSums(resnet, of_pixels, recipe.label_smoothing)
+    else:
+        model = script.ReadingSums(lay_out(CaptchaReader(**recipe.architecture), of_pixels), of_pixels)
+    return model.train()
+
+
+def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: str) -> None:
+    """Forward and backward of a step."""
+    for cell in data.cells:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            sums, _ = model(**cell)
+        losses.weighted_loss(sums, data.counts, weights).backward()
+    model.zero_grad()
+
+
+def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: str) -> dict:
+    """What is delivered and taken per second, medians of rounds."""
+    source, _ = SOURCES[recipe.task].build(recipe)
+    batch = recipe.global_batch_size
+    order = Order(len(source), batch, recipe.seed, recipe.epoch_end)
+    layout = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=batch)
+    steps = Steps(source, order, layout, process_index=0)
+    model, weights = network(recipe, source, precision), torch.tensor(list(recipe.loss_weights.values()))
+    delivered, taken = [], []
+    for round_ in range(rounds + 1):
+        start = time.perf_counter()
+        data = [steps[round_ * num_steps + step] for step in range(num_steps)]
+        loaded = time.perf_counter()
+        for each in data:
+            compute(model, each, weights, precision)
+        size = sum(each.num_tokens for each in data)
+        delivered.append(size / (loaded - start))
+        taken.append(size / (time.perf_counter() - loaded))
+    ratios = [fast / slow for fast, slow in zip(delivered, taken, strict=True)][1:]
+    return {
+        "title": title,
+        "unit": recipe.unit,
+        "delivered": statistics.median(delivered[1:]),
+        "taken": statistics.median(taken[1:]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def memory(num_rows: tuple[int, ...]) -> list[dict]:
+    """Bytes that a loader of each kind adds, by rows of its dataset."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in COLUMNS:
+            words = [str(word) for rows in num_rows for word in (kind, write(kind, Path(folder) / f"{rows}", rows))]
+            command = [sys.executable, ROOT / "tests" / "run_loader_memory.py", *words]
+            lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+            found += [
+                {"kind": kind, "rows": rows} | json.loads(line) for rows, line in zip(num_rows, lines, strict=True)
+            ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--precision", choices=("no", "bf16"), default="bf16")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "loader")
+    arguments = parser.parse_args()
+    launch.keep_memory()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for title in arguments.only:
+            name, changes, num_steps = CASES[title]
+            recipe = load(str(write_photographs(Path(folder))) if name == "photographs" else name, changes)
+            rows.append(speed(title, recipe, num_steps, arguments.rounds, arguments.precision))
+            print(rows[-1], file=sys.stderr)
+    about = {
+        "command": "make bench-loader",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
+        "rounds": arguments.rounds,
+        "precision": "bf16" if arguments.precision == "bf16" else "float32",
+    }
+    results = {"about": about, "speed": rows, "memory": memory(tuple(arguments.rows))}
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+
+
+def markdown(results: dict) -> str:
+    about = results["about"]
+    speeds = "".join(
+        f"| {row['title']} | {row['unit']}s | {row['delivered']:,.0f} | {row['taken']:,.0f} | {row['ratio']:.1f} "
+        f"({min(row['ratios']):.1f} to {max(row['ratios']):.1f}) |\n"
+        for row in results["speed"]
+    )
+    sizes = "".join(
+        f"| {row['kind'].replace('_', ' ')} | {row['rows']:,} | {row['file'] / 1e6:.1f} | {row['samples'] / 1e6:.1f} | "
+        f"{row['steps'] / 1e6:.1f} |\n"
+        for row in results["memory"]
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        "# What the loaders deliver\n\n"
+        f"Generated by `{about['command']}` (benchmarks/loader.py, which says what is measured); do not edit.\n\n"
+        "| workload | unit | one process loads, per second | the model takes, per second | loads / takes |\n"
+        f"|---|---|---|---|---|\n{speeds}\n"
+        f"Medians (smallest to largest) of {about['rounds']} rounds, forward and backward in {about['precision']}. "
+        f"{about['machine']}, Python {about['python']}, {versions}.\n\n"
+        "Private memory, in MB, that opening the file (by `datasets`), making the samples and 100 steps add; the rows are "
+        f"mapped:\n\n| samples | rows | file | samples | steps |\n|---|---|---|---|---|\n{sizes}\n"
+        "`datasets` writes chunks of 1,000 rows, and keeps about 1.5 kB for each column of a chunk; the samples keep as much, "
+        "for columns of lists, and classifiers a label and a length of each row, 16 bytes.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The private memory of loaders: run_loader_memory.py KIND FILE [KIND FILE ...] prints a line of JSON for each: bytes that
+opening the file of its rows, making its samples and taking 100 steps added. The file, mapped into memory, does not count."""
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from transformers import BertTokenizerFast, GPT2TokenizerFast
+
+from recipes.data.labelled_texts import LabelledTexts
+from recipes.data.sentence_pairs import SentencePairs
+from recipes.data.steps import Steps
+from recipes.data.token_blocks import PackedBlocks
+from recipes.order import Order
+from recipes.plan import solve_layout
+
+AT_ONCE = 1000  # rows of a chunk: what `datasets` writes
+TOKENS, SENTENCE = 12, 4  # of a row, and of its sentences
+COLUMNS = {
+    "token_blocks": ("tokens",),
+    "sentence_pairs": ("tokens", "ends", "cuts"),
+    "labelled_texts": ("tokens", "first", "is_cut", "label"),
+}
+
+
+def write(kind: str, file: Path, num_rows: int) -> Path:
+    """A file as samples of a kind are cached in."""
+    tokens = np.random.default_rng(0).integers(10, 200, size=AT_ONCE * TOKENS, dtype=np.int32)
+    ends = np.tile(np.arange(SENTENCE, TOKENS + 1, SENTENCE, dtype=np.int32), AT_ONCE)
+    cuts = np.tile(np.array([0, TOKENS // SENTENCE], np.int32), AT_ONCE)
+    lists = [
+        pa.ListArray.from_arrays(np.arange(AT_ONCE + 1, dtype=np.int32) * (len(values) // AT_ONCE), pa.array(values))
+        for values in (tokens, ends, cuts)
+    ]
+    columns = {
+        **dict(zip(("tokens", "ends", "cuts"), lists, strict=True)),
+        "label": pa.array(["ab"[row % 2] for row in range(AT_ONCE)]),
+        "first": pa.array(np.full(AT_ONCE, TOKENS, np.int32)),
+        "is_cut": pa.array([False] * AT_ONCE),
+    }
+    batch = pa.record_batch({name: columns[name] for name in COLUMNS[kind]})
+    with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, batch.schema) as writer:
+        for _ in range(num_rows // AT_ONCE):
+            writer.write_batch(batch)
+    return file
+
+
+def tokenized(file: Path) -> Dataset:
+    """The dataset of a file of `write`, which needs no tokenizing any more."""
+    dataset = Dataset.from_file(str(file))
+    dataset.map = lambda *_, **__: dataset
+    return dataset
+
+
+def private_memory() -> int:
+    """Bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def samples(kind: str, dataset: Dataset):
+    """The source of samples of a kind."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(200))]
+    wordpiece = BertTokenizerFast(vocab={word: place for place, word in enumerate(words)})
+    if kind == "token_blocks":
+        return PackedBlocks(dataset, GPT2TokenizerFast(vocab={"<|endoftext|>": 0}, merges=[]), block_size=128, seed=0)
+    if kind == "labelled_texts":
+        return LabelledTexts(dataset, wordpiece, max_seq_length=128, classes=["a", "b"])
+    probabilities = {"short_seq_probability": 0.1, "next_sentence_probability": 0.5, "mlm_probability": 0.15}
+    return SentencePairs(dataset, wordpiece, seed=0, max_seq_length=128, **probabilities)
+
+
+def measure(kind: str, file: Path) -> dict[str, int]:
+    layout = solve_layout(num_processes=1, global_batch_size=64, per_device_train_batch_size=64)
+    memory = [private_memory()]
+    dataset = tokenized(file)
+    memory.append(private_memory())
+    source = samples(kind, dataset)
+    steps = Steps(source, Order(len(source), 64, seed=0), layout, process_index=0)
+    memory.append(private_memory())
+    for step in range(100):
+        steps[step]
+    memory.append(private_memory())
+    return dict(zip(("file", "samples", "steps"), np.diff(memory).tolist(), strict=True))
+
+
+if __name__ == "__main__":
+    calls = list(zip(sys.argv[1::2], map(Path, sys.argv[2::2]), strict=True))
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh:  # a process for each, imported once
+        for found in fresh.starmap(measure, calls, chunksize=1):
+            print(json.dumps(found))
