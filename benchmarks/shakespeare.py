@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
@@ -77,6 +78,17 @@ class Program:
         self.turns.append((start, time.perf_counter()))
         if self.process.returncode:
             sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        """Let it run without a stop until something is so."""
+        start = time.perf_counter()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        while not is_reached():
+            if self.done:
+                sys.exit(f"{' '.join(self.words)} has ended:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        self.turns.append((start, time.perf_counter()))
 
     @property
     def done(self) -> bool:
