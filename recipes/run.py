@@ -38,7 +38,9 @@ class RunSettings:
     preprocessing_num_workers: int | None = setting(
         "processes or threads that prepare the data", POSITIVE, default=None
     )
-    dataloader_num_workers: int = setting("processes that prepare coming steps; 0: none", NOT_NEGATIVE, default=0)
+    dataloader_num_workers: int | None = setting(
+        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", NOT_NEGATIVE, default=None
+    )
 
     # Progress, checkpoints
     logging_steps: int = setting("steps between two reads of the loss from the device", POSITIVE, default=10)

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import shlex
+import sys
 
 import pytest
 from common import ROOT, fresh_accelerator, load_script, tiny_argv
@@ -18,7 +19,11 @@ def module(monkeypatch):
     """Modules of benchmarks/ and benchmarks/peers/ by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
-    return importlib.import_module
+    other = sys.modules.pop("run", None)  # of benchmarks/claims
+    yield importlib.import_module
+    sys.modules.pop("run", None)
+    if other is not None:
+        sys.modules["run"] = other
 
 
 @pytest.fixture
@@ -105,6 +110,20 @@ def test_the_tables(bench, tmp_path, drawn):
     assert lines[-1] == "`python benchmarks/run.py`: a machine"
     bench.draw(rows, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_through_micro_steps(module):
+    linear = module("linear")
+    a, b, off = linear.deviations([1, 2, 4, 8], [0.3, 0.5, 0.9, 1.7])
+    assert (a, b) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert off == pytest.approx([0, 0, 0, 0], abs=1e-9)
+    _, _, off = linear.deviations([1, 2, 4, 8], [0.3, 0.55, 0.9, 1.7])
+    assert max(off, key=abs) == off[1] > 0.03, "10 % too slow, most of it seen"
+    rows = [{"precision": "no", "seconds": {1: [0.3, 0.2], 2: [0.5, 0.4]}, "memory": {1: 1.0, 2: 1.25}}]
+    rows[0] |= {"a": 0.1, "b": 0.2, "off": [0.01, -0.02]}
+    text = linear.markdown({"rows": rows, "machine": "a machine"})
+    assert "| no | 2 | 0.450 (0.400 to 0.500) | -2.0% | 1.25 |" in text
+    assert "no 0.1000 + 0.2000 k seconds" in text
 
 
 @pytest.mark.parametrize(

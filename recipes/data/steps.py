@@ -149,14 +149,17 @@ class Steps(Dataset):
         cap = self.layout.per_device_train_batch_size
         return partition(lengths, self.layout.num_processes, cap, self.max_tokens)
 
-    def stream(self, first: int, last: int, num_workers: int, device: torch.device) -> Iterator[StepData]:
-        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: none), pinned for a CUDA `device`.
+    def stream(self, first: int, last: int, num_workers: int | None, device: torch.device) -> Iterator[StepData]:
+        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: none; None: 2 beside a GPU, whose
+        kernels leave the CPU idle), pinned for a CUDA `device`.
 
         What was prepared before `set_caps` is cut anew.
         """
         while first < last:
             caps = self.layout, self.max_tokens
             pinned = device.type == "cuda"
+            if num_workers is None:
+                num_workers = 2 if pinned else 0
             for data in DataLoader(
                 self,
                 batch_size=None,

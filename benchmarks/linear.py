@@ -1,0 +1,117 @@
+"""How the time of a step grows with its micro-steps: k = 1, 2, 4, ... 64 cells of the same size, one process.
+
+    make bench-linear
+
+BERT of 4 layers x 256 on rows of 128 tokens, 8 in a cell: scripts/pretrain_bert.py as users launch it, once for every k, all in
+turns (see run.py). A line is fitted through the medians of the steps' seconds, weighted by 1 / seconds, so that deviations are
+relative; memory is the largest resident memory of the process.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
+
+import clock
+import numpy as np
+import torch
+import yaml
+from run import ENDLESS, FULL_BERT, about, peak_memory, take_turn, write_data
+from shakespeare import Program
+
+NUM_MICRO_STEPS, CELL = (1, 2, 4, 8, 16, 32, 64), 8
+WARM_UP, STEPS = 3, 3
+
+
+def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float, float, list[float]]:
+    """The line a + b k that is nearest in relative terms: a, b, and seconds / (a + b k) - 1 of each.
+
+    >>> a, b, off = deviations([1, 2, 4], [3.0, 5.0, 9.0])
+    >>> round(a, 6), round(b, 6), [round(abs(value), 6) for value in off]
+    (1.0, 2.0, [0.0, 0.0, 0.0])
+    """
+    k, y = np.array(num_micro_steps, float), np.array(seconds)
+    (a, b), *_ = np.linalg.lstsq(np.stack([1 / y, k / y], 1), np.ones(len(y)))
+    return float(a), float(b), (y / (a + b * k) - 1).tolist()
+
+
+def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Path]:
+    folder = work / f"k{k}"
+    folder.mkdir()
+    values = FULL_BERT | {"vocab_size": 8192, "global_batch_size": CELL * k} | ENDLESS
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values).replace("WORK", str(work)), encoding="utf-8")
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
+    words += [str(ROOT / "benchmarks" / "peers" / "ours.py"), str(folder / "stamps")]
+    words += [str(ROOT / "scripts" / "pretrain_bert.py"), "--recipe", str(folder / "recipe.yaml"), "--speed", "safe"]
+    words += ["--per_device_train_batch_size", str(CELL), "--output_dir", str(folder / "run")]
+    return Program(words, work, folder / "log", threads), folder / "stamps"
+
+
+def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
+    """Seconds of a step of each k in every round, and memory."""
+    programs: dict[int, tuple[Program, Path]] = {}
+    try:
+        for k in NUM_MICRO_STEPS:
+            programs[k] = start(k, precision, work, threads)
+            program, stamps = programs[k]
+            program.run_until(lambda stamps=stamps: len(clock.read(stamps)[1]) > WARM_UP)
+        seconds: dict[int, list[float]] = {k: [] for k in NUM_MICRO_STEPS}
+        for _ in range(num_rounds):
+            for k, (program, stamps) in programs.items():
+                before = len(clock.read(stamps)[1])
+                begin, end = take_turn(program, stamps, 1.0)
+                times = [stamp.time for stamp in clock.read(stamps)[1][before:] if begin <= stamp.time <= end]
+                seconds[k].append((times[-1] - times[0]) / (len(times) - 1))
+        memory = {k: peak_memory(clock.read(stamps)[0]) for k, (_, stamps) in programs.items()}
+    finally:
+        for program, _ in programs.values():
+            program.kill()
+    medians = [statistics.median(of) for of in seconds.values()]
+    a, b, off = deviations(list(NUM_MICRO_STEPS), medians)
+    return {"precision": precision, "seconds": seconds, "memory": memory, "a": a, "b": b, "off": off}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", nargs="+", default=["no", "bf16"], choices=["no", "bf16"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "linear")
+    arguments = parser.parse_args()
+    rows = []
+    for precision in arguments.precisions:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            write_data(work, argparse.Namespace(reviews=None, shakespeare=None, nanogpt=None))
+            rows.append(measure(precision, arguments.rounds, work, arguments.threads))
+    results = {"rows": rows} | about(arguments.threads)
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+
+
+def markdown(results: dict) -> str:
+    lines = ""
+    for row in results["rows"]:
+        for (k, seconds), off, memory in zip(row["seconds"].items(), row["off"], row["memory"].values(), strict=True):
+            spread = f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+            lines += f"| {row['precision']} | {k} | {spread} | {off:+.1%} | {memory:.2f} |\n"
+    fits = ", ".join(f"{row['precision']} {row['a']:.4f} + {row['b']:.4f} k" for row in results["rows"])
+    num_rounds = len(next(iter(results["rows"][0]["seconds"].values())))
+    return (
+        "# Time of a step over its micro-steps\n\n"
+        "Generated by `make bench-linear` (benchmarks/linear.py, which says what is measured); do not edit.\n\n"
+        f"| precision | k | seconds of a step | beside the line | memory, GB |\n|---|---|---|---|---|\n{lines}\n"
+        f"The lines: {fits} seconds. Medians (smallest to largest) of {num_rounds} rounds, all k in turns.\n\n"
+        f"{results['machine']}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
