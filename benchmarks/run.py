@@ -309,6 +309,13 @@ def main() -> None:
     names = arguments.workloads or possible
     if missing := set(names) - set(possible):
         parser.error("; ".join(f"{name} needs --{' and --'.join(WORKLOADS[name].needs)}" for name in sorted(missing)))
+    given = {flag: getattr(arguments, flag) for flag in ("reviews", "nanogpt", "shakespeare")}
+    if gone := [
+        f"--{flag} {path}: no such file or folder" for flag, path in given.items() if path and not path.exists()
+    ]:
+        parser.error("; ".join(gone))
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}: it must be 1 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
     file = arguments.output.with_suffix(".json")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,9 @@ is rounding only: one whose gradient is not that of the first is not taken, and 
 together, and their mean counts, so that all choose the same.
 """
 
+import math
 import time
+import traceback
 from collections.abc import Callable, Hashable, Mapping
 
 import torch
@@ -58,6 +60,7 @@ def choose(
 
 def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
     """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
+    Infinite where memory runs out.
 
     Called by all processes; what they measure is averaged.
     """
@@ -67,9 +70,15 @@ def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[
         for name, compute in computations.items():
             _wait(accelerator)
             before = time.perf_counter()
-            compute()
-            _wait(accelerator)
-            found[name].append(time.perf_counter() - before)
+            try:
+                compute()
+                _wait(accelerator)
+                found[name].append(time.perf_counter() - before)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+                found[name].append(math.inf)
         is_over = torch.tensor(float(time.perf_counter() - start > SECONDS), device=accelerator.device)
         if accelerator.reduce(is_over, reduction="sum").item():
             break
@@ -132,11 +141,16 @@ def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) ->
         except (RuntimeError, NotImplementedError) as error:
             if name == first and not is_out_of_memory(error):
                 raise
+            traceback.clear_frames(error.__traceback__)
             problems[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        if expected is None:  # memory does not hold the first, with which the others are compared
+            problems = dict.fromkeys(ways, f"memory ran out computing {first}, with which it is compared")
+            break
     failed = torch.tensor([name in problems and name != first for name in ways], device=accelerator.device).int()
     failed = accelerator.reduce(failed, reduction="sum").tolist()
     for name, problem in problems.items():
-        accelerator.print(f"kernels: not {name}: {problem}")
+        if name != first:
+            accelerator.print(f"kernels: not {name}: {problem}")
     return [name for name, times in zip(ways, failed, strict=True) if not times]
 
 

@@ -183,7 +183,7 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     clock, recipe = module("clock"), load(str(folder / "recipe.yaml"))
     script = load_script("pretrain_bert")
-    argv = shlex.split("--recipe recipe.yaml --stop_after_step 2 --output_dir")
+    argv = shlex.split("--recipe recipe.yaml --speed safe --stop_after_step 2 --output_dir")
     for kept, name in ((report.RunLog, "step"), (launch, "prepare"), (Steps, "stream")):
         monkeypatch.setattr(kept, name, getattr(kept, name))  # undone after the test
     fresh_accelerator()

@@ -93,6 +93,22 @@ def test_a_way_that_is_another_step_is_not_taken(capsys, factor, problem):
     assert f"kernels: not wrong: {problem}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("when", ["always", "training"])
+def test_memory_that_runs_out_leaves_the_first_way_to_the_rehearsal(when):
+    """Which cuts the step into smaller cells."""
+    model = Model()
+    forward = Model.forward
+
+    def limited(self, x):
+        if when == "always" or self.training:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, x)
+
+    model.forward = limited.__get__(model)
+    choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)})
+    assert model.seconds == 0.004
+
+
 def test_the_only_way_is_not_measured(capsys, monkeypatch):
     monkeypatch.setattr(kernels, "measure", None)
     model = Model()
