@@ -208,11 +208,21 @@ def _attention(
     if kernel == "sdpa":
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.is_token, dropout_p=dropout, scale=scaling)
     else:
-        scores = q @ k.transpose(2, 3) * scaling
-        if rows.is_token is not None:
-            scores = scores.masked_fill(~rows.is_token, torch.finfo(scores.dtype).min)
-        y = F.dropout(scores.softmax(-1), dropout, module.training) @ v
+        y = F.dropout(_scores(q, k, rows, scaling).softmax(-1), dropout, module.training) @ v
     return _Untable.apply(y.transpose(1, 2).flatten(0, 1), queries.place)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, rows: Rows, scaling: float) -> torch.Tensor:
+    """scaling q k^T, and the least number that there is at padding: [S, heads, W, d] and [S, heads, T, d] -> [S, heads, W, T].
+
+    All in one product, where three passes over the scores would take a fifth of attention's time.
+    """
+    bias, beta = q.new_zeros(1, 1, 1), 0
+    if rows.is_token is not None:
+        bias = q.new_zeros(rows.is_token.shape).masked_fill(~rows.is_token, torch.finfo(q.dtype).min)
+        bias, beta = bias.expand(-1, q.shape[1], -1, -1).flatten(0, 1), 1
+    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scaling)
+    return scores.unflatten(0, q.shape[:2])
 
 
 def _table(x: torch.Tensor, rows: Rows) -> torch.Tensor:

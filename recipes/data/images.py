@@ -265,7 +265,11 @@ def _decode(image: Image.Image, num_channels: int) -> Image.Image:
             return _decode(Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)), num_channels)
         if image.mode == "P" and "transparency" in image.info:
             return image.convert("RGBA").convert("RGB" if num_channels == 3 else "L")  # Pillow warns otherwise
-        return image.convert("RGB" if num_channels == 3 else "L")
+        mode = "RGB" if num_channels == 3 else "L"
+        if image.mode != mode:
+            return image.convert(mode)
+        image.load()  # before the file is closed
+        return image
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -298,9 +302,10 @@ def _centre_box(
 
 def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """uint8 [height, width, channels] moved by up to an eighth of each side; zeros move in."""
-    shifted = np.zeros_like(pixels)
+    shifted = np.zeros(pixels.shape, np.uint8)
     height, width = pixels.shape[:2]
-    down, right = (int(rng.integers(-(size // 8), size // 8 + 1)) for size in (height, width))
+    down = int(rng.integers(-(height // 8), height // 8 + 1))
+    right = int(rng.integers(-(width // 8), width // 8 + 1))
     kept = pixels[max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
     shifted[max(0, down) :, max(0, right) :][: kept.shape[0], : kept.shape[1]] = kept
     return shifted
