@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear claims audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-startup claims audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -101,6 +101,12 @@ bench-loader: venv ## what loaders deliver beside what models take, and their me
 
 bench-linear: venv ## time of a step and memory over k = 1 to 64 micro-steps; writes benchmarks/results/linear.*
 	$(BIN)/python benchmarks/linear.py
+
+bench-choices: venv ## loss curves of --speed auto beside those of safe; writes benchmarks/results/choices.*
+	$(BIN)/python benchmarks/choices.py
+
+bench-startup: venv ## seconds from the command to the end of the first step, by stages; writes benchmarks/results/startup.*
+	$(BIN)/python benchmarks/startup.py --precision $(PRECISION)
 
 claims: venv ## check claims about gradient accumulation, 5 seeds each: half an hour on 2 cores, goes on where it was; writes docs/claims.md
 	$(BIN)/python benchmarks/claims/run.py --jobs 2

@@ -190,7 +190,7 @@ def bert_padded(
 ) -> torch.Tensor:
     """As `bert_wanted`, by transformers' own layers on a table of padded samples."""
     inputs = (input_ids, token_type_ids, position_ids)
-    hidden = bert.embeddings(*(x[0].index_select(0, source).unflatten(0, (len(ends) - 1, -1)) for x in inputs))
+    hidden = bert.embeddings(*(x[0][source] for x in inputs))
     for layer in bert.encoder.layer:
         hidden = layer(hidden, attention_mask=is_token)
     return hidden.flatten(0, 1).index_select(0, place.index_select(0, wanted))

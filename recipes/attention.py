@@ -2,8 +2,8 @@
 
 Of a transformer's work on short samples most is in products that know nothing of samples: embeddings, projections, feed-forward
 layers. They take a cell's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values are
-gathered into [S, heads, T, d], padded to the cell's longest sample, and its outputs go back into the row; on a GPU kernels of
-variable length take the row as it is. No number of a sample depends on the others.
+gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row; or a kernel of
+variable length takes the row as it is. No number of a sample depends on the others.
 
 What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
 layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
@@ -21,20 +21,26 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from recipes.run import LanguageModelSettings
+
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-KERNELS = ("sdpa", "eager", "varlen")
-"""torch's kernels over padded tables; plain products over them; torch's kernel for samples of any length (CUDA only)."""
+BY_LENGTH = "_by_length"
+KERNELS = ("sdpa", "eager", "sdpa" + BY_LENGTH, "eager" + BY_LENGTH, "varlen")
+"""torch's kernels over a padded table; plain products over it; both over several tables, each for samples of about the same
+length; torch's kernel for samples of any length (CUDA only)."""
+TABLES, TABLE = 4, 8192
+"""Most tables of a cell, and the scores of a head that take as long as one table more: about 0.2 ms."""
 
 
 class Rows(NamedTuple):
-    """Where the tokens of S samples, end to end M, are in a table of [S, T].
+    """Where the tokens of S samples, end to end M, are in a table of S' x T places, both rounded up (`round_up`).
 
     Attributes:
         ends: int32 [S + 1], 0 and where each sample ends.
-        source: int64 [S * T], of each place of the table its token; of padding, 0.
+        source: int64 [S', T], of each place of the table its token; of padding, 0.
         place: int64 [M], of each token its place in the table.
-        is_token: bool [S, 1, 1, T]; None when nothing is padded.
+        is_token: bool [S', 1, 1, T], True at the first place of a row without a sample, too; None when nothing is padded.
     """
 
     ends: torch.Tensor
@@ -42,35 +48,73 @@ class Rows(NamedTuple):
     place: torch.Tensor
     is_token: torch.Tensor | None
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.ends) - 1
 
-    @property
-    def longest(self) -> int:
-        """T."""
-        return len(self.source) // self.num_samples
+Tables = tuple[Rows, ...]
+"""A cell's samples in parts, one after the other."""
+
+
+def round_up(number: int, bits: int) -> int:
+    """The least number that is no smaller and has at most so many significant bits: at most 2^(1 - bits) more.
+
+    For the sizes of tensors. oneDNN, which computes bf16 on a CPU, generates code for every size that it meets, 0.7 ms of
+    it for a product of 0.1 ms; so do others for a GPU. Sizes that differ in every step would never be met again.
+
+    >>> [round_up(number, 3) for number in (7, 8, 9, 12, 13, 33)]
+    [7, 8, 10, 12, 14, 40]
+    """
+    step = 1 << max(0, number.bit_length() - bits)
+    return -(-number // step) * step
 
 
 def rows_of(lengths: np.ndarray) -> Rows:
     """Those of samples of these lengths.
 
     >>> [value.tolist() for value in rows_of(np.array([2, 1]))]
-    [[0, 2, 3], [0, 1, 2, 0], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
+    [[0, 2, 3], [[0, 1], [2, 0]], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
     """
-    is_token = np.arange(lengths.max()) < lengths[:, None]
+    shape = round_up(len(lengths), 3), round_up(int(lengths.max()), 4)
+    is_token = np.zeros(shape, bool)
+    is_token[: len(lengths)] = np.arange(shape[1]) < lengths[:, None]
     place = np.flatnonzero(is_token)
     source = np.zeros(is_token.size, np.int64)
     source[place] = np.arange(len(place))
+    is_token[len(lengths) :, 0] = True
     ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     mask = None if is_token.all() else torch.from_numpy(is_token[:, None, None])
-    return Rows(ends, torch.from_numpy(source), torch.from_numpy(place), mask)
+    return Rows(ends, torch.from_numpy(source.reshape(shape)), torch.from_numpy(place), mask)
+
+
+def by_length(lengths: np.ndarray) -> list[np.ndarray]:
+    """The lengths of a cell's samples, cut so that few scores are of padding: at most `TABLES` parts, with n samples of at most
+    T tokens n T^2 + `TABLE` in sum as small as halving, and halving again, makes it.
+
+    >>> [part.tolist() for part in by_length(np.array([128, 120, 20, 16, 14, 14]))]
+    [[128, 120], [20, 16, 14, 14]]
+    """
+    parts = [lengths]
+    while len(parts) < TABLES:
+        halves = [half for part in parts for half in _halves(part)]
+        if len(halves) == len(parts):
+            break
+        parts = halves
+    return parts
+
+
+def _halves(lengths: np.ndarray) -> list[np.ndarray]:
+    """Cut once, where it saves most, or not at all."""
+    longest_before = np.maximum.accumulate(lengths)[:-1]
+    longest_after = np.maximum.accumulate(lengths[::-1])[-2::-1]
+    before = np.arange(1, len(lengths))
+    scores = before * longest_before**2 + (len(lengths) - before) * longest_after**2
+    if not len(scores) or scores.min() + TABLE >= len(lengths) * lengths.max() ** 2:
+        return [lengths]
+    return np.split(lengths, [scores.argmin() + 1])
 
 
 def cell_of(
     tokens: Sequence[np.ndarray], num_first: Sequence[int], wanted: Sequence[np.ndarray]
 ) -> dict[str, torch.Tensor | None]:
-    """What `bert_wanted` takes of S >= 1 samples.
+    """What `bert_wanted` takes of S >= 1 samples, M tokens and W wanted ones, both rounded up: the last ones are of no sample.
 
     Args:
         tokens: of each sample.
@@ -89,15 +133,26 @@ def cell_of(
     rows, num_wanted = rows_of(lengths), np.array([len(of) for of in wanted])
     queries = rows_of(num_wanted)
     return {
-        "input_ids": torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
-        "token_type_ids": torch.from_numpy(is_second.astype(np.int64))[None],
-        "position_ids": torch.from_numpy(position_ids)[None],
+        "input_ids": filled(np.concatenate(tokens))[None],
+        "token_type_ids": filled(is_second)[None],
+        "position_ids": filled(position_ids)[None],
         **rows._asdict(),
-        "wanted": torch.from_numpy(np.concatenate(wanted, dtype=np.int64) + np.repeat(starts, num_wanted)),
+        "wanted": filled(np.concatenate(wanted) + np.repeat(starts, num_wanted)),
         "wanted_ends": queries.ends,
         "wanted_source": queries.source,
         "wanted_place": queries.place,
     }
+
+
+def filled(values: np.ndarray, fill: int = 0) -> torch.Tensor:
+    """Integers [n] as int64, with `fill` behind them up to a size that is met again, at most 3 % more.
+
+    >>> filled(np.arange(65)).shape
+    torch.Size([66])
+    """
+    result = np.full(round_up(len(values), 6), fill, np.int64)
+    result[: len(values)] = values
+    return torch.from_numpy(result)
 
 
 def unpad(model: Model, kernel: str = "eager") -> Model:
@@ -114,19 +169,18 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 
 
 def ways(
-    model: PreTrainedModel, device: torch.device, mixed_precision: str, only: str | None = None
+    model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, functools.partial]:
     """The kernels that may be the fastest, the safe one first, for `kernels.choose`.
-
-    Forward and backward of BERT 4 x 256 on 2 cores (torch 2.13, AVX512-BF16), 128 tokens, time of sdpa / time of eager: in
-    float32 0.95, in bf16 1.25.
 
     Args:
         model: after `unpad`.
         device, mixed_precision: that it is computed on and in.
-        only: one of `KERNELS`, where it is decided.
+        settings: its attn_implementation, where that is decided. What is compiled has one table.
     """
-    names = ["eager", "sdpa"] if device.type == "cpu" else ["sdpa"]
+    only, names = settings.attn_implementation, ["sdpa"]
+    if device.type == "cpu":
+        names = ["eager", "sdpa"] + [name + BY_LENGTH for name in ("eager", "sdpa") if not settings.torch_compile]
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")
     names = [only] if only else names
@@ -147,13 +201,17 @@ def bert_wanted(
     wanted_source: torch.Tensor,
     wanted_place: torch.Tensor,
 ) -> torch.Tensor:
-    """What the last layer says of the wanted tokens, [W, width].
+    """What the last layer says of the wanted tokens, [W, width]; of those of no sample, nothing that means anything.
 
     Args:
         bert: transformers' BertModel, after `unpad`.
         input_ids, ...: see `cell_of`.
     """
-    rows, queries = Rows(ends, source, place, is_token), Rows(wanted_ends, wanted_source, wanted_place, None)
+    rows, queries = (Rows(ends, source, place, is_token),), (Rows(wanted_ends, wanted_source, wanted_place, None),)
+    if bert.config._attn_implementation.endswith(BY_LENGTH):
+        lengths = by_length(ends.diff().long().numpy())
+        num_wanted = np.split(wanted_ends.diff().long().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
+        rows, queries = (tuple(rows_of(part) for part in parts) for parts in (lengths, num_wanted))
     hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
     *layers, last = bert.encoder.layer
     for layer in layers:
@@ -161,7 +219,7 @@ def bert_wanted(
     return last(hidden, rows=rows, wanted=wanted, queries=queries)[0]
 
 
-def _last_layer(layer: nn.Module, hidden: torch.Tensor, *, rows: Rows, wanted: torch.Tensor, queries: Rows):
+def _last_layer(layer: nn.Module, hidden: torch.Tensor, *, rows: Tables, wanted: torch.Tensor, queries: Tables):
     """A BertLayer's forward at the wanted tokens, [1, M, width] -> [1, W, width]."""
     hidden, of = hidden[0], layer.attention.self
     chosen = hidden.index_select(0, wanted)
@@ -181,7 +239,7 @@ def _interface(kernel: str):
         value: torch.Tensor,
         attention_mask: None,
         *,
-        rows: Rows,
+        rows: Tables,
         scaling: float,
         dropout: float = 0.0,
         **_: object,
@@ -198,14 +256,32 @@ for _kernel in KERNELS:
 
 
 def _attention(
-    kernel: str, module: nn.Module, q, k, v, queries: Rows, rows: Rows, scaling: float, dropout: float
+    kernel: str, module: nn.Module, q, k, v, queries: Tables, rows: Tables, scaling: float, dropout: float
 ) -> torch.Tensor:
     """softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
+    outputs = []
+    for mine, its, *parts in zip(queries, rows, _split(q, queries), _split(k, rows), _split(v, rows), strict=False):
+        outputs.append(_attention_of(kernel, module, *parts, mine, its, scaling, dropout))
+    done = sum(map(len, outputs))
+    return torch.cat([*outputs, q.new_zeros(len(q) - done, *q.shape[1:])])
+
+
+def _split(x: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, ...]:
+    """Of each table its tokens, and at last those of no sample."""
+    sizes = [len(of.place) for of in tables]
+    return x.split([*sizes, len(x) - sum(sizes)])
+
+
+def _attention_of(
+    kernel: str, module: nn.Module, q, k, v, queries: Rows, rows: Rows, scaling: float, dropout: float
+) -> torch.Tensor:
+    """`_attention` by one table, or none."""
     if kernel == "varlen":
         assert not dropout, "the kernel has none"
-        return varlen_attn(q, k, v, queries.ends, rows.ends, queries.longest, rows.longest, scale=scaling)
+        longest = queries.source.shape[1], rows.source.shape[1]
+        return varlen_attn(q, k, v, queries.ends, rows.ends, *longest, scale=scaling)
     q, k, v = _table(q, queries), _table(k, rows), _table(v, rows)
-    if kernel == "sdpa":
+    if kernel.startswith("sdpa"):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.is_token, dropout_p=dropout, scale=scaling)
     else:
         y = F.dropout(_scores(q, k, rows, scaling).softmax(-1), dropout, module.training) @ v
@@ -226,9 +302,9 @@ def _scores(q: torch.Tensor, k: torch.Tensor, rows: Rows, scaling: float) -> tor
 
 
 def _table(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[M, heads, d] -> [S, heads, T, d]."""
-    y = _Table.apply(x, rows.source, rows.place)
-    return y.unflatten(0, (rows.num_samples, -1)).transpose(1, 2)
+    """[M, heads, d] -> [S', heads, T, d]."""
+    y = _Table.apply(x, rows.source.flatten(), rows.place)
+    return y.unflatten(0, rows.source.shape).transpose(1, 2)
 
 
 class _Table(torch.autograd.Function):

@@ -28,7 +28,7 @@ ROUNDS, SECONDS = 5, 3.0
 """Most measurements of each way, and seconds after which no round begins."""
 GAIN = 1.03
 """How much faster than the first a way must be: less may be noise."""
-SAMPLES, UNITS = 16, 4096
+SAMPLES, UNITS = 32, 4096
 """Most samples, and most tokens, that ways are compared on."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
 """Largest |g - g_first| / |g_first| of a way's gradient, by the type that is computed in."""
@@ -104,7 +104,8 @@ def _wait(accelerator: Accelerator) -> None:
 
 def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, ways: Ways) -> str:
     number = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
-    cell = source.collate([source.draw(0, place) for place in range(number)])
+    samples = [source.draw(0, place) for place in range(number)]
+    cell = source.collate(sorted(samples, key=lambda sample: -sample.length))  # as in the cells of a step
     cell.pop("counts")
     model.to(accelerator.device)
     cell, was_training = to_device(cell, accelerator.device), model.training

@@ -29,6 +29,9 @@ from recipes.optim import Accumulating
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+ONEDNN_KERNELS = "8192"
+"""How many kernels oneDNN keeps, of which it generates one for every size of a product in bf16, in 0.7 ms: its 1024 are too few
+for cells of all sizes."""
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -84,6 +87,7 @@ def create_accelerator(
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         keep_memory()
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read at the first one
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         # What AcceleratorState does for every kind of device but CPUs, where it would quietly take DDP instead.
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP

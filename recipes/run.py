@@ -107,10 +107,17 @@ class LanguageModelSettings(RunSettings):
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
 
     @property
     def memory_remedy(self) -> str:
         return "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
+            problems.append("torch_compile is true, but there is no C++ compiler: install g++, or leave it out")
+        return problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,15 +156,8 @@ class ImageSettings(RunSettings):
 class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 
-    torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
     sample_prompt: str | None = setting("text that the trained model continues at the end", default=None)
     sample_length: int = setting("tokens of that continuation", POSITIVE, default=200)
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
-            problems.append("torch_compile is true, but there is no C++ compiler: install g++, or leave it out")
-        return problems
 
 
 SETTINGS: dict[str, type[RunSettings]] = {

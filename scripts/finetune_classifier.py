@@ -37,7 +37,7 @@ class ClassificationSums(nn.Module):
 
     def forward(self, labels, **tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Summed loss [1] and, when evaluating, logits [samples, classes]. See LabelledTexts.collate."""
-        first = bert_wanted(self.bert.bert, **tokens)
+        first = bert_wanted(self.bert.bert, **tokens)[: len(labels)]
         logits = self.bert.classifier(self.bert.dropout(self.bert.bert.pooler(first[:, None])))
         of = losses.squared_error_sum if labels.is_floating_point() else losses.cross_entropy_sum
         return of(logits, labels)[None], None if self.training else logits
@@ -100,8 +100,11 @@ def main(argv: list[str]) -> int:
     if settings.gradient_checkpointing:
         bert.gradient_checkpointing_enable()
     bare = model = ClassificationSums(bert).to(getattr(torch, settings.dtype))
-    of_bert = ways(bert, accelerator.device, accelerator.mixed_precision, settings.attn_implementation)
+    of_bert = ways(bert, accelerator.device, accelerator.mixed_precision, settings)
     kernels.choose(accelerator, recipe, settings, model, train, of_bert)
+    if settings.torch_compile:
+        for layer in model.bert.bert.encoder.layer:
+            layer.compile(dynamic=True)  # once for cells of all sizes
     optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())

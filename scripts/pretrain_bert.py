@@ -96,10 +96,13 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(recipe.seed)
     build = partial(build_model, recipe)
     model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
-    of_bert = ways(model.bert, accelerator.device, accelerator.mixed_precision, settings.attn_implementation)
+    of_bert = ways(model.bert, accelerator.device, accelerator.mixed_precision, settings)
     kernels.choose(accelerator, recipe, settings, model, train, of_bert)
     if settings.gradient_checkpointing:
         model.bert.gradient_checkpointing_enable()
+    if settings.torch_compile:
+        for layer in model.bert.bert.encoder.layer:
+            layer.compile(dynamic=True)  # once for cells of all sizes
     optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())

@@ -9,10 +9,22 @@ from common import load_script
 from transformers import BertConfig, BertForSequenceClassification
 
 from recipes import attention
-from recipes.attention import bert_wanted, cell_of, rows_of
+from recipes.attention import bert_wanted, by_length, cell_of, rows_of
 
 SHAPE = {"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20}
-CASES = {"ragged": [5, 1, 9, 2], "equal": [4, 4], "one": [7]}
+CASES = {
+    "ragged": [5, 1, 9, 2],
+    "equal": [4, 4],
+    "one": [7],
+    "many": [16] * 3 + [15] * 6 + [9] * 11 + [3, 3, 2],  # more of everything than is wanted: sizes are rounded
+}
+TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
+
+
+@pytest.fixture(autouse=True)
+def tables_cost_nothing(monkeypatch):
+    """So that short samples have several, too."""
+    monkeypatch.setattr(attention, "TABLE", 0)
 
 
 def build(kernel: str | None = None, **changes) -> BertForSequenceClassification:
@@ -45,7 +57,7 @@ def gradient(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", TABLED)
 def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     tokens, kinds, _, cell = samples_of(CASES[case], "first")
     labels = torch.arange(len(tokens)) % 3
@@ -74,11 +86,12 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("case", ["ragged", "many"])
 @pytest.mark.parametrize("wanted", ["first", "some", "all"])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, monkeypatch):
+def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
-    tokens, kinds, places, cell = samples_of(CASES["ragged"], wanted)
+    tokens, kinds, places, cell = samples_of(CASES[case], wanted)
     ours, theirs = build(kernel).bert, build().bert
     hidden = bert_wanted(ours, **cell)
     expected = torch.cat(
@@ -87,9 +100,9 @@ def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, monkeypatc
             for of, kind, place in zip(tokens, kinds, places, strict=True)
         ]
     )
-    assert torch.allclose(hidden, expected, rtol=1e-11)
+    assert torch.allclose(hidden[: len(expected)], expected, rtol=1e-11)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    (hidden * weights).sum().backward()
+    (hidden[: len(expected)] * weights).sum().backward()
     (expected * weights).sum().backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if not name.startswith("pooler"):
@@ -116,7 +129,30 @@ def test_rows():
     rows = rows_of(np.array([1, 3, 2]))
     assert rows.ends.tolist() == [0, 1, 4, 6]
     assert rows.place.tolist() == [0, 3, 4, 5, 6, 7]
-    assert rows.source.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0]
+    assert rows.source.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 0]]
     assert rows.is_token.squeeze().tolist() == [[True, False, False], [True, True, True], [True, True, False]]
-    assert (rows.num_samples, rows.longest) == (3, 3)
     assert rows_of(np.array([2, 2])).is_token is None
+
+
+def test_tables_have_few_sizes():
+    """And a row that no sample is in does not attend to nothing, which has no softmax."""
+    rows = rows_of(np.array([17] * 8 + [1]))
+    assert rows.source.shape == (10, 18)
+    assert rows.place.tolist() == [*(18 * row + place for row in range(8) for place in range(17)), 18 * 8]
+    assert rows.is_token.sum((1, 2, 3)).tolist() == [17] * 8 + [1, 1]
+    sizes = {rows_of(np.full(number, length)).source.shape for number in range(1, 33) for length in range(64, 129)}
+    assert len(sizes) == 16 * 9
+
+
+def test_samples_of_like_length_share_a_table(monkeypatch):
+    monkeypatch.setattr(attention, "TABLE", 8192)
+    parts = [part.tolist() for part in by_length(np.array([128, 120, 60, 60, 60, 60, 30, 30, 30, 29, 3]))]
+    assert parts == [[128, 120], [60, 60, 60, 60], [30, 30, 30, 29, 3]]
+    for lengths in ([5], [5, 4, 3], [90] * 50):
+        assert [part.tolist() for part in by_length(np.array(lengths))] == [lengths]
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = np.sort(rng.integers(1, 512, size=rng.integers(1, 100)))[::-1]
+        parts = by_length(lengths)
+        assert 1 <= len(parts) <= attention.TABLES
+        assert np.concatenate(parts).tolist() == lengths.tolist()

@@ -1,19 +1,21 @@
 """The fastest way is taken, where it is the same step."""
 
 import json
+import shutil
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_steps
+from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_steps, task_of
 from test_equivalence import parameters, relative
 from torch import nn
 
-from recipes import capacity, kernels, launch
+from recipes import capacity, kernels, launch, run
 from recipes.recipe import load
 
 PROGRAMS = [*TINIES]
+COMPILED = [program for program in PROGRAMS if hasattr(run.SETTINGS[task_of(program)], "torch_compile")]
 
 
 class Model(nn.Module):
@@ -38,11 +40,12 @@ class Source:
         return 40
 
     def draw(self, epoch, sample_id):
-        return torch.arange(4) * 0.1 * (sample_id - 3)
+        return SimpleNamespace(row=torch.arange(4) * 0.1 * (sample_id - 3), length=sample_id % 7)
 
-    def collate(self, rows):
-        assert len(rows) == kernels.SAMPLES
-        return {"x": torch.stack(rows), "counts": torch.tensor([len(rows)])}
+    def collate(self, samples):
+        assert len(samples) == kernels.SAMPLES
+        assert [sample.length for sample in samples] == sorted((of % 7 for of in range(len(samples))), reverse=True)
+        return {"x": torch.stack([sample.row for sample in samples]), "counts": torch.tensor([len(samples)])}
 
 
 def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto") -> None:
@@ -197,3 +200,20 @@ def test_processes_choose_the_same(train, train_on):
     one = train("one", flags)
     assert relative(parameters(two, ""), parameters(one, "")) < 1e-9
     assert samples_of_steps(two) == samples_of_steps(one)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", COMPILED)
+def test_compiled_layers_take_the_same_steps(train, program):
+    """Cells of other sizes in every step, without compiling anew each time."""
+    flags = "--global_batch_size 8 --per_device_train_batch_size 4"
+    plain = train("plain", flags, program=program)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        compiled = train("compiled", f"{flags} --torch_compile", program=program)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    losses = [line["loss"] for line in metrics(plain)]
+    assert [line["loss"] for line in metrics(compiled)] == pytest.approx(losses, rel=1e-5)
+    assert {path.name for path in compiled.iterdir()} == {path.name for path in plain.iterdir()}

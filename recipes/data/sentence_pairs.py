@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from recipes.attention import cell_of
+from recipes.attention import cell_of, filled
 from recipes.data.arrow import ListColumn
 from recipes.data.documents import load_split, split_sentences
 from recipes.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
@@ -200,8 +200,8 @@ class SentencePairs:
         Returns:
             of the tokens, the first and the masked ones of each sample wanted: see `attention.cell_of`.
             first_index: int64 [S], places of the first tokens among the wanted.
-            masked_index: int64 [M], those of the masked tokens.
-            masked_labels: int64 [M].
+            masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
+            masked_labels: int64 [M'], -100 up to that size.
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
         """
@@ -215,8 +215,8 @@ class SentencePairs:
         return {
             **cell_of(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
             "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
-            "masked_index": torch.from_numpy(np.flatnonzero(is_masked)),
-            "masked_labels": torch.from_numpy(masked_labels),
+            "masked_index": filled(np.flatnonzero(is_masked)),
+            "masked_labels": filled(masked_labels, IGNORED),
             "next_sentence_label": torch.tensor([pair.is_random for pair in pairs or [nothing]]),
             "counts": torch.tensor([len(masked_labels), len(pairs)]),
         }

@@ -1,0 +1,140 @@
+"""Do the loss curves of `--speed auto` and `--speed safe` agree?
+
+    make bench-choices
+
+Every program with its small recipe, 50 steps, in float32 and in bf16. Beside the safe run:
+
+- cut: the safe way, in four cells. The same step, other rounding: how far apart curves are that differ in nothing else.
+- auto: whatever `--speed auto` measures to be the fastest.
+- other: the kernels that safe did not take, in eight cells, as if those had been the fastest; not where `--speed auto` refuses
+  them because their gradient is not that of the safe ones.
+
+Shown is the largest |loss - safe's| / safe's of the first step and of all.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+STEPS = 50
+IMAGES, TEXTS = ("channels_last", "channels_first"), ("eager", "sdpa")
+# Program -> recipe, its global batch, the ways to compute it, and flags.
+PROGRAMS = {
+    "pretrain_bert": ("bert_small_cpu", 16, TEXTS, "--short_seq_probability 0.5"),
+    "pretrain_gpt2": ("gpt2_small_cpu", 16, TEXTS, ""),
+    "finetune_classifier": ("finetune_small_cpu", 32, TEXTS, ""),
+    "train_image_classifier": ("resnet_digits_cpu", 64, IMAGES, ""),
+    "train_captcha": ("captcha_cpu", 32, IMAGES, "--num_train_samples 3200 --num_validation_samples 64"),
+}
+
+
+def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[float], str]:
+    """The losses of the steps, and what was printed."""
+    recipe, batch, _, more = PROGRAMS[program]
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
+    words += [str(ROOT / "scripts" / f"{program}.py"), "--recipe", recipe, "--global_batch_size", str(batch)]
+    words += [*more.split(), *flags.split(), "--max_train_steps", str(STEPS), "--validation_fraction", "0"]
+    words += ["--output_dir", str(work / "run"), "--overwrite_output_dir"]
+    if program == "train_captcha":
+        words = [word for word in words if word not in ("--validation_fraction", "0")]
+    environment = os.environ | {"HF_HOME": str(work / "cache"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
+    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").open()]
+    return [line["loss"] for line in lines if "loss" in line], ended.stdout
+
+
+def choice(printed: str) -> str:
+    """What a run says that it took.
+
+    >>> choice("kernels: eager (--speed auto)\\ncells: at most 4096 tokens at once (--speed auto)\\n")
+    'eager, at most 4096 tokens at once'
+    """
+    return ", ".join(re.findall(r"^(?:kernels|cells): (.*) \(--speed \w+\)$", printed, re.MULTILINE))
+
+
+def force(work: Path, way: str, at_once: int) -> None:
+    """Let that have been measured to be the fastest."""
+    file = work / "cache" / "accelerate-recipes" / "capacity.json"
+    known = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
+    file.write_text(json.dumps(known))
+
+
+def deviations(losses: list[float], safe: list[float]) -> tuple[float, float]:
+    """Relative, of the first step and the largest of all.
+
+    >>> deviations([1.0, 1.5, 2.0], [1.0, 2.0, 2.0])
+    (0.0, 0.25)
+    """
+    each = [abs(a - b) / abs(b) for a, b in zip(losses, safe, strict=True)]
+    return each[0], max(each)
+
+
+def measure(program: str, precision: str, work: Path) -> list[dict]:
+    """A row for every run beside the safe one."""
+    _, batch, ways, _ = PROGRAMS[program]
+    safe, printed = run(program, precision, "--speed safe", work)
+    taken = choice(printed)
+    losses, _ = run(program, precision, f"--speed safe --per_device_train_batch_size {batch // 4}", work)
+    found = {"cut": (losses, f"{taken}, {batch // 4} samples at once")}
+    losses, printed = run(program, precision, "--speed auto", work)
+    found["auto"] = losses, choice(printed)
+    (other,) = (way for way in ways if way != taken)
+    if refused := re.search(rf"^kernels: not {other}: (.*)$", printed, re.MULTILINE):
+        found["other"] = None, f"{other}: refused, {refused[1]}"
+    else:
+        force(work, other, batch // 8)
+        losses, printed = run(program, precision, "--speed auto", work)
+        found["other"] = losses, choice(printed)
+    rows = []
+    for name, (losses, what) in found.items():
+        first, largest = (None, None) if losses is None else deviations(losses, safe)
+        rows.append({"program": program, "precision": precision, "safe": taken, "run": name, "taken": what})
+        rows[-1] |= {"first": first, "largest": largest, "losses": losses}
+        print({key: value for key, value in rows[-1].items() if key != "losses"}, file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    from run import about
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--precisions", nargs="+", default=["no", "bf16"], choices=["no", "bf16"])
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "choices")
+    arguments = parser.parse_args()
+    rows = []
+    for program in arguments.programs:
+        for precision in arguments.precisions:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure(program, precision, Path(folder))
+    results = {"rows": rows} | about(len(os.sched_getaffinity(0)))
+    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
+
+
+def markdown(results: dict) -> str:
+    lines = ""
+    for row in results["rows"]:
+        shown = ["-" if row[name] is None else f"{row[name]:.1e}" for name in ("first", "largest")]
+        lines += f"| {row['program']} | {row['precision']} | {row['run']} | {row['taken']} | {' | '.join(shown)} |\n"
+    return (
+        "# The loss curves of --speed auto and --speed safe\n\n"
+        "Generated by `make bench-choices` (benchmarks/choices.py, which says what the runs are); do not edit.\n\n"
+        f"|loss - safe's| / safe's, of the first step and the largest of {STEPS}:\n\n"
+        f"| program | precision | run | kernels, cells | first step | largest |\n|---|---|---|---|---|---|\n{lines}\n"
+        f"{results['machine']}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
