@@ -6,10 +6,13 @@ import math
 import shlex
 import sys
 
+import numpy as np
 import pytest
 from common import ROOT, fresh_accelerator, load_script, tiny_argv
+from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import launch, report, run
+from recipes.data import sentence_pairs
 from recipes.data.steps import Steps
 from recipes.recipe import load
 
@@ -89,7 +92,7 @@ def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
 
 def row(workload: str, precision: str, **more) -> dict:
     rates = {"ours": [100.0, 120.0, 90.0], "Trainer": [50.0, 40.0, 60.0], "floor": [125.0, 120.0, 100.0]}
-    data = {"samples": 1234, "pieces": 99, "mean_length": 61.2, "padding": 0.385, "longest": 0.1}
+    data = {"samples": 1234, "pieces": 99, "mean_length": 61.2, "padding": 0.385, "longest": 0.1, "products": 1.5}
     known = {"workload": workload, "precision": precision, "unit": "token", "data": data, "turn": 3.0, "rates": rates}
     known |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
     return known | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
@@ -175,6 +178,22 @@ def test_a_peer_counts_the_tokens_of_its_steps(module, folder, peer, sampling):
     assert [stamp.units for stamp in stamped] == [sum(int(mask.sum()) for mask in of) for of in masks]
     assert [sum(map(len, of)) for of in masks] == [8, 8, 8]
     assert stamped[0].loss == pytest.approx(math.log(600) + math.log(2), rel=0.1)
+
+
+def test_products_are_those_that_torch_counts(module, folder):
+    """Of a sample, forward."""
+    recipe, script = load(str(folder / "recipe.yaml")), load_script("pretrain_bert")
+    source, _ = sentence_pairs.build(recipe)
+    sample = max((source.draw(0, place) for place in range(20)), key=lambda sample: sample.length)
+    bert, cell = script.build_model(recipe), source.collate([sample])
+    bert.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as theirs:
+        bert(cell["input_ids"][:, : sample.length])
+    cell.pop("counts")
+    with FlopCounterMode(display=False) as ours:
+        script.PretrainingSums(bert)(**cell)
+    ratio = theirs.get_total_flops() / ours.get_total_flops()
+    assert module("workloads").products(recipe, np.array([sample.length])) == pytest.approx(ratio, rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

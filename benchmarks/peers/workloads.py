@@ -102,12 +102,34 @@ def _rows(task: str, source) -> Iterator[dict[str, Any]]:
         yield row | {"length": sample.length}
 
 
+def products(recipe: Recipe, lengths: np.ndarray) -> float:
+    """Floating-point operations of transformers' BERT over ours, both without padding and at the same rate.
+
+    Theirs of a sample of T tokens, forward: L T (8 h^2 + 4 h f + 4 h T) in the layers and, in pretraining, T (2 h^2 + 2 h V)
+    in the head (`transformer.bert_flops`). Ours has of the last layer keys and values, T 4 h^2, the rest at w wanted tokens,
+    w (4 h^2 + 4 h f + 4 h T), and the head at the w - 1 masked ones. A backward takes twice that.
+
+    Args:
+        recipe: of a BERT.
+        lengths: T of each sample.
+    """
+    h, f, t = recipe.hidden_size, recipe.intermediate_size, lengths.astype(float)
+    layer = t * (8 * h * h + 4 * h * f + 4 * h * t)
+    head, masked = 0.0, np.zeros_like(t)
+    if recipe.task == "bert_pretraining":
+        head, masked = 2.0 * h * (h + recipe.vocab_size), np.maximum(1, np.round((t - 3) * recipe.mlm_probability))
+    last = t * 4 * h * h + (1 + masked) * (4 * h * h + 4 * h * f + 4 * h * t)
+    theirs = recipe.num_hidden_layers * layer + t * head
+    ours = (recipe.num_hidden_layers - 1) * layer + last + masked * head
+    return float(theirs.sum() / ours.sum())
+
+
 def prepare(folder: Path) -> dict[str, Any]:
     """Write what `build` reads into the folder of a recipe.yaml, and let our own programs find their data made, too.
 
     Returns:
         What the samples are like: of texts tokenizer entries, mean length, share of padding in random batches, share of
-        samples of the greatest length.
+        samples of the greatest length; of BERT `products`, see there.
     """
     recipe = load(str(folder / "recipe.yaml"))
     source, _ = SOURCES[recipe.task].build(recipe)
@@ -121,6 +143,7 @@ def prepare(folder: Path) -> dict[str, Any]:
     batches = lengths[order[: len(lengths) // batch * batch]].reshape(-1, batch)
     return {
         "samples": len(rows),
+        "products": products(recipe, lengths) if recipe.task in ("bert_pretraining", "text_classification") else None,
         "pieces": len(source.tokenizer),
         "mean_length": float(lengths.mean()),
         "padding": float(1 - batches.sum() / (batches.max(1) * batch).sum()),

@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -145,8 +146,15 @@ class Images:
         """
         shape = (len(samples), self.height, self.width, self.num_channels)
         values = np.zeros((*shape[:2], self.width * self.num_channels), np.float32)
-        for image, sample in zip(values, samples, strict=True):
-            image[...] = self._pixels(sample).reshape(image.shape)
+
+        def fill(places: range) -> None:
+            for place in places:
+                values[place] = self._pixels(samples[place]).reshape(values.shape[1:])
+
+        # Pillow lets other threads run while it decodes. A DataLoader's worker has one, and so have digits: not decoded.
+        num_threads = 1 if isinstance(self.store, Digits) else torch.get_num_threads()
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(fill, (range(first, len(samples), num_threads) for first in range(num_threads))))
         values *= self.factor
         values += self.offset
         rows = self.rows[np.array([sample.sample_id for sample in samples], np.int64)]
