@@ -26,10 +26,10 @@ STEPS = 50
 IMAGES, TEXTS = ("channels_last", "channels_first"), ("eager", "sdpa")
 # Program -> recipe, its global batch, the ways to compute it, and flags.
 PROGRAMS = {
-    "pretrain_bert": ("bert_small_cpu", 16, TEXTS, "--short_seq_probability 0.5"),
-    "pretrain_gpt2": ("gpt2_small_cpu", 16, TEXTS, ""),
-    "finetune_classifier": ("finetune_small_cpu", 32, TEXTS, ""),
-    "train_image_classifier": ("resnet_digits_cpu", 64, IMAGES, ""),
+    "pretrain_bert": ("bert_small_cpu", 16, TEXTS, "--short_seq_probability 0.5 --validation_fraction 0"),
+    "pretrain_gpt2": ("gpt2_small_cpu", 16, TEXTS, "--validation_fraction 0"),
+    "finetune_classifier": ("finetune_small_cpu", 32, TEXTS, "--validation_fraction 0"),
+    "train_image_classifier": ("resnet_digits_cpu", 64, IMAGES, "--validation_fraction 0"),
     "train_captcha": ("captcha_cpu", 32, IMAGES, "--num_train_samples 3200 --num_validation_samples 64"),
 }
 
@@ -40,10 +40,8 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
     words += [str(ROOT / "scripts" / f"{program}.py"), "--recipe", recipe, "--global_batch_size", str(batch)]
-    words += [*more.split(), *flags.split(), "--max_train_steps", str(STEPS), "--validation_fraction", "0"]
+    words += [*more.split(), *flags.split(), "--max_train_steps", str(STEPS)]
     words += ["--output_dir", str(work / "run"), "--overwrite_output_dir"]
-    if program == "train_captcha":
-        words = [word for word in words if word not in ("--validation_fraction", "0")]
     environment = os.environ | {"HF_HOME": str(work / "cache"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True)
     if ended.returncode:

@@ -84,6 +84,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "linear")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}: it must be 1 or more")
     rows = []
     for precision in arguments.precisions:
         with tempfile.TemporaryDirectory() as folder:

@@ -108,6 +108,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "startup")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}: it must be 1 or more")
     rows = {program: [] for program in arguments.programs}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 + arguments.rounds):

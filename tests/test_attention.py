@@ -156,3 +156,5 @@ def test_samples_of_like_length_share_a_table(monkeypatch):
         parts = by_length(lengths)
         assert 1 <= len(parts) <= attention.TABLES
         assert np.concatenate(parts).tolist() == lengths.tolist()
+        unit = 1 << max(0, len(lengths).bit_length() - 4)
+        assert not any(len(part) % unit for part in parts[:-1]), "tables have few sizes"
