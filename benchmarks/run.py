@@ -8,7 +8,7 @@ Same model class, shape, samples, global batch, precision, learning rate, clippi
 run it (benchmarks/peers/, a file each), in a process of its own. The programs of a workload and a precision are started
 together and run in turns (SIGSTOP, SIGCONT; see shakespeare.py), so that a machine whose speed changes is the same for all.
 Every program stamps the end of every optimizer step. After the first steps come the rounds: one turn for every program, long
-enough for at least three whole steps, in an order that rotates.
+enough for at least three whole steps of its own, in an order that rotates.
 
 - Rate of a program in a round: tokens without padding (or images) of the steps that lie wholly inside its turn, per second.
 - Ratio: ours / the other's in the same round; median, smallest and largest of the rounds.
@@ -127,13 +127,13 @@ RESNET = {"extends": "WORK/resnet18_photographs.yaml", "label_smoothing": 0.0, "
 REVIEWS = {"extends": "finetune_reviews_cpu", "train_file": ["WORK/reviews.csv"]}
 CHARACTERS = {"extends": "gpt2_shakespeare_char_cpu", "train_file": ["WORK/shakespeare.txt"]}
 WORKLOADS = {
-    "bert_ragged_8192": Workload(RAGGED_BERT | {"vocab_size": 8192}, RAGGED, turn=10.0, to_loss=True),
+    "bert_ragged_8192": Workload(RAGGED_BERT | {"vocab_size": 8192}, RAGGED, turn=5.0, to_loss=True),
     "bert_ragged_30522": Workload(RAGGED_BERT | {"vocab_size": 30522}, RAGGED),
     "bert_full_8192": Workload(FULL_BERT | {"vocab_size": 8192}),
     "bert_full_30522": Workload(FULL_BERT | {"vocab_size": 30522}),
     "gpt2": Workload(GPT2 | {"block_size": 256, "global_batch_size": 4}),
-    "classifier": Workload({"extends": "finetune_small_cpu"}, RAGGED, turn=10.0, to_loss=True),
-    "reviews": Workload(REVIEWS, RAGGED, turn=10.0, to_loss=True, needs=("reviews",)),
+    "classifier": Workload({"extends": "finetune_small_cpu"}, RAGGED, turn=5.0, to_loss=True),
+    "reviews": Workload(REVIEWS, RAGGED, turn=5.0, to_loss=True, needs=("reviews",)),
     "resnet18": Workload(RESNET),
     "shakespeare": Workload(CHARACTERS, ("ours", "nanoGPT", "floor"), ("no",), needs=("nanogpt", "shakespeare")),
 }
@@ -271,13 +271,13 @@ def measure(name: str, precision: str, titles: list[str], num_rounds: int, work:
             files[title].unlink(missing_ok=True)
             programs[title] = start(title, folder, precision, threads)
             programs[title].run_until(lambda file=files[title]: len(clock.read(file)[1]) > WARM_UP)
-        slowest = max(step_seconds(clock.read(files[title])[1], of.turns) for title, of in programs.items())
-        turn = max(workload.turn, (WHOLE_STEPS + 2) * slowest)
+        step = {title: step_seconds(clock.read(files[title])[1], of.turns) for title, of in programs.items()}
+        turn = {title: max(workload.turn, (WHOLE_STEPS + 2) * seconds) for title, seconds in step.items()}
         held: dict[str, list[Turn]] = {title: [] for title in titles}
         for number in range(num_rounds):
             place = number % len(titles)
             for title in titles[place:] + titles[:place]:
-                held[title].append(take_turn(programs[title], files[title], turn))
+                held[title].append(take_turn(programs[title], files[title], turn[title]))
         processes, stamps = {}, {}
         for title in titles:
             processes[title], stamps[title] = clock.read(files[title])
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="none: all whose files are given")
     parser.add_argument("--precisions", nargs="+", default=["no", "bf16"], choices=["no", "bf16"])
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, help="beside ours")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--reviews", type=Path, help="labelled film reviews (docs/finetuning.md), for workload reviews")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of github.com/karpathy/nanoGPT, for shakespeare")
     parser.add_argument("--shakespeare", type=Path, help="tiny Shakespeare, for shakespeare")
