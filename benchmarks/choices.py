@@ -40,7 +40,7 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
     words += [str(ROOT / "scripts" / f"{program}.py"), "--recipe", recipe, "--global_batch_size", str(batch)]
-    words += [*more.split(), *flags.split(), "--max_train_steps", str(STEPS)]
+    words += [*more.split(), *flags.split(), "--stop_after_step", str(STEPS)]
     words += ["--output_dir", str(work / "run"), "--overwrite_output_dir"]
     environment = os.environ | {"HF_HOME": str(work / "cache"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True)

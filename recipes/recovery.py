@@ -99,8 +99,14 @@ class Recovery:
             self.optimizer.optimizer.found_inf = self.not_finite
 
     def exit_code(self, is_finished: bool) -> int:
-        """0, or what tells a scheduler to start the run again. Signals are handled as before from then on."""
+        """0, or what tells a scheduler to start the run again. Signals are handled as before from then on.
+
+        Called before `Accelerator.free_memory` and `Accelerator.end_training`, in this order. Lets go of the model: a
+        DistributedDataParallel must be gone before its process group is, because its reducer, if it holds the last reference to
+        gloo, waits for gloo's threads without giving them Python's lock, which they may wait for.
+        """
         self.stop.close()
+        self.model = self.optimizer = None
         return interrupt.RESTART if self.stopping and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:

@@ -200,10 +200,10 @@ def main(argv: list[str]) -> int:
             logits = classify(bare, unlabelled, settings.per_device_eval_batch_size)
             unlabelled.write(output_dir / "predictions.csv", logits)
         report.finish(log, USAGE, best_step)
-    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
-    model, optimizer = accelerator.free_memory(model, optimizer)
+    status = recovery.exit_code(is_done)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group: see `Recovery.exit_code`
     accelerator.end_training()
-    return recovery.exit_code(is_done)
+    return status
 
 
 if __name__ == "__main__":

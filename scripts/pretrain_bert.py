@@ -179,10 +179,10 @@ def main(argv: list[str]) -> int:
         trained.bert.save_pretrained(output_dir)
         train.tokenizer.save_pretrained(output_dir)
         report.finish(log, USAGE)
-    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
-    model, optimizer = accelerator.free_memory(model, optimizer)
+    status = recovery.exit_code(step == num_steps)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group: see `Recovery.exit_code`
     accelerator.end_training()
-    return recovery.exit_code(step == num_steps)
+    return status
 
 
 if __name__ == "__main__":

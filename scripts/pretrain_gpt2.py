@@ -183,10 +183,10 @@ def main(argv: list[str]) -> int:
             )
             (output_dir / "sample.txt").write_text(text + "\n", encoding="utf-8")
             print(f"Sample (sample.txt):\n{text}")
-    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
-    model, optimizer = accelerator.free_memory(model, optimizer)
+    status = recovery.exit_code(step == num_steps)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group: see `Recovery.exit_code`
     accelerator.end_training()
-    return recovery.exit_code(step == num_steps)
+    return status
 
 
 if __name__ == "__main__":

@@ -187,10 +187,10 @@ def main(argv: list[str]) -> int:
         picture = plots.plot_predictions(held_out.pictures(cell["pixel_values"]), *texts)
         (output_dir / "predictions.png").write_bytes(picture)
         report.finish(log, USAGE)
-    # DDP goes before its process group: its reducer, if it holds the last reference to gloo, deadlocks with gloo's threads.
-    model, optimizer = accelerator.free_memory(model, optimizer)
+    status = recovery.exit_code(step == num_steps)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group: see `Recovery.exit_code`
     accelerator.end_training()
-    return recovery.exit_code(step == num_steps)
+    return status
 
 
 if __name__ == "__main__":
