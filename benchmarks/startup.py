@@ -7,7 +7,7 @@ Every program with its small recipe, launched as users launch it, once before to
 - launcher: until Python runs the script: `accelerate launch`, which imports torch and accelerate, and starts a second Python.
 - imports: until the script has imported all that it needs: torch, transformers, datasets, accelerate, its own modules.
 - preparing: data, model and optimizer, until the first step's samples are drawn; what `--speed auto` measured is remembered.
-- evaluation: the held-out samples, before the first step.
+- evaluation: the held-out samples, before the first step; the classifier's is not told apart, and is in its first step.
 - first step: what is left until its line is logged.
 """
 

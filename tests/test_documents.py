@@ -209,6 +209,7 @@ def test_faulty_paths_are_collected(tmp_path):
         load("fine.txt", "gone.txt", "none/*.txt", "folder")
     gone, none, folder = raised.value.problems
     assert gone.startswith("data file gone.txt: no such file in ")
+    assert gone.endswith(". Check the path.")
     assert none.startswith("data file none/*.txt: no file matches it in ")
     assert folder == "data file folder is a directory. Name its files: folder/*.txt"
 

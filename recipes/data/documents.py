@@ -278,7 +278,7 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
             found = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
             if not found:
                 rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
-                problems.append(f"data file {pattern}: {rule} in {os.getcwd()}.")
+                problems.append(f"data file {pattern}: {rule} in {os.getcwd()}. Check the path.")
         for file in found:
             kind = Path(file).suffix.lower()
             if os.path.isdir(file):
