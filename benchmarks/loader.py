@@ -30,11 +30,10 @@ from images import write_photographs
 from run_loader_memory import COLUMNS, write
 from torch import nn
 
-from recipes import launch, losses
+from recipes import launch, losses, networks
 from recipes.data import captchas, images, labelled_texts, sentence_pairs, token_blocks
 from recipes.data.steps import StepData, Steps
-from recipes.models import causal_attention
-from recipes.networks import CaptchaReader, lay_out, memory_format
+from recipes.models import causal_ways
 from recipes.order import Order
 from recipes.plan import solve_layout
 from recipes.recipe import Recipe, load
@@ -66,23 +65,24 @@ ROWS = (10**5, 10**7)
 
 
 def network(recipe: Recipe, source, precision: str) -> nn.Module:
-    """The program's own model, which a cell's tensors are given to, as it computes on a CPU."""
-    script = load_script(SCRIPTS[recipe.task].removesuffix(".py"))
-    of_pixels = memory_format(torch.device("cpu"), precision)
+    """The program's own model, which a cell's tensors are given to, as `--speed safe` computes it on a CPU."""
+    script, cpu = load_script(SCRIPTS[recipe.task].removesuffix(".py")), torch.device("cpu")
     if recipe.task == "bert_pretraining":
-        model = script.PretrainingSums(script.build_model(recipe))
-        model.bert.set_attn_implementation("eager")
-    elif recipe.task == "gpt2_pretraining":
+        return script.PretrainingSums(script.build_model(recipe)).train()
+    if recipe.task == "text_classification":
+        return script.ClassificationSums(script.build_model(recipe, source.classes)).train()
+    if recipe.task == "gpt2_pretraining":
         model = script.PretrainingSums(script.build_model(recipe, source.end_of_text))
-        model.gpt2.set_attn_implementation(causal_attention(torch.device("cpu"), precision, recipe.block_size))
-    elif recipe.task == "text_classification":
-        model = script.ClassificationSums(script.build_model(recipe, source.classes))
-        model.bert.set_attn_implementation("unpadded_eager")
+        ways = causal_ways(model.gpt2, cpu, precision, recipe.block_size)
     elif recipe.task == "image_classification":
-        resnet = lay_out(script.build_model(recipe, source.classes), of_pixels)
-        model = script.ClassificationSums(resnet, of_pixels, recipe.label_smoothing)
+        resnet = script.build_model(recipe, source.classes)
+        model = script.ClassificationSums(resnet, recipe.label_smoothing)
+        ways = networks.ways(model, resnet, cpu, precision)
     else:
-        model = script.ReadingSums(lay_out(CaptchaReader(**recipe.architecture), of_pixels), of_pixels)
+        reader = networks.CaptchaReader(**recipe.architecture)
+        model = script.ReadingSums(reader)
+        ways = networks.ways(model, reader, cpu, precision)
+    next(iter(ways.values()))()
     return model.train()
 
 

@@ -4,11 +4,12 @@ import importlib
 import json
 import math
 import shlex
+import statistics
 import sys
 
 import numpy as np
 import pytest
-from common import ROOT, fresh_accelerator, load_script, tiny_argv
+from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import launch, report, run
@@ -128,6 +129,34 @@ def test_a_line_through_micro_steps(module):
     text = linear.markdown({"rows": rows, "machine": "a machine"})
     assert "| no | 2 | 0.450 (0.400 to 0.500) | -2.0% | 1.25 |" in text
     assert "no 0.1000 + 0.2000 k seconds" in text
+
+
+def test_every_number_of_micro_steps_has_a_recipe(module, tmp_path):
+    linear = module("linear")
+    for k in linear.NUM_MICRO_STEPS:
+        (tmp_path / "recipe.yaml").write_text(json.dumps(linear.recipe(k)))
+        recipe = load(str(tmp_path / "recipe.yaml"))
+        assert recipe.global_batch_size == 8 * k
+        assert recipe.scaled().adam_beta1 == recipe.adam_beta1
+
+
+@pytest.mark.parametrize("program", TINIES)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkeypatch, program, precision):
+    loader, task, outputs = module("loader"), task_of(program), []
+    recipe, _ = run.parse(tiny_argv(program, corpus, tmp_path, "--global_batch_size 4"), task, "")
+    network = loader.network
+
+    def watched(*arguments):
+        model = network(*arguments)
+        model.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
+        return model
+
+    monkeypatch.setattr(loader, "network", watched)
+    row = loader.speed("a title", recipe, num_steps=1, rounds=2, precision=precision)
+    assert len(outputs) == 3, "a warm-up and two rounds of one step in one cell"
+    assert all(len(sums) == len(recipe.loss_weights) and sums.isfinite().all() for sums in outputs)
+    assert row["ratio"] == statistics.median(row["ratios"]) > 0
 
 
 @pytest.mark.parametrize(
