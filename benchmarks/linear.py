@@ -3,8 +3,9 @@
     make bench-linear
 
 BERT of 4 layers x 256 on rows of 128 tokens, 8 in a cell: scripts/pretrain_bert.py as users launch it, once for every k, all in
-turns (see run.py). A line is fitted through the medians of the steps' seconds, weighted by 1 / seconds, so that deviations are
-relative; memory is the largest resident memory of the process.
+turns. In every round each takes 64 cells, and a line is fitted through the seconds of a step, weighted by 1 / seconds, so that
+deviations are relative. What is shown is the median of the rounds' deviations: a machine whose speed changes from round to
+round changes none. Memory is the largest resident memory of the process.
 """
 
 import argparse
@@ -22,11 +23,11 @@ import clock
 import numpy as np
 import torch
 import yaml
-from run import ENDLESS, FULL_BERT, about, peak_memory, take_turn, write_data
+from run import ENDLESS, FULL_BERT, about, peak_memory, spread, write_data
 from shakespeare import Program
 
 NUM_MICRO_STEPS, CELL = (1, 2, 4, 8, 16, 32, 64), 8
-WARM_UP, STEPS = 3, 3
+WARM_UP = 3
 
 
 def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float, float, list[float]]:
@@ -59,6 +60,14 @@ def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Pa
     return Program(words, work, folder / "log", threads), folder / "stamps"
 
 
+def step_seconds(program: Program, stamps: Path, num_steps: int) -> float:
+    """Of so many steps in a row, after the one in which the program was stopped."""
+    before = len(clock.read(stamps)[1])
+    program.run_until(lambda: len(clock.read(stamps)[1]) > before + num_steps)
+    times = [stamp.time for stamp in clock.read(stamps)[1][before:]]
+    return (times[num_steps] - times[0]) / num_steps
+
+
 def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
     """Seconds of a step of each k in every round, and memory."""
     programs: dict[int, tuple[Program, Path]] = {}
@@ -70,16 +79,14 @@ def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
         seconds: dict[int, list[float]] = {k: [] for k in NUM_MICRO_STEPS}
         for _ in range(num_rounds):
             for k, (program, stamps) in programs.items():
-                before = len(clock.read(stamps)[1])
-                begin, end = take_turn(program, stamps, 1.0)
-                times = [stamp.time for stamp in clock.read(stamps)[1][before:] if begin <= stamp.time <= end]
-                seconds[k].append((times[-1] - times[0]) / (len(times) - 1))
+                seconds[k].append(step_seconds(program, stamps, max(NUM_MICRO_STEPS) // k))
         memory = {k: peak_memory(clock.read(stamps)[0]) for k, (_, stamps) in programs.items()}
     finally:
         for program, _ in programs.values():
             program.kill()
-    medians = [statistics.median(of) for of in seconds.values()]
-    a, b, off = deviations(list(NUM_MICRO_STEPS), medians)
+    fits = [deviations(list(NUM_MICRO_STEPS), list(of)) for of in zip(*seconds.values(), strict=True)]
+    a, b = (statistics.median(fit[place] for fit in fits) for place in (0, 1))
+    off = {k: [fit[2][place] for fit in fits] for place, k in enumerate(NUM_MICRO_STEPS)}
     return {"precision": precision, "seconds": seconds, "memory": memory, "a": a, "b": b, "off": off}
 
 
@@ -107,9 +114,10 @@ def main() -> None:
 def markdown(results: dict) -> str:
     lines = ""
     for row in results["rows"]:
-        for (k, seconds), off, memory in zip(row["seconds"].items(), row["off"], row["memory"].values(), strict=True):
-            spread = f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
-            lines += f"| {row['precision']} | {k} | {spread} | {off:+.1%} | {memory:.2f} |\n"
+        for (k, seconds), off, memory in zip(
+            row["seconds"].items(), row["off"].values(), row["memory"].values(), strict=True
+        ):
+            lines += f"| {row['precision']} | {k} | {spread(seconds, '.3f')} | {spread(off, '+.1%')} | {memory:.2f} |\n"
     fits = ", ".join(f"{row['precision']} {row['a']:.4f} + {row['b']:.4f} k" for row in results["rows"])
     num_rounds = len(next(iter(results["rows"][0]["seconds"].values())))
     return (

@@ -372,9 +372,9 @@ def markdown(rows: list[dict]) -> str:
     speed, memory, data, to_loss = [], [], [], []
     for row in rows:
         where = [row["workload"], row["precision"]]
-        cells = [_spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
+        cells = [spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
         form = ",.0f" if max(row["rates"]["ours"]) >= 100 else ".1f"
-        speed.append([*where, f"{_spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
+        speed.append([*where, f"{spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
         cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
         memory.append([*where, *cells])
         if row["to_loss"]:
@@ -404,7 +404,7 @@ def markdown(rows: list[dict]) -> str:
     return text + "".join(f"{line}\n" for line in commands)
 
 
-def _spread(values: list[float], form: str) -> str:
+def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 

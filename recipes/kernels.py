@@ -25,7 +25,7 @@ Ways = Mapping[str, Callable[[], None]]
 """Name -> what makes the model compute that way. The first is the safe one."""
 
 ROUNDS, SECONDS = 5, 10.0
-"""Most measurements of each way, and seconds after which no round begins."""
+"""Most measurements of each way, and seconds after which no round begins, but for the first two."""
 GAIN = 1.03
 """How much faster than the first a way must be: less may be noise."""
 SAMPLES, UNITS = 32, 4096
@@ -60,13 +60,19 @@ def choose(
 
 def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
     """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
-    Infinite where memory runs out.
+    Infinite where memory runs out. The first round warms up and counts for nothing else; where its first computation takes
+    half of `SECONDS`, the others are too long to be tried, and infinite.
 
     Called by all processes; what they measure is averaged.
     """
+    start, (first, *_) = time.perf_counter(), computations
     found: dict[Hashable, list[float]] = {name: [] for name in computations}
-    start = time.perf_counter()
-    for _ in range(1 + ROUNDS):
+
+    def has_run(seconds: float) -> bool:
+        is_over = torch.tensor(float(time.perf_counter() - start > seconds), device=accelerator.device)
+        return bool(accelerator.reduce(is_over, reduction="sum").item())
+
+    for number in range(1 + ROUNDS):
         for name, compute in computations.items():
             _wait(accelerator)
             before = time.perf_counter()
@@ -79,10 +85,11 @@ def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[
                     raise
                 traceback.clear_frames(error.__traceback__)
                 found[name].append(math.inf)
-        is_over = torch.tensor(float(time.perf_counter() - start > SECONDS), device=accelerator.device)
-        if accelerator.reduce(is_over, reduction="sum").item():
+            if number == 0 and name == first and has_run(SECONDS / 2):
+                return dict.fromkeys(computations, math.inf) | {first: found[first][0]}
+        if number > 0 and has_run(SECONDS):
             break
-    least = torch.tensor([min(seconds) for seconds in found.values()], device=accelerator.device)
+    least = torch.tensor([min(seconds[1:]) for seconds in found.values()], device=accelerator.device)
     means = accelerator.reduce(least, reduction="mean")
     return dict(zip(found, means.tolist(), strict=True))
 

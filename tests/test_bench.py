@@ -125,9 +125,9 @@ def test_a_line_through_micro_steps(module):
     _, _, off = linear.deviations([1, 2, 4, 8], [0.3, 0.55, 0.9, 1.7])
     assert max(off, key=abs) == off[1] > 0.03, "10 % too slow, most of it seen"
     rows = [{"precision": "no", "seconds": {1: [0.3, 0.2], 2: [0.5, 0.4]}, "memory": {1: 1.0, 2: 1.25}}]
-    rows[0] |= {"a": 0.1, "b": 0.2, "off": [0.01, -0.02]}
+    rows[0] |= {"a": 0.1, "b": 0.2, "off": {1: [0.01, 0.02], 2: [-0.02, -0.04]}}
     text = linear.markdown({"rows": rows, "machine": "a machine"})
-    assert "| no | 2 | 0.450 (0.400 to 0.500) | -2.0% | 1.25 |" in text
+    assert "| no | 2 | 0.450 (0.400 to 0.500) | -3.0% (-4.0% to -2.0%) | 1.25 |" in text
     assert "no 0.1000 + 0.2000 k seconds" in text
 
 
