@@ -146,6 +146,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "loader")
     arguments = parser.parse_args()
+    for flag, values in (("rounds", [arguments.rounds]), ("rows", arguments.rows)):
+        if min(values) < 1:
+            parser.error(f"--{flag} is {min(values)}: it must be 1 or more")
     launch.keep_memory()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

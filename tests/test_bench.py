@@ -149,6 +149,8 @@ def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkey
 
     def watched(*arguments):
         model = network(*arguments)
+        if hasattr(model, "bert"):
+            assert model.bert.config._attn_implementation == "unpadded_eager", "others would see all samples of a cell"
         model.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
         return model
 
