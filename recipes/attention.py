@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from recipes import products
 from recipes.run import LanguageModelSettings
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -172,12 +173,12 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 def ways(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, functools.partial]:
-    """The kernels that may be the fastest, the safe one first, for `kernels.choose`.
+    """The kernels that may be the fastest, the safe ones first, for `kernels.choose`: of attention, and of products.
 
     Args:
         model: after `unpad`.
         device, mixed_precision: that it is computed on and in.
-        settings: its attn_implementation, where that is decided. What is compiled has one table.
+        settings: its attn_implementation, where that is decided. What is compiled has one table, and products of its own.
     """
     only, names = settings.attn_implementation, ["sdpa"]
     if device.type == "cpu":
@@ -185,7 +186,8 @@ def ways(
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")
     names = [only] if only else names
-    return {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
+    found = {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
+    return found if settings.torch_compile else products.ways(found, model, device, mixed_precision)
 
 
 def bert_wanted(

@@ -110,14 +110,13 @@ def _wait(accelerator: Accelerator) -> None:
 
 
 def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, ways: Ways) -> str:
-    number = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
-    samples = [source.draw(0, place) for place in range(number)]
-    cell = source.collate(sorted(samples, key=lambda sample: -sample.length))  # as in the cells of a step
-    cell.pop("counts")
     model.to(accelerator.device)
-    cell, was_training = to_device(cell, accelerator.device), model.training
+    was_training = model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
     with torch.random.fork_rng():
+        next(iter(ways.values()))()
+        cell = _cell(accelerator, source, _number(accelerator, model, source, len(ways)))
         good = _same(accelerator, model, cell, ways)
         model.train()
 
@@ -132,9 +131,34 @@ def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, w
     return fastest(seconds)
 
 
+def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_ways: int) -> int:
+    """Samples that ways are compared on: no more than that two rounds take `SECONDS`, as one sample says that was computed once
+    before; two at least, as batch normalisation needs."""
+    cell, seconds = _cell(accelerator, source, 1), 0.0
+    try:
+        for _ in range(2):
+            before = time.perf_counter()
+            _compute(accelerator, model, cell)
+            _wait(accelerator)
+            seconds = time.perf_counter() - before
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+    mean = accelerator.reduce(torch.tensor(seconds, device=accelerator.device), reduction="mean").item()
+    most = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
+    return most if mean == 0 else min(most, max(2, int(SECONDS / (2 * num_ways * mean))))
+
+
+def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
+    """The first samples, sorted as in the cells of a step."""
+    cell = source.collate(sorted((source.draw(0, place) for place in range(number)), key=lambda of: -of.length))
+    cell.pop("counts")
+    return to_device(cell, accelerator.device)
+
+
 def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) -> list[str]:
-    """The ways that all processes can compute, and whose gradient, without dropout, is that of the first."""
-    model.eval()
+    """The ways that all processes can compute, and whose gradient is that of the first."""
     precision = accelerator.mixed_precision
     kind = precision if precision != "no" else str(next(model.parameters()).dtype).removeprefix("torch.")
     first, expected, problems = next(iter(ways)), None, {}

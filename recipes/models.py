@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from recipes import products
 from recipes.errors import UsageError
 
 
@@ -67,10 +68,12 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
 def causal_ways(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, only: str | None = None
 ) -> dict[str, partial]:
-    """The attention kernels that may be the fastest, the one of `causal_attention` first, for `kernels.choose`."""
+    """The kernels that may be the fastest, of attention and of products, for `kernels.choose`; that of `causal_attention`, and
+    torch's own products, first."""
     first = causal_attention(device, mixed_precision, length)
     names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
-    return {name: partial(model.set_attn_implementation, name) for name in names}
+    found = {name: partial(model.set_attn_implementation, name) for name in names}
+    return products.ways(found, model, device, mixed_precision)
 
 
 def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ import pytest
 from blank import write_blank
 from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
 
-from recipes import capacity, interrupt
+from recipes import capacity, interrupt, products
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["audited", "startup"]  # programs, which importing would run
@@ -70,6 +70,13 @@ def signals_handled_as_before():
 def nothing_remembered(monkeypatch, tmp_path):
     """What a test learns about memory is not remembered in the next one."""
     monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
+
+
+@pytest.fixture(autouse=True)
+def products_are_torchs():
+    """What a run in this process chose ends with its test."""
+    yield
+    products.use(None)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,7 @@ FLOORS = [
         "trace",
         "metrics",
         "attention",
+        "products",
     },
     {
         "__main__",

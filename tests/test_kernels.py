@@ -43,7 +43,7 @@ class Source:
         return SimpleNamespace(row=torch.arange(4) * 0.1 * (sample_id - 3), length=sample_id % 7)
 
     def collate(self, samples):
-        assert len(samples) == kernels.SAMPLES
+        assert len(samples) in (1, kernels.SAMPLES)
         assert [sample.length for sample in samples] == sorted((of % 7 for of in range(len(samples))), reverse=True)
         return {"x": torch.stack([sample.row for sample in samples]), "counts": torch.tensor([len(samples)])}
 
@@ -155,6 +155,26 @@ def test_what_takes_too_long_is_not_compared(monkeypatch):
     found = measured(monkeypatch, first=[5.1], second=[])
     assert found == {"first": pytest.approx(5.1), "second": float("inf")}
     assert kernels.fastest(found) == "first"
+
+
+@pytest.mark.parametrize(("seconds", "compared"), [(0.0, {kernels.SAMPLES}), (0.1, {2}), (0.045, {5}), (9.0, {2})])
+def test_samples_are_as_many_as_there_is_time_for(monkeypatch, seconds, compared):
+    """Of two ways in two rounds; a sample takes so long, and ten times as long at first."""
+    now, sizes, model = [0.0], [], Model()
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(kernels, "SECONDS", 1.0)
+    monkeypatch.setattr(Source, "collate", lambda self, samples: {"x": torch.ones(len(samples), 4), "counts": None})
+    forward = Model.forward
+
+    def timed(self, x):
+        now[0] += seconds * (1 if sizes else 10)
+        sizes.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(Model, "forward", timed)
+    choose(model, {"one": (0.0, 2.0), "other": (0.0, 2.0)})
+    assert sizes[:2] == [1, 1]
+    assert set(sizes[2:]) == compared
 
 
 @pytest.fixture

@@ -1,0 +1,81 @@
+"""Matrix products in float32 on a CPU: by MKL, which torch takes, or by oneDNN, which it takes for 16 bits only.
+
+Both are exact to float32's rounding. On AMD's processors MKL reaches a smaller part of what they can do: on 2 cores with AVX512
+GPT-2's step (124M, 4 x 256 tokens) takes 5.4 s with MKL and 4.7 with oneDNN (torch 2.13). Which is the faster one here,
+`--speed auto` measures, as it does the kernels of attention.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+ONEDNN = "oneDNN"
+_overridden: torch.library.Library | None = None
+
+
+def ways(
+    ways: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
+) -> dict[str, Callable[[], None]]:
+    """Each way as it is and, where products are in float32 on a CPU, with those of oneDNN.
+
+    Args:
+        ways: name -> what makes a model compute that way.
+        model: whose products they are.
+        device, mixed_precision: that it is computed on and in.
+    """
+    found = {name: partial(_take, take, None) for name, take in ways.items()}
+    is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
+    if device.type == "cpu" and is_float32 and torch.backends.mkldnn.is_available():
+        found |= {f"{name}, {ONEDNN}": partial(_take, take, ONEDNN) for name, take in ways.items()}
+    return found
+
+
+def _take(take: Callable[[], None], library: str | None) -> None:
+    take()
+    use(library)
+
+
+def use(library: str | None) -> None:
+    """Let all later products of this process be computed by `ONEDNN`, or, as if nothing had been, by torch's choice (None).
+
+    `torch.mm` and `torch.addmm` on CPUs are overridden, hence those of all layers, heads and backwards. What is not in float32,
+    and what oneDNN would have to copy first, stays with torch: the gradient of weights.
+    """
+    global _overridden
+    if library is None:
+        _overridden = None  # which gives torch's own back
+    elif _overridden is None:
+        _overridden = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            _overridden.impl("mm", _mm, "CPU")
+            _overridden.impl("addmm", _addmm, "CPU")
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b: [M, K] and [K, N] -> [M, N]."""
+    if _suit(a, b):
+        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+    return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
+
+
+def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    """beta c + alpha a b: [N] or [M, N], [M, K] and [K, N] -> [M, N]."""
+    if beta == alpha == 1 and c.shape == b.shape[1:] and c.is_contiguous() and c.dtype is a.dtype and _suit(a, b):
+        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), c, "none", [], "")
+    return torch.ops.aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
+
+
+def _suit(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether oneDNN computes a b, and without copying a first."""
+    return (
+        a.dtype is b.dtype is torch.float32
+        and a.dim() == b.dim() == 2
+        and a.is_contiguous()
+        and (b.is_contiguous() or b.t().is_contiguous())
+        and a.shape[1] == b.shape[0]
+        and min(*a.shape, b.shape[1]) > 0
+    )
