@@ -17,19 +17,19 @@ _overridden: torch.library.Library | None = None
 
 
 def ways(
-    ways: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
+    takes: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, Callable[[], None]]:
     """Each way as it is and, where products are in float32 on a CPU, with those of oneDNN.
 
     Args:
-        ways: name -> what makes a model compute that way.
+        takes: name -> what makes a model compute that way.
         model: whose products they are.
         device, mixed_precision: that it is computed on and in.
     """
-    found = {name: partial(_take, take, None) for name, take in ways.items()}
+    found = {name: partial(_take, take, None) for name, take in takes.items()}
     is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
-    if device.type == "cpu" and is_float32 and torch.backends.mkldnn.is_available():
-        found |= {f"{name}, {ONEDNN}": partial(_take, take, ONEDNN) for name, take in ways.items()}
+    if device.type == "cpu" and is_float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found |= {f"{name}, {ONEDNN}": partial(_take, take, ONEDNN) for name, take in takes.items()}
     return found
 
 
