@@ -24,7 +24,7 @@ from recipes.run import RunSettings
 Ways = Mapping[str, Callable[[], None]]
 """Name -> what makes the model compute that way. The first is the safe one."""
 
-ROUNDS, SECONDS = 5, 10.0
+ROUNDS, SECONDS = 10, 10.0
 """Most measurements of each way, and seconds after which no round begins, but for the first two."""
 GAIN = 1.03
 """How much faster than the first a way must be: less may be noise."""
