@@ -1,6 +1,7 @@
 """Products by oneDNN are torch's, to rounding, and nothing stays when it is given up."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -69,6 +70,13 @@ def test_forward_and_gradient_of_inputs_are_by_onednn_until_it_is_given_up():
         assert by_onednn(compute) == 4
         products.use(None)
         assert by_onednn(compute) == 0
+
+
+def test_what_would_have_to_be_copied_stays_with_torch():
+    """Left factors that do not lie by rows, and right ones that lie neither by rows nor by columns."""
+    products.use(products.ONEDNN)
+    taken = [[by_onednn(partial(torch.mm, a, b)) for b in layouts(5, 7)] for a in layouts(4, 5)]
+    assert taken == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (4, 5)), ((2, 3), (3,)), ((0, 3), (4, 0))])
