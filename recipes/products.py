@@ -1,8 +1,8 @@
 """Matrix products in float32 on a CPU: by MKL, which torch takes, or by oneDNN, which it takes for 16 bits only.
 
-Both are exact to float32's rounding. On 2 cores of an AMD EPYC with AVX512 forward and backward of GPT-2 (124M, 4 x 256 tokens) take
-5.4 s with MKL and 4.7 with oneDNN (torch 2.13). Which is the faster one here, `--speed auto` measures, as it does the kernels of
-attention.
+Both are exact to float32's rounding. On 2 cores of an AMD EPYC with AVX512 forward and backward of GPT-2 (124M, 4 x 256 tokens)
+take 5.4 s with MKL and 4.7 with oneDNN (torch 2.13). Which is the faster one here, `--speed auto` measures, as it does the
+kernels of attention.
 """
 
 import warnings
