@@ -249,6 +249,11 @@ def peak_memory(process: int) -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
 
 
+def chosen(log: str) -> dict[str, str]:
+    """What `--speed auto` says that it takes, by what it is: kernels, cells."""
+    return dict(re.findall(r"(kernels|cells): (.+?) \(--speed auto\)", log))
+
+
 def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
     """A turn of that many seconds, longer if it does not hold enough whole steps."""
     program.turn(seconds)
@@ -287,7 +292,7 @@ def measure(name: str, precision: str, titles: list[str], num_rounds: int, work:
             program.kill()
     row = {"workload": name, "precision": precision, "unit": load(str(folder / "recipe.yaml")).unit, "data": data}
     row |= {"turn": turn, "rates": {title: [rate(stamps[title], one) for one in held[title]] for title in titles}}
-    row |= {"memory": memory, "to_loss": None}
+    row |= {"memory": memory, "to_loss": None, "chosen": chosen(programs["ours"].log.read_text())}
     if workload.to_loss:
         learners = [title for title in titles if title != "floor"]
         turns = {title: programs[title].turns for title in learners}
@@ -369,7 +374,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 def markdown(rows: list[dict]) -> str:
     peers, heads = peers_of(rows), ["workload", "precision"]
-    speed, memory, data, to_loss = [], [], [], []
+    speed, memory, taken, data, to_loss = [], [], [], [], []
     for row in rows:
         where = [row["workload"], row["precision"]]
         cells = [spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
@@ -377,6 +382,8 @@ def markdown(rows: list[dict]) -> str:
         speed.append([*where, f"{spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
         cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
         memory.append([*where, *cells])
+        if row.get("chosen"):
+            taken.append([*where, *(row["chosen"].get(what, "-") for what in ("kernels", "cells"))])
         if row["to_loss"]:
             by_title = row["to_loss"]["programs"]
             cells = [_to_loss(by_title[title]) if title in by_title else "-" for title in ("ours", *peers)]
@@ -400,6 +407,9 @@ def markdown(rows: list[dict]) -> str:
             "(from its first step; steps). One run, one seed:\n\n"
             f"{table([*heads, 'loss', 'ours', *peers], to_loss)}\n"
         )
+    if taken:
+        heads_of_taken = [*heads, "kernels", "cells, where smaller than what fits"]
+        text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(heads_of_taken, taken)}\n"
     text += f"Data:\n\n{table(['workload', 'samples'], data)}\n{REMARKS}\n"
     return text + "".join(f"{line}\n" for line in commands)
 

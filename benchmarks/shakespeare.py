@@ -61,6 +61,7 @@ class Program:
 
     def __init__(self, words: list[str], folder: Path, log: Path, threads: int):
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        environment["PYTHONUNBUFFERED"] = "1"  # what it has printed is in the log although it is killed
         self.words, self.log, self.turns = words, log, []
         self.process = subprocess.Popen(
             words, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True

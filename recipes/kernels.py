@@ -26,6 +26,8 @@ Ways = Mapping[str, Callable[[], None]]
 
 ROUNDS, SECONDS = 10, 10.0
 """Most measurements of each way, and seconds after which no round begins, but for the first two."""
+SLOWER = 1.15
+"""How much slower than the fastest so far a way is that is not measured any more."""
 GAIN = 1.03
 """How much faster than the first a way must be: less may be noise."""
 SAMPLES, UNITS = 32, 4096
@@ -61,37 +63,41 @@ def choose(
 def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
     """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
     Infinite where memory runs out. The first round warms up and counts for nothing else; where its first computation takes
-    half of `SECONDS`, the others are too long to be tried, and infinite.
+    half of `SECONDS`, the others are too long to be tried, and infinite. Rounds after it leave out what is `SLOWER`, so that
+    the time is spent on those among which it is not clear yet.
 
     Called by all processes; what they measure is averaged.
     """
     start, (first, *_) = time.perf_counter(), computations
-    found: dict[Hashable, list[float]] = {name: [] for name in computations}
+    least, left = dict.fromkeys(computations, math.inf), dict(computations)
 
     def has_run(seconds: float) -> bool:
         is_over = torch.tensor(float(time.perf_counter() - start > seconds), device=accelerator.device)
         return bool(accelerator.reduce(is_over, reduction="sum").item())
 
     for number in range(1 + ROUNDS):
-        for name, compute in computations.items():
+        for name, compute in left.items():
             _wait(accelerator)
-            before = time.perf_counter()
+            before, seconds = time.perf_counter(), math.inf
             try:
                 compute()
                 _wait(accelerator)
-                found[name].append(time.perf_counter() - before)
+                seconds = time.perf_counter() - before
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 traceback.clear_frames(error.__traceback__)
-                found[name].append(math.inf)
-            if number == 0 and name == first and has_run(SECONDS / 2):
-                return dict.fromkeys(computations, math.inf) | {first: found[first][0]}
-        if number > 0 and has_run(SECONDS):
-            break
-    least = torch.tensor([min(seconds[1:]) for seconds in found.values()], device=accelerator.device)
-    means = accelerator.reduce(least, reduction="mean")
-    return dict(zip(found, means.tolist(), strict=True))
+            if number > 0:
+                least[name] = min(least[name], seconds)
+            elif name == first and has_run(SECONDS / 2):
+                return least | {first: seconds}
+        if number > 0:
+            values = accelerator.reduce(torch.tensor(list(least.values()), device=accelerator.device), reduction="mean")
+            means = dict(zip(least, values.tolist(), strict=True))
+            left = {name: of for name, of in left.items() if means[name] <= SLOWER * min(means.values())}
+            if len(left) == 1 or has_run(SECONDS):
+                break
+    return means
 
 
 def fastest(seconds: Mapping[Hashable, float]) -> Hashable:

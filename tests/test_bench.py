@@ -102,7 +102,8 @@ def row(workload: str, precision: str, **more) -> dict:
 
 def test_the_tables(bench, tmp_path, drawn):
     to_loss = {"loss": 7.5, "programs": {"ours": {"seconds": 61.4, "training": 40.2, "steps": 33}}}
-    rows = [row("gpt2", "no"), row("classifier", "bf16", to_loss=to_loss)]
+    log = "kernels: sdpa, oneDNN (--speed auto)\n  0%| | 0/9 [00:00<?, ?s]cells: at most 64 tokens at once (--speed auto)\n"
+    rows = [row("gpt2", "no", chosen=bench.chosen(log)), row("classifier", "bf16", to_loss=to_loss)]
     del rows[1]["rates"]["Trainer"], rows[1]["memory"]["Trainer"]
     lines = bench.markdown(rows).splitlines()
     assert "| workload | precision | ours, per second | ours / Trainer | ours / floor |" in lines
@@ -111,6 +112,7 @@ def test_the_tables(bench, tmp_path, drawn):
     assert f"| classifier | bf16 | {ours} | - | {floor} |" in lines
     assert "| gpt2 | no | 1.00 | 2.35 | 0.50 |" in lines
     assert "| classifier | bf16 | 7.500 | 61 (40; 33) | - | - |" in lines
+    assert [line for line in lines if "sdpa, " in line] == ["| gpt2 | no | sdpa, oneDNN | at most 64 tokens at once |"]
     assert any(line.startswith("| gpt2 | 1,234 of 61 tokens in the mean, 10% of the greatest") for line in lines)
     assert lines[-1] == "`python benchmarks/run.py`: a machine"
     bench.draw(rows, tmp_path / "bench.png")

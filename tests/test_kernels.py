@@ -151,6 +151,18 @@ def test_what_a_computation_costs_at_first_does_not_count(monkeypatch):
     assert found == {"first": 1.0, "second": 2.0, "third": 3.0}
 
 
+def test_what_is_much_slower_is_measured_once(monkeypatch):
+    """And the time is spent on the others: rounds of 3.6 and 2.1 s, of which the last begins before 10 s."""
+    near = [0.1, 1.1, 1.1, 0.9, 1.1]
+    found = measured(monkeypatch, first=[0.5, 1.0, 1.0, 1.0, 1.0], slow=[0.1, 1.5], near=near)
+    assert found == {"first": 1.0, "slow": 1.5, "near": pytest.approx(0.9)}
+    assert near == []
+
+
+def test_when_all_others_are_much_slower_nothing_is_left_to_measure(monkeypatch):
+    assert measured(monkeypatch, first=[0.1, 0.1], other=[0.1, 0.2]) == pytest.approx({"first": 0.1, "other": 0.2})
+
+
 def test_what_takes_too_long_is_not_compared(monkeypatch):
     found = measured(monkeypatch, first=[5.1], second=[])
     assert found == {"first": pytest.approx(5.1), "second": float("inf")}
