@@ -24,10 +24,12 @@ from recipes.run import RunSettings
 Ways = Mapping[str, Callable[[], None]]
 """Name -> what makes the model compute that way. The first is the safe one."""
 
-ROUNDS, SECONDS = 10, 10.0
+ROUNDS, SECONDS = 10, 20.0
 """Most measurements of each way, and seconds after which no round begins, but for the first two."""
-SLOWER = 1.15
-"""How much slower than the fastest so far a way is that is not measured any more."""
+TOO_LONG = 5.0
+"""Seconds of one computation for which nothing is compared."""
+SLOWER = 1.1
+"""How much slower than the fastest a way is, in the first two measurements or more, that is measured no longer."""
 GAIN = 1.03
 """How much faster than the first a way must be: less may be noise."""
 SAMPLES, UNITS = 32, 4096
@@ -63,8 +65,8 @@ def choose(
 def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
     """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
     Infinite where memory runs out. The first round warms up and counts for nothing else; where its first computation takes
-    half of `SECONDS`, the others are too long to be tried, and infinite. Rounds after it leave out what is `SLOWER`, so that
-    the time is spent on those among which it is not clear yet.
+    `TOO_LONG`, the others are not tried, and infinite. What is `SLOWER` after two more rounds or later is left out, so that the
+    time is spent on those among which it is not clear yet.
 
     Called by all processes; what they measure is averaged.
     """
@@ -89,12 +91,13 @@ def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[
                 traceback.clear_frames(error.__traceback__)
             if number > 0:
                 least[name] = min(least[name], seconds)
-            elif name == first and has_run(SECONDS / 2):
+            elif name == first and has_run(TOO_LONG):
                 return least | {first: seconds}
         if number > 0:
             values = accelerator.reduce(torch.tensor(list(least.values()), device=accelerator.device), reduction="mean")
             means = dict(zip(least, values.tolist(), strict=True))
-            left = {name: of for name, of in left.items() if means[name] <= SLOWER * min(means.values())}
+            if number > 1:
+                left = {name: of for name, of in left.items() if means[name] <= SLOWER * min(means.values())}
             if len(left) == 1 or has_run(SECONDS):
                 break
     return means
@@ -138,8 +141,8 @@ def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, w
 
 
 def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_ways: int) -> int:
-    """Samples that ways are compared on: no more than that two rounds take `SECONDS`, as one sample says that was computed once
-    before; two at least, as batch normalisation needs."""
+    """Samples that ways are compared on: no more than that four rounds take `SECONDS`, as one sample says that was
+    computed before; two at least, as batch normalisation needs."""
     cell, seconds = _cell(accelerator, source, 1), 0.0
     try:
         for _ in range(2):
@@ -153,7 +156,7 @@ def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, nu
         traceback.clear_frames(error.__traceback__)
     mean = accelerator.reduce(torch.tensor(seconds, device=accelerator.device), reduction="mean").item()
     most = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
-    return most if mean == 0 else min(most, max(2, int(SECONDS / (2 * num_ways * mean))))
+    return most if mean == 0 else min(most, max(2, int(SECONDS / (4 * num_ways * mean))))
 
 
 def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
