@@ -5,6 +5,8 @@
 - scripts: each is run unchanged on a tiny model under several layouts, as `python -m recipes audit-script` does, and compared
   with its run that computes the whole global batch in one forward. A documented loop that takes the mean of means is the
   control, which must fail. Their table is shown in README.md, too.
+- kernels: whatever `--speed auto` may choose on this machine, in small cells, beside the safe kernels that take the whole
+  global batch in one forward. In bf16 what counts as the same is what auto itself takes for it.
 - recording: steps of GPT-2 124M, each once plain and once recorded, by turns in one process.
 - audit_step: seconds for two tiny models, with its default cuts.
 """
@@ -19,24 +21,29 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 HOME = tempfile.TemporaryDirectory(prefix="audit-benchmark-")
 # Before torch and datasets are imported; the runs inherit it.
 os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import accelerate
 import torch
 import transformers
+from choices import IMAGES, TEXTS, force
 from common import metrics, tiny_argv, write_corpus
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from recipes import capacity, kernels
+from recipes.attention import BY_LENGTH
 from recipes.audit import audit_step
 from recipes.audit.judge import Comparison, compare
 from recipes.audit.record import Recorder
 from recipes.audit.script import BATCH, WINDOW, Variation, record
+from recipes.products import ONEDNN
 
 TOLERANCE = 1e-5
 BEGIN, END = "<!-- audit: begin -->\n", "<!-- audit: end -->\n"
@@ -56,6 +63,16 @@ SCRIPTS = {
     "captcha reader, in float64": ("train_captcha", 16, "--dtype float64"),
 }
 LAYOUTS = [(5, 1), (1, 1), (3, 2), (4, 3)]  # b, N
+# What `--speed auto` may choose for a script on a CPU; of texts in float32 products by oneDNN besides.
+BERT = (*TEXTS, *(kernel + BY_LENGTH for kernel in TEXTS))
+KERNELS = {
+    "BERT": BERT,
+    "GPT-2, packed": TEXTS,
+    "BERT classifier": BERT,
+    "ResNet, normalised by groups": IMAGES,
+    "captcha reader, in float64": IMAGES,
+}
+SMALL_CELLS = 5
 CONTROL = "accelerate_documented"
 PAIRS, WARM_UP = 9, 1
 TOKENS = 1024  # in a step of GPT-2 124M
@@ -66,11 +83,12 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # ------------------------------------------------------------------------------------------------ exactness
 
 
-def run_script(name: str, b: int, num_processes: int, corpus: Path) -> tuple:
+def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str = "safe") -> tuple:
     """How it is cut, what was recorded, what the script itself logged."""
     program, batch, more = SCRIPTS[name]
     output_dir = corpus.parent / f"{name}-{b}-{num_processes}"
-    argv = tiny_argv(program, corpus, output_dir, f"--max_train_steps 8 --global_batch_size {batch} {more}")
+    flags = f"--max_train_steps 8 --global_batch_size {batch} --speed {speed} --overwrite_output_dir {more}"
+    argv = tiny_argv(program, corpus, output_dir, flags)
     variation = Variation({BATCH: str(b)}, num_processes)
     recordings = record([str(ROOT / "scripts" / f"{program}.py"), *argv], variation, 0, TIMEOUT)
     return variation, recordings, metrics(output_dir)
@@ -90,10 +108,37 @@ def audit_scripts(folder: Path, names: list[str]) -> list[dict]:
                 "epochs": lines[-1]["epoch"],
                 "reference": str(reference),
                 "layout": str(variation),
-                **numbers(compare(true, recordings, TOLERANCE)),
+                **numbers(compare(true, recordings, TOLERANCE), TOLERANCE),
             }
             print(name, row["layout"], max(row["errors"]), row["exact"], file=sys.stderr, flush=True)
             rows.append(row)
+    return rows
+
+
+def ways_of(name: str, precision: str) -> list[str]:
+    """The names of a script's kernels, those of products included."""
+    ways, is_text = KERNELS[name], KERNELS[name] is not IMAGES
+    return [*ways, *(f"{way}, {ONEDNN}" for way in ways if is_text and precision == "no")]
+
+
+def audit_kernels(folder: Path) -> list[dict]:
+    """A row for every kernel of every script in every precision."""
+    corpus, rows = write_corpus(folder), []
+    for name in KERNELS:
+        for precision in ("no",) if "float64" in name else ("no", "bf16"):
+            tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
+            with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
+                reference, true, _ = run_script(name, SCRIPTS[name][1], 1, corpus)
+                run_script(name, SMALL_CELLS, 1, corpus, "auto")  # so that something is remembered
+                for way in ways_of(name, precision):
+                    force(capacity.FILE, way, None)
+                    variation, recordings, _ = run_script(name, SMALL_CELLS, 1, corpus, "auto")
+                    if {known["way"] for known in json.loads(capacity.FILE.read_text()).values()} != {way}:
+                        sys.exit(f"{name} in {precision} has no kernel {way}")  # and has measured anew
+                    row = {"script": name, "precision": precision, "kernel": way, "tolerance": tolerance}
+                    row |= {"reference": str(reference), "layout": str(variation)}
+                    rows.append(row | numbers(compare(true, recordings, tolerance), tolerance))
+                    print(name, precision, way, max(rows[-1]["errors"]), rows[-1]["exact"], file=sys.stderr, flush=True)
     return rows
 
 
@@ -108,17 +153,17 @@ def control() -> dict:
     reference, true = run("exact", 32, 1)
     variation, recordings = run(CONTROL, 8, 4)
     named = {"script": f"`benchmarks/loops/{CONTROL}.py`", "reference": f"benchmarks/loops/exact.py, {reference}"}
-    return named | {"layout": str(variation), **numbers(compare(true, recordings, TOLERANCE))}
+    return named | {"layout": str(variation), **numbers(compare(true, recordings, TOLERANCE), TOLERANCE)}
 
 
-def numbers(comparison: Comparison) -> dict:
+def numbers(comparison: Comparison, tolerance: float) -> dict:
     return {
         "errors": list(map(float, comparison.errors)),
         "loss_errors": list(map(float, comparison.loss_errors)),
         "worst": comparison.worst,
         "worst_error": float(comparison.worst_error),
         "findings": [dataclasses.asdict(finding) for finding in comparison.findings],
-        "exact": comparison.is_exact and max(comparison.loss_errors) <= TOLERANCE,
+        "exact": comparison.is_exact and max(comparison.loss_errors) <= tolerance,
     }
 
 
@@ -240,9 +285,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "audit")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="shows the scripts' table")
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, help="measure only these; all else stays as it was")
+    parser.add_argument("--kernels", action="store_true", help="measure only kernels; all else stays as it was")
     arguments = parser.parse_args()
 
-    if arguments.scripts:
+    if arguments.kernels:
+        results = json.loads(arguments.output.with_suffix(".json").read_text())
+        results["kernels"] = audit_kernels(Path(HOME.name))
+    elif arguments.scripts:
         results = json.loads(arguments.output.with_suffix(".json").read_text())
         kept = [
             row for row in results["scripts"] if row["script"] in SCRIPTS and row["script"] not in arguments.scripts
@@ -272,6 +321,7 @@ def measure_all() -> dict:
             "versions": {of.__name__: of.__version__ for of in (torch, accelerate, transformers)},
         },
         "scripts": audit_scripts(Path(HOME.name), list(SCRIPTS)),
+        "kernels": audit_kernels(Path(HOME.name)),
         "control": control(),
         "recording": [recording_overhead(k) for k in (1, 4)],
         "audit_step": [audit_step_seconds(title, processes) for title in SUBJECTS for processes in ((1,), (1, 2))],
@@ -279,8 +329,8 @@ def measure_all() -> dict:
 
 
 def is_as_promised(results: dict) -> bool:
-    """Every script is exact, and the control is not."""
-    return all(row["exact"] for row in results["scripts"]) and not results["control"]["exact"]
+    """Every script is exact with every kernel, and the control is not."""
+    return all(row["exact"] for row in results["scripts"] + results["kernels"]) and not results["control"]["exact"]
 
 
 def overview(results: dict) -> str:
@@ -314,17 +364,21 @@ def _row(row: dict, title: str) -> str:
     return f"| {title} | {row['layout']} | {len(row['errors'])} | {errors} | {worst} | {verdict} |\n"
 
 
+def _head(*names: str) -> str:
+    names += ("layout", "steps", "error of the first, last step", "loss error", "worst parameter", "verdict")
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
+
+
 def markdown(results: dict) -> str:
     about, scripts, failed = results["about"], results["scripts"], results["control"]
-    head = (
-        "| script | layout | steps | error of the first, last step | loss error | worst parameter | verdict |\n"
-        "|---|---|---|---|---|---|---|\n"
-    )
     of_scripts = {row["script"]: row for row in scripts}
     runs = "".join(
         f"- {title}: `{row['command']}`, in {row['reference']}. {len(row['errors'])} steps are {row['epochs']:.2f} "
         f"epochs; samples in the smallest: {row['smallest_step']}.\n"
         for title, row in of_scripts.items()
+    )
+    of_kernels = "".join(
+        f"| {row['script']} | {row['precision']} {_row(row, row['kernel'])}" for row in results["kernels"]
     )
     recording = "".join(
         f"| {row['k']} x {TOKENS // row['k']} | {row['plain']:.2f} | {row['recorded']:.2f} | {row['ratio']:.3f} "
@@ -344,12 +398,17 @@ def markdown(results: dict) -> str:
         "Relative errors of what the optimizer gets, in fp32 (float64 where it is named), beside a run that takes the whole "
         "global batch in one forward.\n"
         f"Exact: gradient and loss of every step within {about['tolerance']:g}, and nothing found.\n\n"
-        f"{head}{''.join(_row(row, row['script']) for row in scripts)}\n"
+        f"{_head('script')}{''.join(_row(row, row['script']) for row in scripts)}\n"
         f"The references:\n\n{runs}\n"
         "Models are tiny and without dropout. Gradients are compared before and after clipping.\n\n"
         "The control, which must fail:\n\n"
-        f"{head}{_row(failed, failed['script'])}\n"
+        f"{_head('script')}{_row(failed, failed['script'])}\n"
         f"Its reference is {failed['reference']}.\n\n"
+        "## Kernels\n\n"
+        f"What `--speed auto` may choose, in cells of {SMALL_CELLS} samples, beside the safe kernels that take the whole "
+        "global batch in one forward, in the same precision.\n"
+        f"Exact: within {about['tolerance']:g}, in bf16 within {kernels.TOLERANCE['bf16']:g}, and nothing found.\n\n"
+        f"{_head('script', 'precision', 'kernels')}{of_kernels}\n"
         "## Costs\n\n"
         f"Recording a step of GPT-2 124M, {TOKENS} tokens, bf16, fused AdamW, one thread, in seconds:\n\n"
         "| micro-steps x tokens | plain | recorded | recorded / plain |\n|---|---|---|---|\n"

@@ -61,9 +61,8 @@ def choice(printed: str) -> str:
     return ", ".join(re.findall(r"^(?:kernels|cells): (.*) \(--speed \w+\)$", printed, re.MULTILINE))
 
 
-def force(work: Path, way: str, at_once: int) -> None:
-    """Let that have been measured to be the fastest."""
-    file = work / "cache" / "accelerate-recipes" / "capacity.json"
+def force(file: Path, way: str, at_once: int | None) -> None:
+    """Let that have been measured to be the fastest, wherever something was: in a file of `recipes.capacity`."""
     known = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
     file.write_text(json.dumps(known))
 
@@ -93,7 +92,7 @@ def measure(program: str, precision: str, work: Path) -> list[dict]:
     if refused := re.search(rf"^kernels: not {other}: (.*)$", printed, re.MULTILINE):
         found["other"] = None, f"{other}: refused, {refused[1]}"
     else:
-        force(work, other, batch // 8)
+        force(work / "cache" / "accelerate-recipes" / "capacity.json", other, batch // 8)
         losses, printed = run(program, precision, "--speed auto", work)
         found["other"] = losses, choice(printed)
     rows = []

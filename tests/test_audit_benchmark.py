@@ -8,8 +8,9 @@ import sys
 from unittest import mock
 
 import pytest
-from common import ROOT
+from common import ROOT, TINIES
 
+from recipes import kernels
 from recipes.audit.judge import HARMLESS
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,8 +38,8 @@ def test_the_tables_show_what_was_measured(benchmark, measured):
 
 def test_verdicts_follow_from_the_numbers(measured):
     tolerance = measured["about"]["tolerance"]
-    for row in [*measured["scripts"], measured["control"]]:
-        within = max(row["errors"] + row["loss_errors"]) <= tolerance
+    for row in [*measured["scripts"], *measured["kernels"], measured["control"]]:
+        within = max(row["errors"] + row["loss_errors"]) <= row.get("tolerance", tolerance)
         assert row["exact"] == (within and all(found["cause"] in HARMLESS for found in row["findings"]))
 
 
@@ -48,10 +49,34 @@ def test_every_script_in_every_layout_takes_all_steps(benchmark, measured):
     assert rows == [(script, layout, 8) for script in benchmark.SCRIPTS for layout in layouts]
 
 
+def test_every_kernel_of_every_script_takes_all_steps(benchmark, measured):
+    rows = [(row["script"], row["precision"], row["kernel"], len(row["errors"])) for row in measured["kernels"]]
+    precisions = {name: ["no"] if "float64" in name else ["no", "bf16"] for name in benchmark.KERNELS}
+    assert rows == [
+        (name, precision, way, 8)
+        for name in benchmark.KERNELS
+        for precision in precisions[name]
+        for way in benchmark.ways_of(name, precision)
+    ]
+
+
+@pytest.mark.parametrize(("program", "precision"), [(p, precision) for p in TINIES for precision in ("no", "bf16")])
+def test_the_kernels_are_those_that_auto_compares(benchmark, train, monkeypatch, program, precision):
+    asked = []
+    monkeypatch.setattr(kernels, "choose", lambda *arguments: asked.append(list(arguments[-1])))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    train("run", "--max_train_steps 1 --global_batch_size 2", program=program)
+    (name, *_) = (name for name, (of, *_) in benchmark.SCRIPTS.items() if of == program)
+    assert [sorted(names) for names in asked] == [sorted(benchmark.ways_of(name, precision))]
+
+
 def test_a_script_that_is_not_exact_or_a_control_that_passes_fails(benchmark, measured):
     assert benchmark.is_as_promised(measured)
     wrong, passing = copy.deepcopy(measured), copy.deepcopy(measured)
     wrong["scripts"][-1]["exact"] = False
+    slow = copy.deepcopy(measured)
+    slow["kernels"][0]["exact"] = False
     passing["control"]["exact"] = True
     assert not benchmark.is_as_promised(wrong)
     assert not benchmark.is_as_promised(passing)
+    assert not benchmark.is_as_promised(slow)
