@@ -5,7 +5,7 @@
 - scripts: each is run unchanged on a tiny model under several layouts, as `python -m recipes audit-script` does, and compared
   with its run that computes the whole global batch in one forward. A documented loop that takes the mean of means is the
   control, which must fail. Their table is shown in README.md, too.
-- kernels: whatever `--speed auto` may choose on this machine, in small cells, beside the safe kernels that take the whole
+- kernels: whatever `--speed auto` may choose on this machine, in two cells, beside the safe kernels that take the whole
   global batch in one forward. In bf16 what counts as the same is what auto itself takes for it.
 - recording: steps of GPT-2 124M, each once plain and once recorded, by turns in one process.
 - audit_step: seconds for two tiny models, with its default cuts.
@@ -72,7 +72,6 @@ KERNELS = {
     "ResNet, normalised by groups": IMAGES,
     "captcha reader, in float64": IMAGES,
 }
-SMALL_CELLS = 5
 CONTROL = "accelerate_documented"
 PAIRS, WARM_UP = 9, 1
 TOKENS = 1024  # in a step of GPT-2 124M
@@ -90,7 +89,10 @@ def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str =
     flags = f"--max_train_steps 8 --global_batch_size {batch} --speed {speed} --overwrite_output_dir {more}"
     argv = tiny_argv(program, corpus, output_dir, flags)
     variation = Variation({BATCH: str(b)}, num_processes)
-    recordings = record([str(ROOT / "scripts" / f"{program}.py"), *argv], variation, 0, TIMEOUT)
+    words = [str(ROOT / "scripts" / f"{program}.py"), *argv]
+    if speed == "auto":  # for so tiny cells as these attention by length would take one table, as others do
+        words = [str(ROOT / "benchmarks" / "peers" / "tables.py"), *words]
+    recordings = record(words, variation, 0, TIMEOUT)
     return variation, recordings, metrics(output_dir)
 
 
@@ -128,11 +130,12 @@ def audit_kernels(folder: Path) -> list[dict]:
         for precision in ("no",) if "float64" in name else ("no", "bf16"):
             tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
             with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
-                reference, true, _ = run_script(name, SCRIPTS[name][1], 1, corpus)
-                run_script(name, SMALL_CELLS, 1, corpus, "auto")  # so that something is remembered
+                batch = SCRIPTS[name][1]
+                reference, true, _ = run_script(name, batch, 1, corpus)
+                run_script(name, batch // 2, 1, corpus, "auto")  # so that something is remembered
                 for way in ways_of(name, precision):
                     force(capacity.FILE, way, None)
-                    variation, recordings, _ = run_script(name, SMALL_CELLS, 1, corpus, "auto")
+                    variation, recordings, _ = run_script(name, batch // 2, 1, corpus, "auto")
                     if {known["way"] for known in json.loads(capacity.FILE.read_text()).values()} != {way}:
                         sys.exit(f"{name} in {precision} has no kernel {way}")  # and has measured anew
                     row = {"script": name, "precision": precision, "kernel": way, "tolerance": tolerance}
@@ -405,8 +408,8 @@ def markdown(results: dict) -> str:
         f"{_head('script')}{_row(failed, failed['script'])}\n"
         f"Its reference is {failed['reference']}.\n\n"
         "## Kernels\n\n"
-        f"What `--speed auto` may choose, in cells of {SMALL_CELLS} samples, beside the safe kernels that take the whole "
-        "global batch in one forward, in the same precision.\n"
+        "What `--speed auto` may choose, beside the safe kernels that take the whole global batch in one forward, in the same "
+        "precision.\n"
         f"Exact: within {about['tolerance']:g}, in bf16 within {kernels.TOLERANCE['bf16']:g}, and nothing found.\n\n"
         f"{_head('script', 'precision', 'kernels')}{of_kernels}\n"
         "## Costs\n\n"

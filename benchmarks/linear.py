@@ -3,9 +3,9 @@
     make bench-linear
 
 BERT of 4 layers x 256 on rows of 128 tokens, 8 in a cell: scripts/pretrain_bert.py as users launch it, once for every k, all in
-turns. In every round each takes 64 cells, and a line is fitted through the seconds of a step, weighted by 1 / seconds, so that
-deviations are relative. What is shown is the median of the rounds' deviations: a machine whose speed changes from round to
-round changes none. Memory is the largest resident memory of the process.
+turns of a second, so that a machine whose speed changes is the same for all. In every round each takes 64 cells, and a line is
+fitted through the seconds of a step, weighted by 1 / seconds, so that deviations are relative. What is shown is the median of
+the rounds' deviations. Memory is the largest resident memory of the process.
 """
 
 import argparse
@@ -23,11 +23,11 @@ import clock
 import numpy as np
 import torch
 import yaml
-from run import ENDLESS, FULL_BERT, about, peak_memory, spread, write_data
+from run import ENDLESS, FULL_BERT, about, own_time, peak_memory, spread, write_data
 from shakespeare import Program
 
 NUM_MICRO_STEPS, CELL = (1, 2, 4, 8, 16, 32, 64), 8
-WARM_UP = 3
+WARM_UP, TURN = 3, 1.0  # steps, seconds
 
 
 def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float, float, list[float]]:
@@ -60,12 +60,20 @@ def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Pa
     return Program(words, work, folder / "log", threads), folder / "stamps"
 
 
-def step_seconds(program: Program, stamps: Path, num_steps: int) -> float:
-    """Of so many steps in a row, after the one in which the program was stopped."""
-    before = len(clock.read(stamps)[1])
-    program.run_until(lambda: len(clock.read(stamps)[1]) > before + num_steps)
-    times = [stamp.time for stamp in clock.read(stamps)[1][before:]]
-    return (times[num_steps] - times[0]) / num_steps
+def take_round(programs: dict[int, tuple[Program, Path]]) -> dict[int, float]:
+    """Seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-steps."""
+    first = {k: len(clock.read(stamps)[1]) for k, (_, stamps) in programs.items()}
+    last = {k: first[k] + max(programs) // k for k in programs}
+    left = list(programs)
+    while left:
+        for k in left:
+            programs[k][0].turn(TURN)
+        left = [k for k in left if len(clock.read(programs[k][1])[1]) < last[k]]
+    found = {}
+    for k, (program, stamps) in programs.items():
+        begin, end = (own_time(program.turns, clock.read(stamps)[1][at - 1].time) for at in (first[k], last[k]))
+        found[k] = (end - begin) / (last[k] - first[k])
+    return found
 
 
 def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
@@ -76,10 +84,8 @@ def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
             programs[k] = start(k, precision, work, threads)
             program, stamps = programs[k]
             program.run_until(lambda stamps=stamps: len(clock.read(stamps)[1]) > WARM_UP)
-        seconds: dict[int, list[float]] = {k: [] for k in NUM_MICRO_STEPS}
-        for _ in range(num_rounds):
-            for k, (program, stamps) in programs.items():
-                seconds[k].append(step_seconds(program, stamps, max(NUM_MICRO_STEPS) // k))
+        rounds = [take_round(programs) for _ in range(num_rounds)]
+        seconds = {k: [of[k] for of in rounds] for k in NUM_MICRO_STEPS}
         memory = {k: peak_memory(clock.read(stamps)[0]) for k, (_, stamps) in programs.items()}
     finally:
         for program, _ in programs.values():

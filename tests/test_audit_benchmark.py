@@ -11,6 +11,7 @@ import pytest
 from common import ROOT, TINIES
 
 from recipes import kernels
+from recipes.attention import BY_LENGTH
 from recipes.audit.judge import HARMLESS
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,6 +59,15 @@ def test_every_kernel_of_every_script_takes_all_steps(benchmark, measured):
         for precision in precisions[name]
         for way in benchmark.ways_of(name, precision)
     ]
+
+
+def test_cells_are_so_large_that_they_take_several_tables(measured):
+    """In float32, where sums in another order are seen."""
+    errors = {(row["script"], row["kernel"]): row["errors"] for row in measured["kernels"] if row["precision"] == "no"}
+    by_length = [(script, kernel) for script, kernel in errors if BY_LENGTH in kernel]
+    assert len(by_length) == 8
+    for script, kernel in by_length:
+        assert errors[script, kernel] != errors[script, kernel.replace(BY_LENGTH, "")]
 
 
 @pytest.mark.parametrize(("program", "precision"), [(p, precision) for p in TINIES for precision in ("no", "bf16")])

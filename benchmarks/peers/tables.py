@@ -1,0 +1,12 @@
+"""A script of this repository, unchanged but for attention by length, which takes all its tables for however few tokens:
+SCRIPT FLAGS."""
+
+import runpy
+import sys
+
+from recipes import attention
+
+if __name__ == "__main__":
+    attention.TABLE = 0
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
