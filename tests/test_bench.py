@@ -133,6 +133,32 @@ def test_a_line_through_micro_steps(module):
     assert "no 0.1000 + 0.2000 k seconds" in text
 
 
+def test_steps_are_timed_without_the_turns_of_others(module, tmp_path):
+    linear, now = module("linear"), [100.0]
+
+    class Steady:
+        """Takes so many seconds for every step."""
+
+        def __init__(self, file, seconds):
+            self.file, self.seconds, self.own, self.turns = file, seconds, 0.0, []
+            file.write_text("1\n")
+
+        def turn(self, seconds):
+            begin, done = now[0], int(self.own / self.seconds + 1e-9)
+            self.own, now[0] = self.own + seconds, begin + seconds
+            self.turns.append((begin, now[0]))
+            with self.file.open("a") as lines:
+                for step in range(done + 1, int(self.own / self.seconds + 1e-9) + 1):
+                    lines.write(f"{now[0] - (self.own - step * self.seconds)} 1 0.5\n")
+
+    costs = {1: 0.3, 4: 1.7, 8: 3.1}
+    programs = {k: (Steady(tmp_path / str(k), seconds), tmp_path / str(k)) for k, seconds in costs.items()}
+    for program, _ in programs.values():
+        program.turn(4.0)  # has taken a step, and a part of another
+    for _ in range(2):
+        assert linear.take_round(programs) == pytest.approx(costs)
+
+
 def test_every_number_of_micro_steps_has_a_recipe(module, tmp_path):
     linear = module("linear")
     for k in linear.NUM_MICRO_STEPS:
