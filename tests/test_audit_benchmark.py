@@ -84,9 +84,9 @@ def test_a_script_that_is_not_exact_or_a_control_that_passes_fails(benchmark, me
     assert benchmark.is_as_promised(measured)
     wrong, passing = copy.deepcopy(measured), copy.deepcopy(measured)
     wrong["scripts"][-1]["exact"] = False
-    slow = copy.deepcopy(measured)
-    slow["kernels"][0]["exact"] = False
+    other = copy.deepcopy(measured)
+    other["kernels"][0]["exact"] = False
     passing["control"]["exact"] = True
     assert not benchmark.is_as_promised(wrong)
     assert not benchmark.is_as_promised(passing)
-    assert not benchmark.is_as_promised(slow)
+    assert not benchmark.is_as_promised(other)
