@@ -287,8 +287,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "audit")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="shows the scripts' table")
-    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, help="measure only these; all else stays as it was")
-    parser.add_argument("--kernels", action="store_true", help="measure only kernels; all else stays as it was")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--scripts", nargs="+", choices=SCRIPTS, help="measure only these; all else stays as it was")
+    only.add_argument("--kernels", action="store_true", help="measure only kernels; all else stays as it was")
     arguments = parser.parse_args()
 
     if arguments.kernels:
