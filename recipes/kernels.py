@@ -160,8 +160,9 @@ def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, nu
 
 
 def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
-    """The first samples, sorted as in the cells of a step."""
-    cell = source.collate(sorted((source.draw(0, place) for place in range(number)), key=lambda of: -of.length))
+    """Samples from all over the data, which may be sorted, themselves sorted as in the cells of a step."""
+    drawn = (source.draw(0, place * len(source) // number) for place in range(number))
+    cell = source.collate(sorted(drawn, key=lambda of: -of.length))
     cell.pop("counts")
     return to_device(cell, accelerator.device)
 
