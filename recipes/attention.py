@@ -2,8 +2,8 @@
 
 Of a transformer's work on short samples most is in products that know nothing of samples: embeddings, projections, feed-forward
 layers. They take a cell's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values are
-gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row; or a kernel of
-variable length takes the row as it is. No number of a sample depends on the others.
+gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row, all tables of a cell
+at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the others.
 
 What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
 layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
@@ -12,6 +12,7 @@ wanted tokens alone: the same numbers, and the same gradient.
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -35,12 +36,12 @@ TABLES, TABLE = 4, 8192
 
 
 class Rows(NamedTuple):
-    """Where the tokens of S samples, end to end M, are in a table of S' x T places, both rounded up (`round_up`).
+    """Where the tokens of S samples, end to end, are in a table of S' x T places, both rounded up (`round_up`).
 
     Attributes:
         ends: int32 [S + 1], 0 and where each sample ends.
-        source: int64 [S', T], of each place of the table its token; of padding, 0.
-        place: int64 [M], of each token its place in the table.
+        source: int64 [S', T], of each place of the table its token; of padding, the first token behind all samples.
+        place: int64 [n], of each token of these samples its place in the table.
         is_token: bool [S', 1, 1, T], True at the first place of a row without a sample, too; None when nothing is padded.
     """
 
@@ -50,8 +51,20 @@ class Rows(NamedTuple):
     is_token: torch.Tensor | None
 
 
-Tables = tuple[Rows, ...]
-"""A cell's samples in parts, one after the other."""
+class Tables(NamedTuple):
+    """Where the tokens of a cell are in its tables, end to end; or the g parts of each token, of a group of heads each.
+
+    Attributes:
+        sources: int64 [S', g, T], of each table's places the part of a token.
+        place: int64 [n g], of each part of a token its place among those of all tables.
+        is_token: of each table, see `Rows`.
+        ends: of the first table, see `Rows`.
+    """
+
+    sources: tuple[torch.Tensor, ...]
+    place: torch.Tensor
+    is_token: tuple[torch.Tensor | None, ...]
+    ends: torch.Tensor
 
 
 def round_up(number: int, bits: int) -> int:
@@ -67,22 +80,44 @@ def round_up(number: int, bits: int) -> int:
     return -(-number // step) * step
 
 
-def rows_of(lengths: np.ndarray) -> Rows:
+def rows_of(lengths: np.ndarray, first: int = 0, behind: int | None = None) -> Rows:
     """Those of samples of these lengths.
 
+    Args:
+        first: where in the row the first of them begins.
+        behind: where the last sample of the cell ends; None: the last of these.
+
     >>> [value.tolist() for value in rows_of(np.array([2, 1]))]
-    [[0, 2, 3], [[0, 1], [2, 0]], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
+    [[0, 2, 3], [[0, 1], [2, 3]], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
     """
     shape = round_up(len(lengths), 3), round_up(int(lengths.max()), 4)
     is_token = np.zeros(shape, bool)
     is_token[: len(lengths)] = np.arange(shape[1]) < lengths[:, None]
     place = np.flatnonzero(is_token)
-    source = np.zeros(is_token.size, np.int64)
-    source[place] = np.arange(len(place))
+    source = np.full(is_token.size, first + len(place) if behind is None else behind)
+    source[place] = np.arange(first, first + len(place))
     is_token[len(lengths) :, 0] = True
     ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     mask = None if is_token.all() else torch.from_numpy(is_token[:, None, None])
     return Rows(ends, torch.from_numpy(source.reshape(shape)), torch.from_numpy(place), mask)
+
+
+def tables_of(parts: Sequence[Rows], num_groups: int) -> Tables:
+    """Those of a cell's samples, given in parts.
+
+    >>> tables = tables_of([rows_of(np.array([2, 1]))], 2)
+    >>> tables.sources[0].tolist(), tables.place.tolist()
+    ([[[0, 2], [1, 3]], [[4, 6], [5, 7]]], [0, 2, 1, 3, 4, 6])
+    """
+    sources, places, before = [], [], 0
+    group = torch.arange(num_groups, device=parts[0].source.device)
+    for part in parts:
+        length = part.source.shape[1]
+        sources.append(part.source[:, None] * num_groups + group[:, None])
+        at = part.place + part.place // length * (length * (num_groups - 1)) + before
+        places.append((at[:, None] + group * length).flatten())
+        before = before + sources[-1].numel()
+    return Tables(tuple(sources), torch.cat(places), tuple(part.is_token for part in parts), parts[0].ends)
 
 
 def by_length(lengths: np.ndarray) -> list[np.ndarray]:
@@ -117,6 +152,7 @@ def cell_of(
     tokens: Sequence[np.ndarray], num_first: Sequence[int], wanted: Sequence[np.ndarray]
 ) -> dict[str, torch.Tensor | None]:
     """What `bert_wanted` takes of S >= 1 samples, M tokens and W wanted ones, both rounded up: the last ones are of no sample.
+    Where a table may have padding there is at least one such, whose gradient is 0.
 
     Args:
         tokens: of each sample.
@@ -133,26 +169,26 @@ def cell_of(
     position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     is_second = position_ids >= np.repeat(num_first, lengths)
     rows, num_wanted = rows_of(lengths), np.array([len(of) for of in wanted])
-    queries = rows_of(num_wanted)
+    queries, spare = rows_of(num_wanted), int(rows.is_token is not None)
     return {
-        "input_ids": filled(np.concatenate(tokens))[None],
-        "token_type_ids": filled(is_second)[None],
-        "position_ids": filled(position_ids)[None],
+        "input_ids": filled(np.concatenate(tokens), spare=spare)[None],
+        "token_type_ids": filled(is_second, spare=spare)[None],
+        "position_ids": filled(position_ids, spare=spare)[None],
         **rows._asdict(),
-        "wanted": filled(np.concatenate(wanted) + np.repeat(starts, num_wanted)),
+        "wanted": filled(np.concatenate(wanted) + np.repeat(starts, num_wanted), spare=1),
         "wanted_ends": queries.ends,
         "wanted_source": queries.source,
         "wanted_place": queries.place,
     }
 
 
-def filled(values: np.ndarray, fill: int = 0) -> torch.Tensor:
-    """Integers [n] as int64, with `fill` behind them up to a size that is met again, at most 3 % more.
+def filled(values: np.ndarray, fill: int = 0, spare: int = 0) -> torch.Tensor:
+    """Integers [n] as int64, with `fill` behind them, at least `spare` times, up to a size that is met again, at most 3 % more.
 
     >>> filled(np.arange(65)).shape
     torch.Size([66])
     """
-    result = np.full(round_up(len(values), 6), fill, np.int64)
+    result = np.full(round_up(len(values) + spare, 6), fill, np.int64)
     result[: len(values)] = values
     return torch.from_numpy(result)
 
@@ -210,16 +246,25 @@ def bert_wanted(
         bert: transformers' BertModel, after `unpad`.
         input_ids, ...: see `cell_of`.
     """
-    rows, queries = (Rows(ends, source, place, is_token),), (Rows(wanted_ends, wanted_source, wanted_place, None),)
-    if bert.config._attn_implementation.endswith(BY_LENGTH):
-        lengths = by_length(ends.diff().long().numpy())
-        num_wanted = np.split(wanted_ends.diff().long().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
-        rows, queries = (tuple(rows_of(part) for part in parts) for parts in (lengths, num_wanted))
+    parts, wanted_parts = [Rows(ends, source, place, is_token)], [Rows(wanted_ends, wanted_source, wanted_place, None)]
+    kernel = bert.config._attn_implementation
+    if kernel.endswith(BY_LENGTH):
+        lengths = by_length(ends.diff().numpy())
+        num_wanted = np.split(wanted_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
+        parts, wanted_parts = _parts_of(lengths), _parts_of(num_wanted)
+    num_groups = bert.config.num_attention_heads if "eager" in kernel else 1
+    rows, queries = tables_of(parts, num_groups), tables_of(wanted_parts, num_groups)
     hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
     *layers, last = bert.encoder.layer
     for layer in layers:
         hidden = layer(hidden, rows=rows)
     return last(hidden, rows=rows, wanted=wanted, queries=queries)[0]
+
+
+def _parts_of(lengths: Sequence[np.ndarray]) -> list[Rows]:
+    """Of samples, end to end, in parts."""
+    *firsts, end = accumulate((int(part.sum()) for part in lengths), initial=0)
+    return [rows_of(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
 
 
 def _last_layer(layer: nn.Module, hidden: torch.Tensor, *, rows: Tables, wanted: torch.Tensor, queries: Tables):
@@ -262,78 +307,95 @@ def _attention(
     kernel: str, module: nn.Module, q, k, v, queries: Tables, rows: Tables, scaling: float, dropout: float
 ) -> torch.Tensor:
     """softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
-    outputs = []
-    for mine, its, *parts in zip(queries, rows, _split(q, queries), _split(k, rows), _split(v, rows), strict=False):
-        outputs.append(_attention_of(kernel, module, *parts, mine, its, scaling, dropout))
-    done = sum(map(len, outputs))
-    return torch.cat([*outputs, q.new_zeros(len(q) - done, *q.shape[1:])])
-
-
-def _split(x: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, ...]:
-    """Of each table its tokens, and at last those of no sample."""
-    sizes = [len(of.place) for of in tables]
-    return x.split([*sizes, len(x) - sum(sizes)])
-
-
-def _attention_of(
-    kernel: str, module: nn.Module, q, k, v, queries: Rows, rows: Rows, scaling: float, dropout: float
-) -> torch.Tensor:
-    """`_attention` by one table, or none."""
     if kernel == "varlen":
         assert not dropout, "the kernel has none"
-        longest = queries.source.shape[1], rows.source.shape[1]
-        return varlen_attn(q, k, v, queries.ends, rows.ends, *longest, scale=scaling)
-    q, k, v = _table(q, queries), _table(k, rows), _table(v, rows)
-    if kernel.startswith("sdpa"):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.is_token, dropout_p=dropout, scale=scaling)
-    else:
-        y = F.dropout(_scores(q, k, rows, scaling).softmax(-1), dropout, module.training) @ v
-    return _Untable.apply(y.transpose(1, 2).flatten(0, 1), queries.place)
+        longest = queries.sources[0].shape[2], rows.sources[0].shape[2]
+        (num_wanted,), (number,) = queries.place.shape, rows.place.shape
+        y = varlen_attn(q[:num_wanted], k[:number], v[:number], queries.ends, rows.ends, *longest, scale=scaling)
+        return torch.cat([y, y.new_zeros(len(q) - num_wanted, *y.shape[1:])])
+    tables = zip(_to_tables(q, queries), _to_tables(k, rows), _to_tables(v, rows), rows.is_token, strict=True)
+    outputs = []
+    for mine, keys, values, is_token in tables:
+        if kernel.startswith("sdpa"):
+            y = F.scaled_dot_product_attention(mine, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling)
+        else:
+            y = F.dropout(_scores(mine, keys, is_token, scaling).softmax(-1), dropout, module.training) @ values
+        outputs.append(y)
+    return _from_tables(outputs, queries, len(q))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, rows: Rows, scaling: float) -> torch.Tensor:
+def _to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
+    """[M, heads, d] -> of each table [S', heads, T, d]."""
+    heads, d = x.shape[1:]
+    num_groups = tables.sources[0].shape[1]
+    y = _ToTables.apply(x.reshape(len(x) * num_groups, -1), _source(tables), tables.place)
+    parts = [y] if len(tables.sources) == 1 else y.split([of.numel() for of in tables.sources])
+    shapes = [(*of.shape, heads // num_groups, d) for of in tables.sources]
+    return [part.view(shape).transpose(2, 3).flatten(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _from_tables(outputs: list[torch.Tensor], tables: Tables, num_tokens: int) -> torch.Tensor:
+    """Of each table [S', heads, T, d] -> [W, heads, d], 0 for tokens of no sample."""
+    heads, d = outputs[0].shape[1], outputs[0].shape[3]
+    num_groups = tables.sources[0].shape[1]
+    width = heads // num_groups * d
+    parts = [y.unflatten(1, (num_groups, -1)).transpose(2, 3).reshape(-1, width) for y in outputs]
+    y = _FromTables.apply(_joined(parts), _source(tables), tables.place, num_tokens * num_groups)
+    return y.view(num_tokens, heads, d)
+
+
+def _source(tables: Tables) -> torch.Tensor:
+    """int64 [P], of each place of all tables the part of a token."""
+    return _joined([of.flatten() for of in tables.sources])
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One behind the other; of one no copy is made."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, scaling: float) -> torch.Tensor:
     """scaling q k^T, and the least number that there is at padding: [S, heads, W, d] and [S, heads, T, d] -> [S, heads, W, T].
 
     All in one product, where three passes over the scores would take a fifth of attention's time.
     """
     bias, beta = q.new_zeros(1, 1, 1), 0
-    if rows.is_token is not None:
-        bias = q.new_zeros(rows.is_token.shape).masked_fill(~rows.is_token, torch.finfo(q.dtype).min)
+    if is_token is not None:
+        bias = q.new_zeros(is_token.shape).masked_fill(~is_token, torch.finfo(q.dtype).min)
         bias, beta = bias.expand(-1, q.shape[1], -1, -1).flatten(0, 1), 1
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scaling)
     return scores.unflatten(0, q.shape[:2])
 
 
-def _table(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """[M, heads, d] -> [S', heads, T, d]."""
-    y = _Table.apply(x, rows.source.flatten(), rows.place)
-    return y.unflatten(0, rows.source.shape).transpose(1, 2)
+def _pick(y: torch.Tensor, place: torch.Tensor, number: int) -> torch.Tensor:
+    """y[place], and 0 up to a number of rows."""
+    x = y.index_select(0, F.pad(place, (0, number - len(place))))
+    x[len(place) :] = 0
+    return x
 
 
-class _Table(torch.autograd.Function):
-    """x[source], [M, ...] -> [S * T, ...]. Padding holds token 0, and its gradient is left out: it is one-to-one on tokens."""
+class _ToTables(torch.autograd.Function):
+    """x[source]. The gradient at padding is left out: the rest is one-to-one, so that nothing need be added up."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(place)
+        ctx.number = len(x)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return gradient.index_select(0, place), None, None
+        return _pick(gradient, *ctx.saved_tensors, ctx.number), None, None
 
 
-class _Untable(torch.autograd.Function):
-    """y[place], [S * T, ...] -> [M, ...]. Padding gets a gradient of 0."""
-
-    @staticmethod
-    def forward(ctx, y: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        ctx.num_places = len(y)
-        return y.index_select(0, place)
+class _FromTables(torch.autograd.Function):
+    """`_pick`. Padding gets the gradient of a token of no sample, which is 0."""
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (place,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.num_places, *gradient.shape[1:]).index_copy_(0, place, gradient), None
+    def forward(ctx, y: torch.Tensor, source: torch.Tensor, place: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.save_for_backward(source)
+        return _pick(y, place, number)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradient.index_select(0, *ctx.saved_tensors), None, None, None

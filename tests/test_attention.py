@@ -129,7 +129,7 @@ def test_rows():
     rows = rows_of(np.array([1, 3, 2]))
     assert rows.ends.tolist() == [0, 1, 4, 6]
     assert rows.place.tolist() == [0, 3, 4, 5, 6, 7]
-    assert rows.source.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 0]]
+    assert rows.source.tolist() == [[0, 6, 6], [1, 2, 3], [4, 5, 6]], "padding holds what is behind the samples"
     assert rows.is_token.squeeze().tolist() == [[True, False, False], [True, True, True], [True, True, False]]
     assert rows_of(np.array([2, 2])).is_token is None
 
