@@ -169,21 +169,23 @@ def cell_of(
     position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     is_second = position_ids >= np.repeat(num_first, lengths)
     rows, num_wanted = rows_of(lengths), np.array([len(of) for of in wanted])
-    queries, spare = rows_of(num_wanted), int(rows.is_token is not None)
+    queries, is_padded = rows_of(num_wanted), rows.is_token is not None
+    may_pad_wanted = is_padded or queries.is_token is not None  # equal samples are not cut into several tables
     return {
-        "input_ids": filled(np.concatenate(tokens), spare=spare)[None],
-        "token_type_ids": filled(is_second, spare=spare)[None],
-        "position_ids": filled(position_ids, spare=spare)[None],
+        "input_ids": filled(np.concatenate(tokens), spare=is_padded)[None],
+        "token_type_ids": filled(is_second, spare=is_padded)[None],
+        "position_ids": filled(position_ids, spare=is_padded)[None],
         **rows._asdict(),
-        "wanted": filled(np.concatenate(wanted) + np.repeat(starts, num_wanted), spare=1),
+        "wanted": filled(np.concatenate(wanted) + np.repeat(starts, num_wanted), spare=may_pad_wanted),
         "wanted_ends": queries.ends,
         "wanted_source": queries.source,
         "wanted_place": queries.place,
     }
 
 
-def filled(values: np.ndarray, fill: int = 0, spare: int = 0) -> torch.Tensor:
-    """Integers [n] as int64, with `fill` behind them, at least `spare` times, up to a size that is met again, at most 3 % more.
+def filled(values: np.ndarray, fill: int = 0, spare: bool = False) -> torch.Tensor:
+    """Integers [n] as int64, with `fill` behind them, at least once if `spare`, up to a size that is met again: about 3 % more
+    at most.
 
     >>> filled(np.arange(65)).shape
     torch.Size([66])

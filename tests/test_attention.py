@@ -46,6 +46,7 @@ def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], lis
     places = {
         "first": [np.zeros(1, int) for _ in lengths],
         "some": [np.sort(rng.permutation(length)[: length // 2 + 1]) for length in lengths],
+        "uneven": [np.arange(1 + number % length) for number, length in enumerate(lengths)],
         "all": [np.arange(length) for length in lengths],
     }[wanted]
     return list(map(torch.from_numpy, tokens)), kinds, places, cell_of(tokens, halves, places)
@@ -86,8 +87,8 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("case", ["ragged", "many"])
-@pytest.mark.parametrize("wanted", ["first", "some", "all"])
+@pytest.mark.parametrize("case", ["ragged", "equal", "many"])
+@pytest.mark.parametrize("wanted", ["first", "some", "uneven", "all"])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
 def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
