@@ -6,9 +6,9 @@ Every program with its small recipe, launched as users launch it, once before to
 
 - launcher: until Python runs the script: `accelerate launch`, which imports torch and accelerate, and starts a second Python.
 - imports: until the script has imported all that it needs: torch, transformers, datasets, accelerate, its own modules.
-- preparing: data, model and optimizer, until the first step's samples are drawn; what `--speed auto` measured is remembered.
-- evaluation: the held-out samples, before the first step; the classifier's is not told apart, and is in its first step.
-- first step: what is left until its line is logged.
+- preparing: data, model and optimizer, until the first step asks for samples; what `--speed auto` measured is remembered.
+- evaluation: the held-out samples, before the first step.
+- first step: what is left until its line is logged, drawing its samples included.
 """
 
 import argparse
@@ -42,21 +42,24 @@ def watch(file: Path, argv: list[str]) -> None:
     from recipes.data.steps import Steps
 
     ends, evaluating = {"launcher": begun}, []
-    create, stream, evaluate, step = launch.create_accelerator, Steps.stream, evaluation.evaluate, report.RunLog.step
+    create, stream, step = launch.create_accelerator, Steps.stream, report.RunLog.step
 
     def created(*args, **more):
         ends["imports"] = time.time()
         return create(*args, **more)
 
     def streamed(*args, **more):
-        ends["preparing"] = time.time()
+        ends.setdefault("preparing", time.time())  # evaluations stream, too
         return stream(*args, **more)
 
-    def evaluated(*args, **more):
-        start = time.time()
-        found = evaluate(*args, **more)
-        evaluating.append(time.time() - start)
-        return found
+    def timed(evaluate):
+        def evaluated(*args, **more):
+            start = time.time()
+            found = evaluate(*args, **more)
+            evaluating.append(time.time() - start)
+            return found
+
+        return evaluated
 
     def stepped(*args, **more):
         step(*args, **more)
@@ -65,8 +68,9 @@ def watch(file: Path, argv: list[str]) -> None:
             ends["first step"] = time.time()
             file.write_text(json.dumps(ends), encoding="utf-8")
 
-    launch.create_accelerator, Steps.stream = created, streamed
-    evaluation.evaluate, report.RunLog.step = evaluated, stepped
+    launch.create_accelerator, Steps.stream, report.RunLog.step = created, streamed, stepped
+    for name in ("evaluate", "outputs", "judge"):
+        setattr(evaluation, name, timed(getattr(evaluation, name)))
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 
