@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
@@ -53,8 +54,11 @@ def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cel
 def clip(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
 ) -> torch.Tensor:
-    """Clip the step's gradient to an L2 norm (None: leave it). Where it accumulates in the optimizer, approximately (see
+    """Clip the step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)), as
+    `torch.nn.utils.clip_grad_norm_` does. Where it accumulates in the optimizer, approximately (see
     `Accumulating.clip_grad_norm_`).
+
+    On CPUs torch computes |G| in one thread, which a product per gradient does not, and multiplies G with 1 for None.
 
     Args:
         optimizer: as prepared by `accelerator`.
@@ -65,7 +69,21 @@ def clip(
     limit = math.inf if max_norm is None else max_norm
     if isinstance(optimizer.optimizer, Accumulating):
         return optimizer.optimizer.clip_grad_norm_(limit)
-    return accelerator.clip_grad_norm_(parameters, limit)
+    is_whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)  # in each process
+    is_ready = is_whole and accelerator.device.type == "cpu" and accelerator.scaler is None
+    gradients = [p.grad for p in parameters if p.grad is not None] if is_ready else []
+    if {gradient.dtype for gradient in gradients} not in ({torch.float32}, {torch.float64}):
+        return accelerator.clip_grad_norm_(parameters, limit)
+    norm = torch.stack([_square(gradient) for gradient in gradients]).sum().sqrt()
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a tensor of any shape, read in the order in which it is stored (a convolution's is channels_last)."""
+    flat = gradient.permute(sorted(range(gradient.ndim), key=gradient.stride, reverse=True)).reshape(-1)
+    return torch.dot(flat, flat)
 
 
 def loss_scale(accelerator: Accelerator) -> int:

@@ -94,6 +94,52 @@ def test_k_of_the_last_step_does_not_leak_into_the_next():
     assert synchronised == [False, False, True, False, True, True, False, False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("share", [None, 2.0, 1.0, 0.3])
+def test_the_gradient_is_clipped_as_torch_does(dtype, share):
+    """Of any layout: whole, of a convolution in channels_last, a transposed one, none at all."""
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=True)
+    noise = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.randn(300, 17, generator=noise),
+        torch.randn(6, 5, 3, 3, generator=noise).contiguous(memory_format=torch.channels_last),
+        torch.randn(9, 40, generator=noise).t(),
+        torch.randn((), generator=noise),
+        torch.zeros(0),
+    ]
+    gradients = [(10 * gradient).to(dtype) for gradient in gradients]
+    ours, theirs = ([torch.nn.Parameter(torch.empty_like(g)) for g in gradients] for _ in range(2))
+    for one, other, gradient in zip(ours, theirs, gradients, strict=True):
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+    ours.append(torch.nn.Parameter(torch.ones(3, dtype=dtype)))  # without a gradient
+    norm = torch.linalg.vector_norm(torch.cat([gradient.flatten().double() for gradient in gradients])).item()
+    limit = None if share is None else share * norm
+    optimizer = accelerator.prepare(torch.optim.SGD(ours, 1.0))
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 0}[
+        dtype
+    ]  # 16 bits, too few for squares, are left to torch
+    found = accumulate.clip(accelerator, optimizer, ours, limit).item()
+    expected = torch.nn.utils.clip_grad_norm_(theirs, float("inf") if limit is None else limit).item()
+    assert found == pytest.approx(expected, rel=tolerance)
+    assert found == pytest.approx(norm, rel=tolerance or 1e-3)
+    for one, other, gradient in zip(ours[:-1], theirs, gradients, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=0)
+        assert share is None or share < 2 or torch.equal(one.grad, gradient)
+    assert ours[-1].grad is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_has_a_norm_that_is_not(value):
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=True)
+    weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    for weight, number in zip(weights, (1.0, value), strict=True):
+        weight.grad = torch.full_like(weight, number)
+    optimizer = accelerator.prepare(torch.optim.SGD(weights, 1.0))
+    assert not accumulate.clip(accelerator, optimizer, weights, 1.0).isfinite()
+
+
 def test_noise_is_a_function_of_seed_step_and_process():
     draws = set()
     for seed, step, rank in [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]:
