@@ -7,7 +7,8 @@ at once; or a kernel of variable length takes the row as it is. No number of a s
 
 What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
 layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
-wanted tokens alone: the same numbers, and the same gradient.
+wanted tokens alone: the same numbers, and the same gradient. Where one token of each sample is wanted, a classifier's, keys and
+values are not computed either (`_attention_alone`).
 """
 
 import functools
@@ -260,7 +261,10 @@ def bert_wanted(
     *layers, last = bert.encoder.layer
     for layer in layers:
         hidden = layer(hidden, rows=rows)
-    return last(hidden, rows=rows, wanted=wanted, queries=queries)[0]
+    is_alone = "varlen" not in kernel and all(part.source.shape[1] == 1 for part in wanted_parts)
+    if is_alone:
+        rows, queries = tables_of(parts, 1), tables_of(wanted_parts, 1)
+    return last(hidden, rows=rows, wanted=wanted, queries=queries, is_alone=is_alone)[0]
 
 
 def _parts_of(lengths: Sequence[np.ndarray]) -> list[Rows]:
@@ -269,16 +273,58 @@ def _parts_of(lengths: Sequence[np.ndarray]) -> list[Rows]:
     return [rows_of(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
 
 
-def _last_layer(layer: nn.Module, hidden: torch.Tensor, *, rows: Tables, wanted: torch.Tensor, queries: Tables):
-    """A BertLayer's forward at the wanted tokens, [1, M, width] -> [1, W, width]."""
+def _last_layer(
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    *,
+    rows: Tables,
+    wanted: torch.Tensor,
+    queries: Tables,
+    is_alone: bool = False,
+) -> torch.Tensor:
+    """A BertLayer's forward at the wanted tokens, [1, M, width] -> [1, W, width].
+
+    Args:
+        is_alone: no sample has more than one wanted token, and tables are of whole tokens.
+    """
     hidden, of = hidden[0], layer.attention.self
     chosen = hidden.index_select(0, wanted)
-    inputs = ((of.query, chosen), (of.key, hidden), (of.value, hidden))
-    q, k, v = (project(x).unflatten(1, (-1, of.attention_head_size)) for project, x in inputs)
-    kernel = of.config._attn_implementation.removeprefix("unpadded_")
-    y = _attention(kernel, of, q, k, v, queries, rows, of.scaling, of.dropout.p if of.training else 0.0)
+    if is_alone:
+        y = _attention_alone(of, chosen, hidden, queries, rows)
+    else:
+        inputs = ((of.query, chosen), (of.key, hidden), (of.value, hidden))
+        q, k, v = (project(x).unflatten(1, (-1, of.attention_head_size)) for project, x in inputs)
+        kernel = of.config._attn_implementation.removeprefix("unpadded_")
+        y = _attention(kernel, of, q, k, v, queries, rows, of.scaling, of.dropout.p if of.training else 0.0)
     y = layer.attention.output(y.flatten(1), chosen)
     return layer.output(layer.intermediate(y), y)[None]
+
+
+def _attention_alone(
+    of: nn.Module, chosen: torch.Tensor, hidden: torch.Tensor, queries: Tables, rows: Tables
+) -> torch.Tensor:
+    """A BertSelfAttention of one query per sample, without keys and values: [W, width] and [M, width] -> [W, heads, d].
+
+    Of a head with key weights K and value weights V, [d, width], biases b and c, query q and probabilities p over tokens X
+
+        q (X K^T + b)^T = (q K) X^T + a constant, which softmax takes away;  p (X V^T + c) = (p X) V^T + sum(p) c
+
+    so that K and V are multiplied with one vector per head and sample instead of one per token. Under dropout sum(p) is not 1.
+    The gradient of b is 0.
+    """
+    heads = of.num_attention_heads
+    key, value = (project.weight.unflatten(0, (heads, -1)) for project in (of.key, of.value))
+    q = torch.einsum("whd,hdn->whn", of.query(chosen).unflatten(1, (heads, -1)), key)
+    outputs = []
+    tables = zip(_to_tables(q, queries), _to_tables(hidden[:, None].to(q.dtype), rows), rows.is_token, strict=True)
+    for mine, tokens, is_token in tables:  # [S', heads, 1, width], [S', 1, T, width]
+        p = _scores(mine.transpose(1, 2), tokens, is_token, of.scaling).softmax(-1)
+        p = F.dropout(p, of.dropout.p, of.training)
+        outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
+    y = _from_tables(outputs, queries, len(q))
+    y, total = y.split([y.shape[-1] - 1, 1], -1)
+    bias = of.value.bias.unflatten(0, (heads, -1)) + 0 * of.key.bias.sum()
+    return torch.einsum("whn,hdn->whd", y, value) + total * bias
 
 
 def _interface(kernel: str):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from common import load_script
+from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from recipes import attention
@@ -32,6 +33,9 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(**(SHAPE | none | changes), num_labels=3, initializer_range=0.5, max_position_embeddings=16)
     model = BertForSequenceClassification(config).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
     if kernel is not None:
         attention.unpad(model, kernel)
     return model
@@ -124,6 +128,31 @@ def test_dropout_is_at_work_in_training_only(kernel):
     assert first != second
     first, second = (sums.eval()(**cell, labels=labels)[0] for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
+    *_, cell = samples_of(CASES[case], "first")
+    rows, queries = (
+        attention.tables_of([attention.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
+        for of, mask in (("", cell["is_token"]), ("wanted_", None))
+    )
+    model = build("eager", attention_probs_dropout_prob=0.5).train()
+    layer = model.bert.encoder.layer[-1]
+    found = []
+    for is_alone in (False, True):
+        torch.manual_seed(3)
+        hidden = torch.randn(
+            1, cell["input_ids"].shape[1], SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True
+        )
+        y = layer(hidden, rows=rows, wanted=cell["wanted"], queries=queries, is_alone=is_alone)[0, : len(CASES[case])]
+        y.sin().sum().backward()
+        found.append([y, hidden.grad, gradient(layer)])
+        of_key_bias = layer.attention.self.key.bias.grad
+        model.zero_grad()
+    for usual, alone in zip(*found, strict=True):
+        assert torch.allclose(usual, alone, rtol=1e-11, atol=1e-13)
+    assert not of_key_bias.any(), "exactly 0, and not None: an optimizer, and a reduction, need it"
 
 
 def test_rows():
