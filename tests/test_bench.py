@@ -9,10 +9,12 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import launch, report, run
+from recipes.attention import cell_of
 from recipes.data import sentence_pairs
 from recipes.data.steps import Steps
 from recipes.recipe import load
@@ -254,6 +256,19 @@ def test_products_are_those_that_torch_counts(module, folder):
         script.PretrainingSums(bert)(**cell)
     ratio = theirs.get_total_flops() / ours.get_total_flops()
     assert module("workloads").products(recipe, np.array([sample.length])) == pytest.approx(ratio, rel=0.03)
+
+
+def test_products_of_a_classifier_are_those_that_torch_counts(module):
+    recipe, script = load("finetune_small_cpu"), load_script("finetune_classifier")
+    bert = script.build_model(recipe, ["a", "b"])
+    cell = cell_of([np.arange(64)], [64], [np.zeros(1, int)])
+    bert.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as theirs:
+        bert(cell["input_ids"])
+    with FlopCounterMode(display=False) as ours:
+        script.ClassificationSums(bert)(**cell, labels=torch.zeros(1, dtype=torch.int64))
+    ratio = theirs.get_total_flops() / ours.get_total_flops()
+    assert module("workloads").products(recipe, np.array([64])) == pytest.approx(ratio, rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

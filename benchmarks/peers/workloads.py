@@ -107,7 +107,8 @@ def products(recipe: Recipe, lengths: np.ndarray) -> float:
 
     Theirs of a sample of T tokens, forward: L T (8 h^2 + 4 h f + 4 h T) in the layers and, in pretraining, T (2 h^2 + 2 h V)
     in the head (`transformer.bert_flops`). Ours has of the last layer keys and values, T 4 h^2, the rest at w wanted tokens,
-    w (4 h^2 + 4 h f + 4 h T), and the head at the w - 1 masked ones. A backward takes twice that.
+    w (4 h^2 + 4 h f + 4 h T), and the head at the w - 1 masked ones; a classifier's with a heads 8 h^2 + 4 h f + 4 a h T (see
+    `attention._attention_alone`). A backward takes twice that.
 
     Args:
         recipe: of a BERT.
@@ -116,9 +117,10 @@ def products(recipe: Recipe, lengths: np.ndarray) -> float:
     h, f, t = recipe.hidden_size, recipe.intermediate_size, lengths.astype(float)
     layer = t * (8 * h * h + 4 * h * f + 4 * h * t)
     head, masked = 0.0, np.zeros_like(t)
+    last = 8 * h * h + 4 * h * f + 4 * recipe.num_attention_heads * h * t
     if recipe.task == "bert_pretraining":
         head, masked = 2.0 * h * (h + recipe.vocab_size), np.maximum(1, np.round((t - 3) * recipe.mlm_probability))
-    last = t * 4 * h * h + (1 + masked) * (4 * h * h + 4 * h * f + 4 * h * t)
+        last = t * 4 * h * h + (1 + masked) * (4 * h * h + 4 * h * f + 4 * h * t)
     theirs = recipe.num_hidden_layers * layer + t * head
     ours = (recipe.num_hidden_layers - 1) * layer + last + masked * head
     return float(theirs.sum() / ours.sum())
