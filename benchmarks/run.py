@@ -132,8 +132,8 @@ WORKLOADS = {
     "bert_full_8192": Workload(FULL_BERT | {"vocab_size": 8192}),
     "bert_full_30522": Workload(FULL_BERT | {"vocab_size": 30522}),
     "gpt2": Workload(GPT2 | {"block_size": 256, "global_batch_size": 4}),
-    "classifier": Workload({"extends": "finetune_small_cpu"}, RAGGED, turn=5.0, to_loss=True),
-    "reviews": Workload(REVIEWS, RAGGED, turn=5.0, to_loss=True, needs=("reviews",)),
+    "classifier": Workload({"extends": "finetune_small_cpu"}, RAGGED, to_loss=True),
+    "reviews": Workload(REVIEWS, RAGGED, turn=2.0, to_loss=True, needs=("reviews",)),
     "resnet18": Workload(RESNET),
     "shakespeare": Workload(CHARACTERS, ("ours", "nanoGPT", "floor"), ("no",), needs=("nanogpt", "shakespeare")),
 }

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import warnings
 from datetime import timedelta
 
+import accelerate.optimizer
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
@@ -16,6 +18,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     get_int_from_env,
+    is_lomo_available,
     parse_flag_from_env,
 )
 from torch import nn
@@ -69,6 +72,8 @@ def create_accelerator(
     if problems:
         raise UsageError(problems)
     plugin = _sharding()
+    # By itself `optimizer.step()` looks through all of sys.path for LOMO's package, twice in every micro-step: 0.3 ms.
+    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
     # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     accelerator = Accelerator(

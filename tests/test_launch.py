@@ -1,6 +1,7 @@
 """The launch files say what they do; `create_accelerator` makes what they say, or refuses what would be another."""
 
 import ctypes
+import importlib.util
 import json
 import os
 import re
@@ -238,6 +239,18 @@ def test_plain_start_is_one_process(bare, tmp_path):
     accelerator = launch.create_accelerator(mixed_precision=None, log_with=None, project_dir=tmp_path)
     assert (accelerator.num_processes, accelerator.gradient_accumulation_steps) == (1, 1)
     assert (accelerator.mixed_precision, accelerator.project_dir) == ("no", tmp_path)
+
+
+def test_optimizer_looks_for_no_packages_in_every_step(bare):
+    accelerator = launch.create_accelerator()
+    model = torch.nn.Linear(1, 1)
+    _, optimizer = launch.prepare(accelerator, model, torch.optim.SGD(model.parameters(), 0.1))
+    searched, find_spec = [], importlib.util.find_spec
+    bare.setattr(importlib.util, "find_spec", lambda name, *rest: searched.append(name) or find_spec(name, *rest))
+    optimizer.step()
+    first = len(searched)
+    optimizer.step()
+    assert searched[first:] == []
 
 
 def test_group_of_one_is_no_mistake(bare):
