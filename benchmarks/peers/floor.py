@@ -2,7 +2,8 @@
 
 STAMPS SCRIPT FLAGS. The script prepares all as for itself: model, kernels, optimizer, caps. When it would draw its first step,
 the first steps are drawn in advance and taken again and again, until this process is ended: no clipping, no log, no schedule,
-no Accelerate. The learning rate is tiny, so that nothing diverges; it does not change the time.
+no Accelerate. The learning rate is tiny, so that nothing diverges; it does not change the time. Of texts there are so many steps
+that hardly any is taken twice: a few whose sizes come again and again are up to 3 % faster in bf16 than a run can be.
 """
 
 import runpy
@@ -15,7 +16,7 @@ from recipes import launch, losses
 from recipes.data.steps import Steps
 from recipes.recipe import Recipe, load
 
-NUM_STEPS, LEARNING_RATE = 20, 1e-6
+NUM_STEPS, NUM_STEPS_OF_IMAGES, LEARNING_RATE = 500, 20, 1e-6
 
 
 def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
@@ -35,9 +36,10 @@ def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
         is_image = recipe.unit == "image"
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
-        data, number = [steps[first + place] for place in range(NUM_STEPS)], 0
+        data = [steps[first + place] for place in range(NUM_STEPS_OF_IMAGES if is_image else NUM_STEPS)]
+        number = 0
         while number != num_steps:
-            step = data[number % NUM_STEPS]
+            step = data[number % len(data)]
             for cell in step.cells:
                 with bf16:
                     sums, _ = model(**cell)
