@@ -2,8 +2,8 @@
 
 STAMPS SCRIPT FLAGS. The script prepares all as for itself: model, kernels, optimizer, caps. When it would draw its first step,
 the first steps are drawn in advance and taken again and again, until this process is ended: no clipping, no log, no schedule,
-no Accelerate. The learning rate is tiny, so that nothing diverges; it does not change the time. Of texts there are so many steps
-that hardly any is taken twice: a few whose sizes come again and again are up to 3 % faster in bf16 than a run can be.
+no Accelerate. The learning rate is tiny, so that nothing diverges; it does not change the time. Of texts there are so many
+steps that hardly any is taken twice: a few whose sizes come again and again are up to 3 % faster in bf16 than a run can be.
 """
 
 import runpy
