@@ -94,6 +94,16 @@ def test_k_of_the_last_step_does_not_leak_into_the_next():
     assert synchronised == [False, False, True, False, True, True, False, False, False, True]
 
 
+def test_the_norm_of_a_large_gradient_is_exact():
+    weight = torch.nn.Parameter(torch.zeros(1001, 5000))
+    weight.grad = torch.randn(5000, 1001, generator=torch.Generator().manual_seed(0)).t() * 1e-3
+    expected = weight.grad.double().norm().item()
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=True)
+    norm = accumulate.clip(accelerator, accelerator.prepare(torch.optim.SGD([weight], 0.1)), [weight], None)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("share", [None, 2.0, 1.0, 0.3])
 def test_the_gradient_is_clipped_as_torch_does(dtype, share):
