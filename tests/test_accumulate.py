@@ -147,7 +147,12 @@ def test_a_gradient_that_is_not_finite_has_a_norm_that_is_not(value):
     for weight, number in zip(weights, (1.0, value), strict=True):
         weight.grad = torch.full_like(weight, number)
     optimizer = accelerator.prepare(torch.optim.SGD(weights, 1.0))
+    assert not accumulate.clip(accelerator, optimizer, weights, None).isfinite()
+    assert weights[0].grad.isfinite().all()
     assert not accumulate.clip(accelerator, optimizer, weights, 1.0).isfinite()
+    assert (
+        value == float("inf") or not weights[0].grad.isfinite().any()
+    )  # as torch does; with inf all are multiplied by 0
 
 
 def test_noise_is_a_function_of_seed_step_and_process():
