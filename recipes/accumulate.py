@@ -75,7 +75,7 @@ def clip(
     if {gradient.dtype for gradient in gradients} not in ({torch.float32}, {torch.float64}):
         return accelerator.clip_grad_norm_(parameters, limit)
     norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
-    factor = limit / (norm + 1e-6)
+    factor = limit / (norm.item() + 1e-6)
     if max_norm is not None and not factor >= 1:  # nan as well
         torch._foreach_mul_(gradients, factor)
     return norm

@@ -63,6 +63,21 @@ def test_the_loader_prepares_the_same_steps_in_workers():
     assert [data.samples for data in alone] == [data.samples for data in helped]
 
 
+@pytest.mark.parametrize(("at_once", "ends"), [(1, [3, 4, 5, 6]), (2, [3, 5, 5, 7]), (100, [3, 14, 14, 14])])
+def test_small_steps_are_prepared_several_at_a_time(at_once, ends, monkeypatch):
+    steps = Steps(Ragged(), Order(31, 7, seed=5), solve_layout(num_processes=1, global_batch_size=7), process_index=0)
+    monkeypatch.setattr("recipes.data.steps.AT_ONCE", at_once * steps[3].num_bytes)
+    prepared = []
+    monkeypatch.setattr(
+        Steps, "__getitem__", lambda self, step, get=Steps.__getitem__: prepared.append(step) or get(self, step)
+    )
+    found = []
+    for data in steps.stream(3, 15, 0, torch.device("cpu")):
+        found.append((data.step, prepared[-1]))
+    assert [last for _, last in found[:4]] == ends
+    assert [step for step, _ in found] == prepared == list(range(3, 15))
+
+
 def test_any_step_at_once():
     order = Order(10**9, 64, seed=5)
     steps = Steps(Ragged(), order, solve_layout(num_processes=1, global_batch_size=64), process_index=0)

@@ -15,6 +15,7 @@ from recipes.partition import partition
 from recipes.plan import Layout, solve_layout
 
 Cell = dict[str, torch.Tensor | None]
+AT_ONCE = 2**20  # bytes of steps that one process prepares one right after the other
 
 
 class Sample(Protocol):
@@ -62,6 +63,11 @@ class StepData:
     num_samples: int
     num_tokens: int
     num_cells: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the cells."""
+        return sum(value.nbytes for cell in self.cells for value in cell.values() if value is not None)
 
     def pin_memory(self) -> "StepData":
         """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
@@ -150,28 +156,41 @@ class Steps(Dataset):
         return partition(lengths, self.layout.num_processes, cap, self.max_tokens)
 
     def stream(self, first: int, last: int, num_workers: int | None, device: torch.device) -> Iterator[StepData]:
-        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: none; None: 2 beside a GPU, whose
-        kernels leave the CPU idle), pinned for a CUDA `device`.
+        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: between steps by this one; None: 2
+        beside a GPU, whose kernels leave the CPU idle), pinned for a CUDA `device`.
 
         What was prepared before `set_caps` is cut anew.
         """
+        pinned = device.type == "cuda"
+        if num_workers is None:
+            num_workers = 2 if pinned else 0
         while first < last:
             caps = self.layout, self.max_tokens
-            pinned = device.type == "cuda"
-            if num_workers is None:
-                num_workers = 2 if pinned else 0
-            for data in DataLoader(
-                self,
-                batch_size=None,
-                sampler=range(first, last),
-                num_workers=num_workers,
-                pin_memory=pinned,
-                worker_init_fn=interrupt.ignore,
-            ):
+            ahead = self._bursts(first, last)
+            if num_workers or pinned:
+                ahead = DataLoader(
+                    self,
+                    batch_size=None,
+                    sampler=range(first, last),
+                    num_workers=num_workers,
+                    pin_memory=pinned,
+                    worker_init_fn=interrupt.ignore,
+                )
+            for data in ahead:
                 yield data
                 first += 1
                 if (self.layout, self.max_tokens) != caps:
                     break
+
+    def _bursts(self, first: int, last: int) -> Iterator[StepData]:
+        """Steps `first` to `last` - 1, small ones several at a time: after another step's forward and backward the processor's
+        caches have forgotten how to prepare one, which then takes 0.6 ms instead of 0.1 (32 film reviews)."""
+        steps = [self[first]]
+        at_once = max(1, AT_ONCE // max(1, steps[0].num_bytes))
+        while steps:
+            yield from steps
+            first += len(steps)
+            steps = [self[step] for step in range(first, min(first + at_once, last))]
 
     @property
     def longest_at_once(self) -> int:
