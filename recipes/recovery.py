@@ -78,10 +78,12 @@ class Recovery:
 
     def agree(self, has_failed: bool) -> bool:
         """Whether any process has failed; learns also whether any was asked to stop. Called by all, on the host only."""
-        flags = torch.tensor([has_failed, bool(self.stop)], dtype=torch.int32)
+        flags = has_failed, bool(self.stop)
         if self.hosts is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.hosts)
-        any_failed, self.stopping = map(bool, flags.tolist())
+            of_all = torch.tensor(flags, dtype=torch.int32)
+            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.hosts)
+            flags = map(bool, of_all.tolist())
+        any_failed, self.stopping = flags
         return any_failed
 
     def hold_back(self, grad_norm: torch.Tensor) -> None:
