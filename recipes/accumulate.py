@@ -69,16 +69,22 @@ def clip(
     limit = math.inf if max_norm is None else max_norm
     if isinstance(optimizer.optimizer, Accumulating):
         return optimizer.optimizer.clip_grad_norm_(limit)
-    is_whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)  # in each process
-    is_ready = is_whole and accelerator.device.type == "cpu" and accelerator.scaler is None
-    gradients = [p.grad for p in parameters if p.grad is not None] if is_ready else []
-    if {gradient.dtype for gradient in gradients} not in ({torch.float32}, {torch.float64}):
+    gradients = _on_cpu(accelerator, parameters)
+    if not gradients:
         return accelerator.clip_grad_norm_(parameters, limit)
     norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
     factor = limit / (norm.item() + 1e-6)
     if max_norm is not None and not factor >= 1:  # nan as well
         torch._foreach_mul_(gradients, factor)
     return norm
+
+
+def _on_cpu(accelerator: Accelerator, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients, where each process has them whole, and may read a number of theirs without waiting; else none."""
+    is_whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    is_ready = is_whole and accelerator.device.type == "cpu" and accelerator.scaler is None
+    gradients = [p.grad for p in parameters if p.grad is not None] if is_ready else []
+    return gradients if {gradient.dtype for gradient in gradients} in ({torch.float32}, {torch.float64}) else []
 
 
 def _row_norms(gradient: torch.Tensor) -> torch.Tensor:
