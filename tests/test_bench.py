@@ -121,6 +121,40 @@ def test_the_tables(bench, tmp_path, drawn):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+# The rows of the README's table of speed, and the decimals that they are given with.
+README_ROWS = {
+    "bert_ragged_8192": 1,
+    "bert_full_8192": 1,
+    "bert_ragged_30522": 1,
+    "bert_full_30522": 1,
+    "classifier": 1,
+    "reviews": 1,
+    "gpt2": 2,
+    "resnet18": 2,
+}
+README_COLUMNS = ("Trainer", "Trainer, rebalanced", "Trainer, grouped", "Accelerate loop", "Lightning")
+
+
+def test_the_readme_says_what_was_measured(bench):
+    rows = json.loads((ROOT / "benchmarks" / "results" / "bench.json").read_text(encoding="utf-8"))["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / "benchmarks" / "results" / "bench.md").read_text(encoding="utf-8") == bench.markdown(rows)
+
+    def cell(workload: str, title: str, decimals: int) -> str:
+        by_precision = {row["precision"]: row for row in rows if row["workload"] == workload}
+        both = [by_precision[precision] for precision in ("no", "bf16")]
+        if title not in both[0]["rates"]:
+            return "-"
+        return " / ".join(f"{statistics.median(bench.ratios(row, title)):.{decimals}f}" for row in both)
+
+    table = readme.partition("| | transformers' Trainer |")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = [[part.strip() for part in line.strip("|").split("|")][1:] for line in table]
+    assert shown == [[cell(name, title, of) for title in README_COLUMNS] for name, of in README_ROWS.items()]
+    of_floor = [statistics.median(bench.ratios(row, "floor")) for row in rows]
+    said = f"ours reaches {statistics.median(of_floor):.2f} in the median, {min(of_floor):.2f} at the least"
+    assert said in " ".join(readme.split())
+
+
 def test_a_line_through_micro_steps(module):
     linear = module("linear")
     a, b, off = linear.deviations([1, 2, 4, 8], [0.3, 0.5, 0.9, 1.7])
