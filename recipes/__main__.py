@@ -5,6 +5,7 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,14 +17,15 @@ from recipes import plan as layouts
 from recipes import recipe as recipes
 from recipes.configs import IMAGE, has_formula, read_config, shape_of
 from recipes.errors import UsageError, exit_code, nearest
-from recipes.hardware import load_device, parse
+from recipes.hardware import MOST, load_device, parse
 from recipes.memory import MOMENTS
 from recipes.page import page
 from recipes.placement import place
 from recipes.plots import plot_growth
+from recipes.reading import named
 from recipes.recipe import Recipe
 from recipes.scaling import RULES, Hyperparameters
-from recipes.settings import POSITIVE, build, one_of, parse_flags, setting
+from recipes.settings import BATCH, LENGTH, POSITIVE, at_most, build, one_of, parse_flags, setting
 from recipes.workload import Workload, of_model, of_recipe
 
 USAGE = """usage: python -m recipes list
@@ -47,8 +49,8 @@ class PlanSettings:
     )
     write_config: str | None = setting("launch file to write for it", default=None)
     html: str | None = setting("page to write about it, with charts", default=None)
-    num_processes: int | None = setting("N [1]; not with --on", POSITIVE, default=None)
-    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
+    num_processes: int | None = setting("N [1]; not with --on", at_most(MOST), default=None)
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
     gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
     mixed_precision: str | None = setting(
         "of the launch [bf16, or the best that the hardware has]", one_of("no", "bf16", "fp16"), default=None
@@ -82,8 +84,8 @@ class ModelSettings:
     """A model of Hugging Face without a recipe, and what its training shall be."""
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
-    seq_len: int | None = setting("tokens of a sample", POSITIVE, default=None)
-    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", POSITIVE)
+    seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
     optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(
@@ -108,7 +110,7 @@ class ScaleSettings:
     """Devices of one kind, more and more of them."""
 
     on: str = setting("device")
-    up_to: int = setting("largest number of devices", POSITIVE, default=UP_TO)
+    up_to: int = setting("largest number of devices", at_most(MOST), default=UP_TO)
     critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
     plot: str | None = setting("PNG file to draw it in", default=None)
     json: bool = setting("print one JSON object", default=False)
@@ -184,7 +186,7 @@ def _workload_of_model(
 
 def _config(name: str) -> dict[str, Any]:
     """The configuration of a model here, or on the hub."""
-    if Path(name).exists() or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if os.path.exists(name) or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return read_config(name)
     from huggingface_hub import hf_hub_download  # here: it takes its time
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -193,7 +195,7 @@ def _config(name: str) -> dict[str, Any]:
         return read_config(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UsageError(
-            f"model_name_or_path {name} is no file here, and the hub does not give its config.json: "
+            f"model_name_or_path {named(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
 
@@ -289,12 +291,12 @@ def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any
 
 def _write(flag: str, name: str, content: str | bytes) -> None:
     path = Path(name)
-    if path.exists():
-        raise UsageError(f"--{flag} {name}: it exists already, and is left alone: give another name")
+    if os.path.exists(path):
+        raise UsageError(f"--{flag} {named(name)}: it exists already, and is left alone: give another name")
     try:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
-        raise UsageError(f"--{flag} {name}: {error.strerror}") from None
+        raise UsageError(f"--{flag} {named(name)}: {error.strerror}") from None
 
 
 def main() -> int | None:
@@ -313,6 +315,8 @@ def main() -> int | None:
             plan_model(argv)
         case ["scale", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
             scale_model(argv)
+        case ["list", *_]:
+            raise UsageError("python -m recipes list takes no further words: it lists all recipes")
         case [] | ["-h"] | ["--help"]:
             print(USAGE)
         case [command, *_]:

@@ -86,8 +86,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def _step_of(folder: Path) -> int | None:
-    """checkpoint-STEP -> STEP."""
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    """checkpoint-STEP -> STEP, as it is written here: checkpoint-007 is somebody else's."""
+    match = re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", folder.name)
     return int(match[1]) if match else None
 
 
@@ -98,10 +98,24 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 def _put_back(output_dir: Path) -> None:
     """Give its name back to a checkpoint that was moved aside, if no successor took it."""
-    for old in output_dir.glob(".checkpoint-*.old"):
+    for old in _left(output_dir, "old"):
         folder = old.with_name(old.name[1 : -len(".old")])
         if not folder.exists():
             old.rename(folder)
+
+
+def _left(output_dir: Path, kind: str) -> list[Path]:
+    """What `_hidden` named so, and nothing with a similar name."""
+    return [
+        path
+        for path in output_dir.glob(f".checkpoint-*.{kind}")
+        if _step_of(Path(path.name[1 : -len(kind) - 1])) is not None
+    ]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it was written here: a checkpoint of another program may have such a name, and is never deleted."""
+    return (folder / "manifest.json").exists()
 
 
 def _discard(path: Path) -> None:
@@ -240,6 +254,10 @@ class Saver:
         self._wait()
         if self.thread is not None:
             self.thread.shutdown()
+        if self.accelerator.is_main_process:  # a finished run that was killed at its end, and resumed, saves nothing
+            with contextlib.suppress(OSError):
+                self._tidy()
+                self._keep_to_limit()
         self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
@@ -257,8 +275,19 @@ class Saver:
         """Delete what runs that were killed left half-written or half-deleted."""
         _put_back(self.output_dir)
         for kind in ("partial", "old"):
-            for left in self.output_dir.glob(f".checkpoint-*.{kind}"):
+            for left in _left(self.output_dir, kind):
                 _discard(left)
+
+    def _delete(self, folders: list[Path]) -> None:
+        for folder in folders:
+            with contextlib.suppress(OSError):  # renamed first: a deletion cut short leaves nothing damaged
+                _discard(folder.rename(_hidden(folder, "partial")))
+
+    def _keep_to_limit(self) -> None:
+        """Delete the oldest checkpoints, among them those that a session left which was killed before it did so."""
+        if self.run.checkpoints_total_limit is not None:
+            ours = [path for path in checkpoints(self.output_dir) if path not in self.abandoned and _is_ours(path)]
+            self._delete(ours[: -self.run.checkpoints_total_limit])
 
     @contextlib.contextmanager
     def _forgiving(self, step: int):
@@ -301,19 +330,16 @@ class Saver:
         _flush(partial)
         old = _hidden(folder, "old")
         if folder.exists():  # of an abandoned future of this run
+            if not _is_ours(folder):
+                raise OSError(f"{folder} is there, and no checkpoint of this program: move it away")
             folder.rename(old)
         partial.rename(folder)
         _flush(self.output_dir)
         self.failure = None
         _discard(old)
-        others = [path for path in checkpoints(self.output_dir) if path != folder]
-        past = [path for path in others if path not in self.abandoned]
-        limit = self.run.checkpoints_total_limit
-        num_superfluous = 0 if limit is None else max(0, len(past) + 1 - limit)
-        for path in [path for path in others if path in self.abandoned] + past[:num_superfluous]:
-            with contextlib.suppress(OSError):  # renamed first: a deletion cut short leaves nothing damaged
-                _discard(path.rename(_hidden(path, "partial")))
+        self._delete([path for path in self.abandoned if path != folder and _is_ours(path)])
         self.abandoned = []
+        self._keep_to_limit()
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
         is_sharded = isinstance(self.model, FSDPModule)
@@ -539,7 +565,12 @@ def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tupl
 
 def _of_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, State]:
     if state.recipe_fingerprint != recipe.fingerprint:
-        theirs = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        try:
+            theirs = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            theirs = None
+        if not isinstance(theirs, dict):
+            raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
         pairs = [(name, theirs.get(name), value) for name, value in recipe.decisive().items()]
         differ = "; ".join(f"{name} {old} there, {new} here" for name, old, new in pairs if old != new)
         raise UsageError(f"checkpoint {folder} is of another recipe: {differ}. Its recipe is {folder / 'recipe.yaml'}")

@@ -1,7 +1,7 @@
 """Models of Hugging Face that no recipe describes: their shape from a configuration, without transformers."""
 
 import dataclasses
-import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 from recipes import convnet, transformer
 from recipes.errors import UsageError
 from recipes.memory import Model
+from recipes.reading import named, read_json, shown
+from recipes.settings import ACTIVATIONS
 from recipes.transformer import Transformer
 
 
@@ -19,17 +21,11 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: missing, unreadable, or not a configuration of transformers.
     """
     file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"model_name_or_path {path} cannot be read: {error.strerror}: give a folder with a config.json, or such a file"
-        ) from None
-    except ValueError as error:
-        raise UsageError(f"model_name_or_path {path} is not JSON: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise UsageError(f"model_name_or_path {path} is not a configuration of transformers: it has no model_type")
+    file = file / "config.json" if os.path.isdir(file) else file
+    what = f"model_name_or_path {named(path)}"
+    config = read_json(file, f"{what} (a folder with a config.json, or such a file)")
+    if "model_type" not in config:
+        raise UsageError(f"{what} is not a configuration of transformers: it has no model_type")
     return config
 
 
@@ -44,7 +40,7 @@ def has_formula(config: Mapping[str, Any]) -> bool:
 
 def _class(config: Mapping[str, Any]) -> str:
     named = config.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else "?"
+    return named[0][:60] if isinstance(named, list) and named and isinstance(named[0], str) else "?"
 
 
 def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
@@ -59,11 +55,12 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
         UsageError: a class without a formula, a field that is missing, a length that the model does not have.
     """
     _check(config, name)
+    config = {field: value for field, value in config.items() if value is not None}
     kind = _class(config)
     if kind not in _SHAPES:
         raise UsageError(
-            f"{name} is a {kind} (model_type {config['model_type']}), for which there is no formula: known are "
-            f"{', '.join(_SHAPES)}; --trace finds its memory with torch"
+            f"{name} is a {named(kind)} (model_type {named(config['model_type'])}), for which there is no "
+            f"formula: known are {', '.join(_SHAPES)}; --trace finds its memory with torch"
         )
     is_text = kind != "ResNetForImageClassification"
     if is_text and length is None:
@@ -77,49 +74,66 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
         raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
 
 
-SIZES = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *(
-        "head_dim",
-        "max_position_embeddings",
-        "type_vocab_size",
-        "n_positions",
-        "n_embd",
-        "n_layer",
-        "n_head",
-        "n_inner",
-    ),
-    *("num_channels", "embedding_size"),
-)
-LISTS = ("hidden_sizes", "depths")
+# Field -> the largest that is believed, as in recipes.
+SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**17,
+    "num_key_value_heads": 2**17,
+    "head_dim": 2**17,
+    "max_position_embeddings": 2**24,
+    "type_vocab_size": 2**24,
+    "n_positions": 2**24,
+    "n_embd": 2**17,
+    "n_layer": 10_000,
+    "n_head": 2**17,
+    "n_inner": 2**20,
+    "num_channels": 2**14,
+    "embedding_size": 2**17,
+    "num_labels": 2**24,
+}
+LISTS = {"hidden_sizes": 2**17, "depths": 1000}
+MOST_STAGES = 64
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "attention_dropout")
 
 
 def _check(config: Mapping[str, Any], name: str) -> None:
-    """Raise UsageError for the first field that is no size, or no rate."""
-    for field in SIZES:
+    """Raise UsageError for the first field that is no size, no activation, or no rate."""
+
+    def refuse(field: str, value: Any, rule: str) -> None:
+        raise UsageError(f"{name}: {field} is {shown(value)} in its configuration, must be {rule}")
+
+    for field, most in SIZES.items():
         value = config.get(field)
-        if value is not None and not _is_size(value):
-            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must be a whole number of 1 or more")
-    for field in LISTS:
+        if value is not None and not _is_size(value, most):
+            refuse(field, value, f"a whole number from 1 to {most:,}")
+    for field, most in LISTS.items():
         value = config.get(field, [1])
-        if not isinstance(value, list) or not value or not all(map(_is_size, value)):
-            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must be whole numbers of 1 or more")
+        is_list = isinstance(value, list) and 0 < len(value) <= MOST_STAGES
+        if not is_list or not all(_is_size(of, most) for of in value):
+            refuse(field, value, f"up to {MOST_STAGES} whole numbers from 1 to {most:,}")
+    if len(config.get("hidden_sizes", [1])) != len(config.get("depths", config.get("hidden_sizes", [1]))):
+        refuse("depths", config["depths"], f"as many numbers as hidden_sizes {shown(config['hidden_sizes'])}")
+    for field in ("hidden_act", "activation_function"):
+        value = config.get(field)
+        if value is not None and (not isinstance(value, str) or value not in ACTIVATIONS):
+            refuse(field, value, f"one of {', '.join(ACTIVATIONS)}")
     for field in RATES:
         value = config.get(field, 0)
-        if not isinstance(value, int | float) or not 0 <= value < 1:
-            raise UsageError(f"{name}: {field} is {value!r} in its configuration, must lie in [0, 1)")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            refuse(field, value, "a number in [0, 1)")
+    if not isinstance(config["model_type"], str):
+        refuse("model_type", config["model_type"], "text")
+    if not isinstance(config.get("id2label") or {}, dict):
+        refuse("id2label", config["id2label"], "a mapping of numbers to names")
+    if config.get("layer_type", "basic") not in ("basic", "bottleneck"):
+        refuse("layer_type", config["layer_type"], "basic or bottleneck")
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_size(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

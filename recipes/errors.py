@@ -1,6 +1,8 @@
 """Errors for people: a clear message, an exit code, no traceback."""
 
+import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -38,6 +40,33 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"valid names: {', '.join(valid)}"
 
 
+def reason(error: BaseException) -> str:
+    r"""What an error of a library says, in one line of 300 characters at most, in no colour; its kind where it says nothing.
+
+    >>> reason(OSError("no such\n  file")), reason(KeyError())
+    ('no such file', 'KeyError')
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return " ".join(plain.split())[:300].rstrip(".") or type(error).__name__
+
+
+def is_utf8(name: str) -> bool:
+    r"""Whether a name, of a file perhaps, can be written into a text.
+
+    >>> is_utf8("é"), is_utf8(b"\xff".decode("utf-8", "surrogateescape"))
+    (True, False)
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a program: what it returns (None: 0); 2 after a `UsageError`, 1 after a `RunError`, which go to stderr line by line.
 
@@ -45,7 +74,17 @@ def exit_code(main: Callable[[], int | None]) -> int:
     mistake is theirs alone (a file that one machine lacks).
     """
     try:
-        return main() or 0
+        try:
+            code = main() or 0
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
+            raise
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has had enough: `recipes list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UsageError, RunError) as error:
         problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
@@ -55,7 +94,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         if isinstance(error, RunError):
             print(file=sys.stderr)  # a progress bar may stand there
         for problem in problems:
-            print(f"ERROR: {f'process {rank}: ' if rank else ''}{problem}", file=sys.stderr, flush=True)
+            print(f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}", file=sys.stderr, flush=True)
         if "RANK" in os.environ:
             os._exit(code)  # without the destructors of a process group that others still use, which can wait for ever
         return code

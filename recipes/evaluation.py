@@ -78,12 +78,14 @@ def outputs(
     return accelerator.reduce(totals.to(accelerator.device), reduction="sum").cpu(), rows[np.argsort(places)]
 
 
-def judge(accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, source) -> dict[str, float]:
+def judge(
+    accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, source, trust_code: bool
+) -> dict[str, float]:
     """Metrics of `outputs`, computed once, by process 0, and known to all.
 
     Args:
         accelerator: its processes.
-        names: of `metrics.load`.
+        names, trust_code: of `metrics.load`.
         logits: [samples, classes]; [samples, 1] when labels are numbers.
         source: labelled texts: their `labels` [samples] and `classes`.
 
@@ -94,7 +96,7 @@ def judge(accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, 
     if accelerator.is_main_process:
         predictions = logits[:, 0] if source.classes is None else logits.argmax(-1)
         try:
-            found = [metrics.compute(names, predictions, source.labels)]
+            found = [metrics.compute(names, predictions, source.labels, trust_code)]
         except UsageError as error:
             found = [error.problems]  # for the others, which wait
     (judged,) = broadcast_object_list(found)
@@ -103,7 +105,7 @@ def judge(accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, 
     return judged
 
 
-def check_metrics(names: tuple[str, ...], best: str) -> None:
+def check_metrics(names: tuple[str, ...], best: str, trust_code: bool) -> None:
     """Before anything of an earlier run is deleted: can these metrics be had, and is the one that is to be `best` among them?
 
     Raises:
@@ -112,7 +114,7 @@ def check_metrics(names: tuple[str, ...], best: str) -> None:
     if best not in ("loss", *names):
         raise UsageError(f"metric_for_best_model is {best!r}: {nearest(best, ['loss', *names])}")
     if others := [name for name in names if name not in metrics.LOCAL]:
-        metrics.load(others)
+        metrics.load(others, trust_code)
 
 
 def confusion(source, logits: np.ndarray) -> np.ndarray:

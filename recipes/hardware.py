@@ -3,14 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from recipes.errors import UsageError, nearest
-from recipes.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, build, setting
+from recipes.reading import named, read_yaml, shown
+from recipes.settings import LARGEST, NOT_NEGATIVE, at_most, build, setting
 
 DEVICES = Path(__file__).parent / "devices"
+MEASURED = at_most(LARGEST, 1e-6)
+PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
 MOST = 2**17
 """Devices that are planned for; more than any machine has."""
 
@@ -21,21 +21,21 @@ class Device:
 
     name: str = setting("the file's name")
     description: str = setting("vendor, model, memory, form")
-    memory_mib: float = setting("memory that the driver reports, MiB", POSITIVE)
-    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", POSITIVE)
-    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", POSITIVE)
-    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", POSITIVE)
-    reachable: float = setting("part of the 16-bit peak that large matrix products reach", BELOW_ONE)
-    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", POSITIVE)
+    memory_mib: float = setting("memory that the driver reports, MiB", MEASURED)
+    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", MEASURED)
+    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    reachable: float = setting("part of the 16-bit peak that large matrix products reach", PART)
+    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", MEASURED)
     link: str = setting("what connects the devices of one node")
-    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", POSITIVE)
+    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", MEASURED)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", POSITIVE, default=25.0)
+    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", MEASURED, default=25.0)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
-    watts: float = setting("power limit, W", POSITIVE)
-    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", POSITIVE, default=None)
+    watts: float = setting("power limit, W", MEASURED)
+    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", at_most(2**20), default=None)
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:
@@ -85,16 +85,18 @@ def parse(text: str) -> Hardware:
         UsageError: spelt otherwise, an unknown device, numbers below 1, a file that breaks a rule.
     """
     counts, name = [], text
-    while match := re.match(r"(\d+)x(?=.)", name):
+    while match := re.match(r"([0-9]{1,9})x(?=.)", name):
         counts.append(int(match[1]))
         name = name[match.end() :]
     if len(counts) > 2 or not name:
-        raise UsageError(f"hardware {text!r} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml")
+        raise UsageError(
+            f"hardware {shown(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
+        )
     if 0 in counts:
-        raise UsageError(f"hardware {text!r} counts 0 devices or nodes: give 1 or more")
+        raise UsageError(f"hardware {shown(text)} counts 0 devices or nodes: give 1 or more")
     nodes, devices = [1, 1, *counts][-2:]
     if nodes * devices > MOST:
-        raise UsageError(f"hardware {text!r} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
+        raise UsageError(f"hardware {shown(text)} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
     return Hardware(load_device(name), devices, nodes)
 
 
@@ -107,20 +109,8 @@ def load_device(name_or_file: str) -> Device:
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in device_names():
         raise UsageError(
-            f"unknown device {name_or_file!r}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+            f"unknown device {shown(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
         )
     path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
-    values = _mapping(path)
-    return build(Device, {"name": path.stem} | values, f"device {name_or_file}")
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"device {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"device {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"device {path} must be a mapping of `field: value` lines")
-    return values
+    values = read_yaml(path, f"device {named(path)}")
+    return build(Device, {"name": path.stem} | values, f"device {named(name_or_file)}")

@@ -1,5 +1,6 @@
 """What the scripts share about transformers' models: their first weights, and what they say when trained."""
 
+import pickle
 from functools import partial
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from recipes import products
-from recipes.errors import UsageError
+from recipes.errors import UsageError, reason
 
 
 def initial_model(
@@ -21,7 +22,7 @@ def initial_model(
     Args:
         model_class: of transformers.
         config: decides the shapes.
-        name_or_path: on the hub, or a folder.
+        name_or_path: on the hub, or a folder; no code in it is run.
         head: begins the names of weights that stay random if they have other shapes there or are not there, and that may be
             there in vain; all others must be there, and be all.
 
@@ -37,10 +38,18 @@ def initial_model(
             dtype=torch.float32,
             output_loading_info=True,
             ignore_mismatched_sizes=head is not None,
+            weights_only=True,  # of pytorch_model.bin, a pickle: it could run code
+            trust_remote_code=False,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except pickle.UnpicklingError:
         raise UsageError(
-            f"model_name_or_path {name_or_path} cannot be loaded: {str(error).strip().splitlines()[0]}"
+            f"model_name_or_path {name_or_path} cannot be loaded: its pytorch_model.bin holds more than tensors, which could "
+            "be code. Give a model with model.safetensors"
+        ) from None
+    except Exception as error:  # of any kind: the files were written by others
+        raise UsageError(
+            f"model_name_or_path {name_or_path} cannot be loaded: {reason(error)}. It must hold a whole model.safetensors, or "
+            "pytorch_model.bin"
         ) from None
     if head is not None:
         differ = {"lacks": found["missing_keys"], "has": found["unexpected_keys"]}

@@ -11,9 +11,33 @@ import yaml
 
 from recipes import scaling, schedule
 from recipes.errors import UsageError, nearest
-from recipes.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, build, one_of, setting
+from recipes.reading import named, read_yaml, shown
+from recipes.settings import (
+    ACTIVATIONS,
+    BATCH,
+    BELOW_ONE,
+    LAYERS,
+    LENGTH,
+    NOT_NEGATIVE,
+    PIXELS,
+    POSITIVE,
+    PROBABILITY,
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    at_most,
+    build,
+    one_of,
+    setting,
+)
 
 CATALOG = Path(__file__).parent / "catalog"
+
+STAGES = (
+    "must be up to 64 numbers up to 131,072",
+    lambda values: len(values) <= 64 and max(values, default=1) <= 2**17,
+)
+BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
 
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
 ALTERNATIVES = (
@@ -39,10 +63,10 @@ class Recipe:
     description: str = setting("what it trains, in a sentence", decides=False, flag=False)
     source: str = setting("where its numbers come from", decides=False, flag=False)
     expect: str = setting("the result to expect, and whether it was measured", decides=False, flag=False)
-    seed: int = setting("seed of everything random: weights, order, masks, dropout", NOT_NEGATIVE)
+    seed: int = setting("seed of everything random: weights, order, masks, dropout", SEED)
 
     # The global batch and its order
-    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", POSITIVE)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
     epoch_end: str = setting(
         "the end of an epoch: carry (a global batch may span two epochs), keep (a smaller last step), drop (leave the rest)",
         one_of("carry", "keep", "drop"),
@@ -52,7 +76,7 @@ class Recipe:
 
     # AdamW
     learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
-    learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", POSITIVE)
+    learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", BATCH)
     lr_scaling_rule: str = setting("how they change for another global batch", one_of(*scaling.RULES))
     adam_beta1: float = setting("decay of the first moment per step", BELOW_ONE)
     adam_beta2: float = setting("decay of the second moment per step", BELOW_ONE)
@@ -130,26 +154,41 @@ class Recipe:
         return scaling.scale(self.lr_scaling_rule, tuned, self.learning_rate_batch_size, self.global_batch_size)
 
     def schedule(self, num_steps: int, steps_per_epoch: float) -> schedule.Schedule:
-        """The learning rate as a function of the step, for a training of `num_steps` steps."""
+        """The learning rate as a function of the step, for a training of `num_steps` steps.
+
+        Raises:
+            UsageError: the warm-up, and what falls at the end, are longer than the training.
+        """
         scaled, num_steps = self.scaled(), self.lr_num_steps or num_steps
-        given = {"warmup_epochs": self.warmup_epochs, "warmup_ratio": self.warmup_ratio}
+        given = {name: getattr(self, name) for name in ("num_warmup_steps", "warmup_epochs", "warmup_ratio")}
         if scaled.warmup_epochs is not None:
-            given = {"warmup_epochs": scaled.warmup_epochs, "warmup_ratio": None}
-        return schedule.Schedule(
+            given = dict.fromkeys(given) | {"warmup_epochs": scaled.warmup_epochs}
+        num_warmup_steps = schedule.warmup_steps(**given, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+        without = schedule.Schedule(
             lr_scheduler_type=self.lr_scheduler_type,
             peak=scaled.learning_rate,
             num_steps=num_steps,
-            num_warmup_steps=schedule.warmup_steps(
-                num_warmup_steps=self.num_warmup_steps if scaled.warmup_epochs is None else None,
-                **given,
-                num_steps=num_steps,
-                steps_per_epoch=steps_per_epoch,
-            ),
+            num_warmup_steps=0,
             min_ratio=self.min_lr_ratio,
             power=self.lr_power,
             decay_ratio=self.lr_decay_ratio,
             first_step=self.lr_first_step,
         )
+        is_decayed = self.lr_scheduler_type == "warmup_stable_decay"
+        most = num_steps - (without.num_decay_steps if is_decayed else 0)
+        if num_warmup_steps > most:
+            names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}
+            tenth = schedule.warmup_steps(**names, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+            steps, ratio = (tenth, 0.1) if tenth <= most else (0, 0)
+            remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
+            if scaled.warmup_epochs is not None:
+                rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
+                remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"
+            raise UsageError(
+                f"the warm-up takes {num_warmup_steps} steps, more than the {most} of {num_steps} that it may"
+                f"{' before the decay' if is_decayed else ''}: {remedy}"
+            )
+        return dataclasses.replace(without, num_warmup_steps=num_warmup_steps)
 
     def to_yaml(self) -> str:
         """The recipe as resolved, every field written out: `load` reads it back to an equal recipe."""
@@ -177,7 +216,7 @@ class TextPretraining(Recipe):
         one_of("random", "tail"),
     )
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
-    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,20 +225,18 @@ class BertRecipe(Recipe):
 
     # Data
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
-    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", POSITIVE)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
     do_lower_case: bool = setting("lower-case and strip accents")
-    max_seq_length: int = setting(
-        "tokens per sample, [CLS] and both [SEP] included", ("must be 8 or more", lambda v: v >= 8)
-    )
+    max_seq_length: int = setting("tokens per sample, [CLS] and both [SEP] included", at_most(2**24, 8))
 
     # Model
     model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
-    hidden_size: int = setting("width", POSITIVE)
-    num_hidden_layers: int = setting("layers", POSITIVE)
-    num_attention_heads: int = setting("heads; divides hidden_size", POSITIVE)
-    intermediate_size: int = setting("width of the feed-forward layer", POSITIVE)
-    hidden_act: str = setting("activation of the feed-forward layer")
-    max_position_embeddings: int = setting("positions; at least max_seq_length", POSITIVE)
+    hidden_size: int = setting("width", WIDTH)
+    num_hidden_layers: int = setting("layers", LAYERS)
+    num_attention_heads: int = setting("heads; divides hidden_size", WIDTH)
+    intermediate_size: int = setting("width of the feed-forward layer", WIDTH)
+    hidden_act: str = setting("activation of the feed-forward layer", one_of(*ACTIVATIONS))
+    max_position_embeddings: int = setting("positions; at least max_seq_length", LENGTH)
     hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", BELOW_ONE)
     attention_probs_dropout_prob: float = setting(
         "attention dropout; above 0 its noise depends on the layout", BELOW_ONE
@@ -268,7 +305,7 @@ class TextClassification(BertRecipe):
     )
     label_column: str | None = setting("column of the label; null: found by its name", decides=False)
     validation_fraction: float = setting("fraction of the texts held out, unless others are named", BELOW_ONE)
-    num_labels: int | None = setting("classes; null: those of the training texts; 1: the label is a number", POSITIVE)
+    num_labels: int | None = setting("classes; null: those of the training texts; 1: the label is a number", VOCABULARY)
 
     # What is trained, and how it is judged
     layerwise_lr_decay: float = setting(
@@ -303,16 +340,16 @@ class Gpt2Pretraining(TextPretraining):
         "tokenizer to train when tokenizer_name is null: byte_level_bpe or characters",
         one_of("byte_level_bpe", "characters"),
     )
-    block_size: int = setting("tokens per sample, all of them predicted but the first of a document", POSITIVE)
+    block_size: int = setting("tokens per sample, all of them predicted but the first of a document", LENGTH)
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
     document_mask: bool = setting("attention and positions stay inside a document of a block")
 
     # Model
     model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
-    n_positions: int = setting("positions; at least block_size", POSITIVE)
-    n_embd: int = setting("width", POSITIVE)
-    n_layer: int = setting("layers", POSITIVE)
-    n_head: int = setting("heads; divides n_embd", POSITIVE)
+    n_positions: int = setting("positions; at least block_size", LENGTH)
+    n_embd: int = setting("width", WIDTH)
+    n_layer: int = setting("layers", LAYERS)
+    n_head: int = setting("heads; divides n_embd", WIDTH)
     activation_function: str = setting(
         "activation of the feed-forward layer; gelu_pytorch_tanh is GPT-2's gelu_new in one kernel",
         one_of("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
@@ -364,9 +401,9 @@ class ImageRecipe(Recipe):
 
     # Data
     num_train_samples: int = setting("images of the training data", POSITIVE)
-    image_height: int = setting("pixels", POSITIVE)
-    image_width: int = setting("pixels", POSITIVE)
-    num_channels: int = setting("colours of a pixel", POSITIVE)
+    image_height: int = setting("pixels", PIXELS)
+    image_width: int = setting("pixels", PIXELS)
+    num_channels: int = setting("colours of a pixel", PIXELS)
 
     # Model
     normalization: str = setting(
@@ -421,13 +458,13 @@ class ImageClassification(ImageRecipe):
     model_name_or_path: str | None = setting(
         "weights to start from, but for a head of another num_labels; null: random", decides=False
     )
-    num_labels: int = setting("classes", POSITIVE)
+    num_labels: int = setting("classes", VOCABULARY)
     layer_type: str = setting(
         "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
     )
-    embedding_size: int = setting("channels of the first convolution", POSITIVE)
-    hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with")
-    depths: tuple[int, ...] = setting("blocks of each stage")
+    embedding_size: int = setting("channels of the first convolution", WIDTH)
+    hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
+    depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -470,9 +507,9 @@ class CaptchaRecognition(ImageRecipe):
 
     num_validation_samples: int = setting("held-out images, drawn beside the training data", POSITIVE, decides=False)
     alphabet: str = setting("the characters that may occur")
-    num_characters: int = setting("characters of an image", POSITIVE)
-    conv_channels: tuple[int, ...] = setting("channels of each convolution")
-    hidden_size: int = setting("width of the layer between the convolutions and the heads", POSITIVE)
+    num_characters: int = setting("characters of an image", at_most(1000))
+    conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
+    hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -556,11 +593,13 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
     """
     values = _read(name_or_file, seen=())
     kind = values.get("task")
-    if kind not in TASKS:
-        raise UsageError(f"recipe {name_or_file}: task is {kind!r}, must be one of {', '.join(TASKS)}")
+    if not isinstance(kind, str) or kind not in TASKS:
+        raise UsageError(f"recipe {named(name_or_file)}: task is {shown(kind)}, must be one of {', '.join(TASKS)}")
     if task is not None and kind != task:
-        raise UsageError(f"recipe {name_or_file} is for the task {kind}, this script trains {task}: {_choices(task)}")
-    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {name_or_file}")
+        raise UsageError(
+            f"recipe {named(name_or_file)} is for the task {kind}, this script trains {task}: {_choices(task)}"
+        )
+    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {named(name_or_file)}")
 
 
 def _choices(task: str) -> str:
@@ -571,23 +610,19 @@ def _read(name_or_file: str, seen: Iterable[str]) -> dict[str, Any]:
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in catalog_names():
         raise UsageError(
-            f"unknown recipe {name_or_file!r}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
+            f"unknown recipe {shown(name_or_file)}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
         )
     path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
     if name_or_file in seen:
-        raise UsageError(f"recipe {name_or_file} extends itself through {' -> '.join(seen)}: remove one `extends`")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"recipe {path} must be a mapping of `field: value` lines")
-    values = {"name": path.stem} | values
+        raise UsageError(
+            f"recipe {named(name_or_file)} extends itself through {' -> '.join(seen)}: remove one `extends`"
+        )
+    values = {"name": path.stem} | read_yaml(path, f"recipe {named(path)}")
     base = values.pop("extends", None)
     if base is None:
         return values
+    if not isinstance(base, str):
+        raise UsageError(f"recipe {named(path)}: extends is {shown(base)}, must be a recipe's name or file")
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
     return overlay(_read(str(base), (*seen, name_or_file)), values)

@@ -115,7 +115,7 @@ class RunLog:
         if accelerator.is_main_process:
             if run.overwrite_output_dir:
                 for path in _earlier_run(self.output_dir):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
             _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
@@ -459,9 +459,10 @@ def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
     files = ", ".join(
         sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
     )
-    newest = checkpoint.checkpoints(output_dir)[-1].name
+    newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     print(
-        f"\nWrote {output_dir}/: {files}, {newest}\nLoad it:\n" + "".join(f"  {line}\n" for line in usage.split("\n"))
+        f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n"
+        + "".join(f"  {line}\n" for line in usage.split("\n"))
     )
     if log.run.push_to_hub:
         print(f"Uploaded to {_push_to_hub(output_dir, log.run.hub_model_id)}")

@@ -9,7 +9,9 @@ from typing import Any
 
 from recipes import recipe as recipes
 from recipes.errors import UsageError
-from recipes.settings import NOT_NEGATIVE, POSITIVE, build, one_of, parse_flags, setting
+from recipes.settings import BATCH, LENGTH, POSITIVE, SECONDS, WORKERS, at_most, build, one_of, parse_flags, setting
+
+MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10**6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +23,11 @@ class RunSettings:
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
 
     # How the step is cut
-    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", POSITIVE, default=None)
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
     gradient_accumulation_steps: int | None = setting(
         "micro-steps per step (k); follows from b", POSITIVE, default=None
     )
-    per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", POSITIVE, default=32)
+    per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", BATCH, default=32)
 
     # Speed, precision (mixed precision is the launch file's)
     speed: str = setting(
@@ -36,10 +38,10 @@ class RunSettings:
     )
     dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
     preprocessing_num_workers: int | None = setting(
-        "processes or threads that prepare the data", POSITIVE, default=None
+        "processes or threads that prepare the data", at_most(WORKERS), default=None
     )
     dataloader_num_workers: int | None = setting(
-        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", NOT_NEGATIVE, default=None
+        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", at_most(WORKERS, 0), default=None
     )
 
     # Progress, checkpoints
@@ -57,13 +59,19 @@ class RunSettings:
         default=None,
     )
     stop_after_step: int | None = setting("end this session early; the schedule stays", POSITIVE, default=None)
-    max_train_minutes: float | None = setting("end this session early, with a checkpoint", POSITIVE, default=None)
+    max_train_minutes: float | None = setting(
+        "end this session early, with a checkpoint",
+        MINUTES,
+        default=None,
+    )
     on_nonfinite: str = setting(
         "when a gradient is not finite: end the run as it was before the step, or leave the step out and count it",
         one_of("stop", "skip"),
         default="stop",
     )
-    ddp_timeout: float = setting("seconds to wait for another process before the run ends", POSITIVE, default=1800.0)
+    ddp_timeout: float = setting(
+        "seconds to wait for another process before the run ends", at_most(SECONDS), default=1800.0
+    )
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
@@ -125,6 +133,9 @@ class FineTuningSettings(LanguageModelSettings):
     """Settings of one run that fine-tunes a classifier."""
 
     predict_file: tuple[str, ...] | None = setting("texts to label at the end; columns as in train_file", default=None)
+    trust_metric_code: bool = setting(
+        "run the code of metrics that are not local: of the hub, or a file", default=False
+    )
     metric_for_best_model: str | None = setting(
         "which evaluation is the best one: loss or one of the recipe's metrics; none: the first metric", default=None
     )
@@ -157,7 +168,7 @@ class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 
     sample_prompt: str | None = setting("text that the trained model continues at the end", default=None)
-    sample_length: int = setting("tokens of that continuation", POSITIVE, default=200)
+    sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
 SETTINGS: dict[str, type[RunSettings]] = {

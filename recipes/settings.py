@@ -2,14 +2,22 @@
 
 import argparse
 import dataclasses
+import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.errors import UsageError, nearest
+from recipes.errors import UsageError, is_utf8, nearest
+from recipes.reading import named, shown
 
 Check = tuple[str, Callable[[Any], bool]]
+
+LARGEST = 10**12
+"""No number that can be set is larger. Fields whose size costs memory or time have bounds of their own."""
+MOST_TEXT, MOST_ITEMS = 4096, 100_000
+"""Characters of a text, items of a list (files that a shell found)."""
 
 POSITIVE: Check = ("must be greater than 0", lambda value: value > 0)
 NOT_NEGATIVE: Check = ("must be 0 or greater", lambda value: value >= 0)
@@ -19,6 +27,22 @@ BELOW_ONE: Check = ("must lie in [0, 1)", lambda value: 0 <= value < 1)
 
 def one_of(*choices: str) -> Check:
     return f"must be one of {', '.join(choices)}", lambda value: value in choices
+
+
+def at_most(most: int, least: int = 1) -> Check:
+    """From `least` to `most`."""
+    return f"must be from {least:,} to {most:,}", lambda value: least <= value <= most
+
+
+SEED = at_most(2**32 - 1, 0)  # what numpy and scikit-learn take
+BATCH = at_most(2**24)  # samples whose numbers are drawn at once
+LENGTH = at_most(2**24)  # tokens of a sample
+VOCABULARY = at_most(2**24)
+WIDTH = at_most(2**17)  # of a layer
+LAYERS = at_most(10_000)
+PIXELS = at_most(2**14)  # of a side
+WORKERS = 1024  # processes or threads
+SECONDS = 10**8  # three years, which clocks and timers can count
 
 
 def setting(help: str, check: Check | None = None, *, decides: bool = True, flag: bool = True, **default: Any) -> Any:
@@ -67,7 +91,10 @@ def coerce(value: Any, hint: Any) -> Any:
             return tuple(coerce(item, typing.get_args(hint)[0]) for item in value)
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                return math.inf if value > 0 else -math.inf
         if isinstance(value, str):
             try:
                 return float(value)
@@ -110,7 +137,8 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
             values that break a rule.
     """
     hints, fields = typing.get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
-    problems = [f"{origin}: unknown key {key!r}: {nearest(key, fields)}" for key in values if key not in fields]
+    unknown = [key for key in values if key not in fields]
+    problems = [f"{origin}: unknown key {shown(key)}: {nearest(str(key)[:60], fields)}" for key in unknown]
     checked = {}
     for name, field in fields.items():
         if name not in values:
@@ -120,11 +148,12 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
         try:
             value = checked[name] = coerce(values[name], hints[name])
         except TypeError:
-            problems.append(f"{origin}: {name} is {values[name]!r}, must be {_type_name(hints[name])}")
+            problems.append(f"{origin}: {name} is {shown(values[name])}, must be {_type_name(hints[name])}")
             continue
         check = field.metadata["check"]
-        if check is not None and value is not None and not _holds(check, value):
-            problems.append(f"{origin}: {name} is {value!r}, {check[0]} ({field.metadata['help']})")
+        breaks = check is not None and value is not None and not _holds(check, value)
+        if rule := check[0] if breaks else _limit(value):
+            problems.append(f"{origin}: {name} is {shown(value)}, {rule} ({field.metadata['help']})")
     if not problems:
         instance = cls(**checked)
         problems = [f"{origin}: {problem}" for problem in getattr(instance, "problems", list)()]
@@ -135,14 +164,46 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
 
 def _holds(check: Check, value: Any) -> bool:
     try:
-        return check[1](value) and value == value and value not in (float("inf"), float("-inf"))
+        return check[1](value)
     except TypeError:
         return False
+
+
+def _limit(value: Any) -> str:
+    """The rule for all values of its kind that it breaks; empty if it breaks none."""
+    if isinstance(value, tuple):
+        if len(value) > MOST_ITEMS:
+            return f"must have {MOST_ITEMS:,} items or fewer"
+        return next(filter(None, map(_limit, value)), "")
+    if isinstance(value, int | float) and not abs(value) <= LARGEST:  # nor is it not a number
+        return f"must not be larger than {LARGEST:,}"
+    if isinstance(value, str):
+        if len(value) > MOST_TEXT:
+            return f"must have {MOST_TEXT:,} characters or fewer"
+        if "\0" in value or not is_utf8(value):
+            return "must be text in UTF-8"
+    return ""
+
+
+ACTIVATIONS = tuple(
+    """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace leaky_relu
+    linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu""".split()
+)
+"""What transformers knows by these names."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(f"{message}; see --help")
+
+
+def _unknown(word: str, names: Sequence[str]) -> str:
+    """What is wrong with a word that begins with a dash, and is no flag."""
+    if re.match(r"-(\d|\.\d|inf|nan)", word):
+        return f"unexpected argument {shown(word)}: a value below 0 is written --FIELD={named(word)}"
+    name = word.split("=")[0].lstrip("-")[:60]
+    hint = nearest(f"--{name}", [f"--{valid}" for valid in names])
+    return f"unknown flag --{named(name)}: {hint if hint.startswith('did') else 'see --help'}"
 
 
 def parse_flags(classes: Sequence[type], argv: Sequence[str], description: str) -> dict[str, Any]:
@@ -167,11 +228,9 @@ def parse_flags(classes: Sequence[type], argv: Sequence[str], description: str) 
             group.add_argument(f"--{field.name}", help=text, metavar=_type_name(hint), **shape)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        names = [word.split("=")[0].lstrip("-") for word in unknown if word.startswith("-")]
-        valid = [f"--{name}" for name in hints]
         raise UsageError(
-            [f"unknown flag --{name}: {nearest(f'--{name}', valid)}" for name in names]
-            or [f"unexpected argument {word!r}: flags are --FIELD VALUE; see --help" for word in unknown]
+            [_unknown(word, hints) for word in unknown if word.startswith("-")]
+            or [f"unexpected argument {shown(word)}: flags are --FIELD VALUE; see --help" for word in unknown]
         )
     return {name: _from_words(value, hints[name]) for name, value in vars(given).items()}
 

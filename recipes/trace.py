@@ -485,6 +485,12 @@ def trace_config(
     if main_input == "input_ids" and positions is not None and length > positions:
         raise UsageError(f"length {length} exceeds max_position_embeddings {positions} of {name_or_path}: lower it")
 
+    def build() -> PreTrainedModel:
+        try:
+            return _build(model_class, config)
+        except Exception as error:  # of any kind: the config is somebody's
+            raise UsageError(f"{name} of {name_or_path} cannot be made of its config: {_line(error)}") from None
+
     def loss(model: nn.Module, num_samples: int) -> Tensor:
         per_token = (num_samples, length)
         if main_input == "input_ids":
@@ -503,7 +509,7 @@ def trace_config(
 
     with as_cuda(), _packed(False):
         return trace_step(
-            lambda: _build(model_class, config),
+            build,
             loss,
             num_samples,
             mixed_precision=mixed_precision,
@@ -528,7 +534,7 @@ def _config(name_or_path: str) -> PreTrainedConfig:
 
 
 def _model_class(name_or_path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    named = [getattr(transformers, name, None) for name in config.architectures or []]
+    named = [getattr(transformers, str(name), None) for name in config.architectures or []]
     mappings = [getattr(transformers, mapping) for mapping in MAPPINGS]
     classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and find_labels(cls)]
     classes += [mapping[type(config)] for mapping in mappings if type(config) in mapping]

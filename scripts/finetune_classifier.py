@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
     recipe, settings = run.parse(argv, "text_classification", __doc__)
     output_dir, judged_by = Path(settings.output_dir), settings.metric_for_best_model or recipe.metrics[0]
-    check_metrics(recipe.metrics, judged_by)
+    check_metrics(recipe.metrics, judged_by, settings.trust_metric_code)
     accelerator = launch.create_accelerator(**settings.for_accelerator)
     layout = plan.solve_layout(
         num_processes=accelerator.num_processes,
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
     optimizer = optim.of_recipe(model, recipe)
     model, optimizer = launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
-    weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
+    weights = torch.tensor(list(recipe.loss_weights.values()), dtype=parameters[0].dtype, device=accelerator.device)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Where we were, and where to stop
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
             return False
         if step not in log.evaluated:
             sums, logits = outputs(accelerator, model, held_out, recipe.seed, settings.per_device_eval_batch_size)
-            log.evaluation(step, sums, judge(accelerator, recipe.metrics, logits, held_out))
+            log.evaluation(step, sums, judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code))
             if settings.eval_steps and best_of(log.evaluations, judged_by)[0] == step:
                 report.save_best(accelerator, output_dir, bert, train.tokenizer)
         num_worse = best_of(log.evaluations, judged_by)[1]

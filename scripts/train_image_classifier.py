@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     optimizer = optim.of_recipe(model, recipe)
     bare, (model, optimizer) = model, launch.prepare(accelerator, model, optimizer)
     parameters = list(model.parameters())
-    weights = torch.tensor(list(recipe.loss_weights.values()), device=accelerator.device)
+    weights = torch.tensor(list(recipe.loss_weights.values()), dtype=parameters[0].dtype, device=accelerator.device)
     steps = Steps(
         train,
         order,

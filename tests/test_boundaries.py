@@ -16,6 +16,7 @@ FLOORS = [
         "settings",
         "scaling",
         "schedule",
+        "reading",
         "recipe",
         "order",
         "partition",

@@ -497,6 +497,55 @@ def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
+@pytest.mark.parametrize("goes_on", ["saves again", "ends"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("place", ["before", "renamed"])
+def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, monkeypatch, goes_on, asynchronous, place):
+    """Killed when the new one has its name and the old one is there, or has been moved aside: the next save deletes it, or,
+    if that was the last one, the end of the run that is resumed there."""
+    Small(tmp_path, limit=1).save(1)
+    small = Small(tmp_path, start=1, limit=1, asynchronous=asynchronous)
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Saver, "_delete", killed) if place == "before" else patch.setattr(
+            checkpoint, "_discard", lambda path: killed() if path.name == ".checkpoint-1.partial" else None
+        )
+        with contextlib.suppress(Killed):
+            small.save(2)
+            small.saver.close()
+    left = ["checkpoint-1" if place == "before" else ".checkpoint-1.partial", "checkpoint-2"]
+    assert sorted(os.listdir(tmp_path)) == sorted(left)
+    small = Small(tmp_path, start=2, limit=1, asynchronous=asynchronous)
+    if goes_on == "saves again":
+        small.save(3)
+    small.saver.close()
+    assert os.listdir(tmp_path) == ["checkpoint-3" if goes_on == "saves again" else "checkpoint-2"]
+
+
+def test_folders_with_similar_names_are_never_deleted(tmp_path, capfd):
+    """The user's own, and checkpoints of other programs; such a one in the place of a new one is said."""
+    theirs = ["checkpoint-002", "checkpoint-1-best", "checkpoint-٣", ".checkpoint-mine.partial", ".checkpoint-x.old"]
+    for name in [
+        *theirs,
+        "checkpoint-4",
+        "checkpoint-7",
+        "checkpoint-90",
+    ]:  # the last three as of transformers' Trainer
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pytorch_model.bin").write_text(name)
+    before = set(os.listdir(tmp_path))
+    small = Small(tmp_path, start=4, limit=1)
+    small.save(5, 6, 7)
+    with pytest.raises(RunError, match="checkpoint-7 is there, and no checkpoint of this program: move it away"):
+        small.saver.close()
+    assert "WARNING" in capfd.readouterr().err
+    assert set(os.listdir(tmp_path)) == before | {"checkpoint-6"}
+    assert all((tmp_path / name / "pytorch_model.bin").read_text() == name for name in before)
+
+
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Flushed: each file and the folder before the rename, the folder above after it; deleted: after that."""
     Small(tmp_path).save(1)

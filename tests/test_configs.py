@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.activations import ACT2FN
 
-from recipes.configs import read_config, shape_of
+from recipes.configs import ACTIVATIONS, read_config, shape_of
 from recipes.errors import UsageError
 
 TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -70,9 +71,10 @@ def test_published_sizes():
 @pytest.mark.parametrize(
     ("content", "length", "message"),
     [
-        (None, 8, "cannot be read: No such file or directory: give a folder with a config.json"),
+        (None, 8, "a folder with a config.json, or such a file. cannot be read: No such file"),
         ("{", 8, "is not JSON"),
-        ("[]", 8, "it has no model_type"),
+        ("[]", 8, "must hold an object"),
+        ("{}", 8, "it has no model_type"),
         (
             '{"model_type": "t5", "architectures": ["T5Model"]}',
             8,
@@ -98,6 +100,9 @@ def test_mistakes(tmp_path, content, length, message):
         ("num_hidden_layers", True),
         ("hidden_dropout_prob", 1),
         ("depths", []),
+        ("hidden_act", "nosuch"),
+        ("hidden_act", ["gelu"]),
+        ("activation_function", 5),
     ],
 )
 def test_a_field_that_is_no_size_is_named(tmp_path, field, value):
@@ -105,6 +110,10 @@ def test_a_field_that_is_no_size_is_named(tmp_path, field, value):
     config = read_config(str(tmp_path)) | {field: value}
     with pytest.raises(UsageError, match=f"it: {field} is .* in its configuration, must"):
         shape_of(config, 8, name="it")
+
+
+def test_activations_are_those_of_transformers():
+    assert sorted(ACT2FN) == list(ACTIVATIONS)
 
 
 def test_a_length_beyond_the_positions_is_refused(tmp_path):

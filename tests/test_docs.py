@@ -8,7 +8,7 @@ import torch
 from common import ROOT, fresh_accelerator
 
 from recipes import audit
-from recipes.audit import CAUSES
+from recipes.audit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 TAGGER, LOOP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -39,8 +39,13 @@ def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, mo
 
 
 def test_every_cause_is_explained():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCUMENT, re.MULTILINE))
-    assert rows == CAUSES
+    """In a section of its own, to which each finding points."""
+    sections = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=^##|^<!--)", DOCUMENT, re.MULTILINE | re.DOTALL))
+    assert list(sections) == list(KINDS)
+    for name, cause in KINDS.items():
+        assert sections[name].lower().startswith(cause.text.lower())
+        assert f"**Do:** {cause.remedy}." in sections[name]
+        assert Finding(name, "", "").remedy.endswith(f"(docs/audit.md#{name})")
 
 
 def test_the_loop_of_accumulation_in_the_optimizer():

@@ -3,10 +3,13 @@
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,15 +180,82 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
         ),
         ("data.csv", b'text\n"never closed\n', "data.csv: the row after line 1 is not CSV: unexpected end of data"),
         ("data.parquet", b"text", "data file data.parquet cannot be read"),
+        ("data.txt", bytes(1000), "data file data.txt holds no document: it is empty or blank"),
+        ("data.jsonl", bytes(1000), "data file data.jsonl holds no document: it is empty or blank"),
+        ("data.csv", bytes(1000), "data file data.csv holds no document: it is empty or blank"),
+        ("data.parquet", bytes(1000), "data file data.parquet cannot be read"),
+        ("data.jsonl", b'{"text": "a"}\n{"n": %s}' % (b"7" * 5000), "data.jsonl:2: a number of more than 4,300 digits"),
+        ("data.jsonl", b'{"text": ' + b"[" * 10**5, "data.jsonl:1: lists or objects nested too deep"),
+        ("data.json", b'{"text": ' * 10**5, "data.json:1: lists or objects nested too deep"),
+        ("data.csv", b"text,id\na,1\none, two,2\n", "data.csv:3: 3 fields, but the header names 2"),
+        ("data.csv", b"text,id\na\n", "data.csv:2: 1 fields, but the header names 2"),
+        ("data.csv", b"text,text\na,b\n", "data.csv:1: the first line names a column twice ('text', 'text')"),
+        ("data.csv", b"\ntext\na\n", "data.csv:1: the first line is blank, must name each column once"),
+        ("data.csv", b"t" * 10**5 + b"\na\n", "has no column 'text', only '" + "t" * 60 + "...'. Set text_column: "),
+        ("data.txt", b"a\n" + b"b" * 2001, "data.txt:2: a line of more than 2,000 bytes. Cut it into several"),
+        ("data.jsonl", b'{"text": "' + b"b" * 2001 + b'"}', "data.jsonl:1: a line of more than 2,000 bytes"),
+        (
+            "data.csv",
+            b'text\n"' + b"b\n" * 2001,
+            "data.csv: the row after line 1 is not CSV: field larger than field limit",
+        ),
     ],
 )
-def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message):
+def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message, monkeypatch):
+    if b"bb" in raw or b"b\nb" in raw:
+        monkeypatch.setattr(documents, "MAX_LINE", 2000)
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UsageError) as raised:
         load(name)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
     assert not list(tmp_path.glob("cache/**/*.arrow"))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["zeros", "nothing", "itself", "pipe", "socket"])
+def test_what_has_no_end_is_not_opened(tmp_path, kind, suffix):
+    """Each would be read until the memory is full, or waited for."""
+    path = tmp_path / f"data.{suffix}"
+    match kind:
+        case "zeros" | "nothing":
+            path.symlink_to("/dev/zero" if kind == "zeros" else "/dev/null")
+        case "itself":
+            path.symlink_to(path.name)
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(path.name)
+    rule = (
+        "cannot be read: Too many levels" if kind == "itself" else "is a device, a pipe or a socket, not a regular file"
+    )
+    with pytest.raises(UsageError, match=rf"^data file data\.{suffix} {rule}[^\n]*$"):
+        load(path.name)
+    with pytest.raises(UsageError, match=rf"^dataset_name '\.': \./data\.{suffix} {rule}[^\n]*$"):
+        load_documents(train_file=None, dataset_name=".")
+
+
+def test_tables_that_are_damaged(tmp_path):
+    """Cut off, and with cells that are no text."""
+    whole = write(tmp_path / "whole.parquet", TEXTS)
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / whole).read_bytes()[:-50])
+    ends = pa.array([0, 2], pa.int32()).buffers()[1]
+    cells = pa.Array.from_buffers(pa.string(), 1, [None, ends, pa.py_buffer(b"\xff\xfe")])
+    pyarrow.parquet.write_table(pa.table({"text": cells}), tmp_path / "bytes.parquet")
+    for name in ("cut", "bytes"):
+        with pytest.raises(UsageError, match=rf"^data file {name}\.parquet cannot be read: [^\n]*$"):
+            load(f"{name}.parquet")
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    name = os.fsdecode(b"na\xefve.txt")
+    (tmp_path / name).write_text("a text")
+    assert load(name)["text"][:] == ["a text"]
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"ve\.txt:1: not UTF-8"):
+        load(name)
 
 
 def test_a_fault_met_in_a_worker_is_as_clear(tmp_path):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import evaluations, metrics, tiny_argv
+from common import TINIES, evaluations, metrics, task_of, tiny_argv
 from safetensors.torch import load_file
 
 from recipes import losses, optim, run
@@ -13,6 +13,7 @@ from recipes.data import sentence_pairs, token_blocks
 from recipes.data.steps import Steps
 from recipes.order import Order
 from recipes.plan import Layout, solve_layout
+from recipes.recipe import TASKS, load
 
 # Name -> program, and flags beside its tiny model's.
 WORKLOADS = {
@@ -268,3 +269,26 @@ def test_weights_of_the_terms(train):
     output_dir = train("weighted", "--global_batch_size 8 --mlm_loss_weight 0.5 --nsp_loss_weight 2")
     for line in metrics(output_dir):
         assert line["loss"] == pytest.approx(0.5 * line["mlm_loss"] + 2 * line["nsp_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("program", TINIES)
+def test_under_float64_the_weights_of_the_loss_are_float64(program, train, monkeypatch):
+    """0.7 and 1.9 are no numbers of float32, which would be 1.7e-8 off."""
+    names, given = load(TINIES[program][1]).loss_weights, [0.7, 1.9]
+    kind = TASKS[task_of(program)]
+    monkeypatch.setattr(kind, "loss_weights", property(lambda self: dict(zip(names, given, strict=False))))
+    seen, compute = [], losses.weighted_loss
+
+    def watched(sums, counts, weights):
+        loss = compute(sums, counts, weights)
+        (gradient,) = torch.autograd.grad(loss, sums, retain_graph=True)
+        seen.append((sums.tolist(), counts.tolist(), loss.item(), gradient.tolist()))
+        return loss
+
+    monkeypatch.setattr(losses, "weighted_loss", watched)
+    train("run", "--dtype float64 --stop_after_step 1 --global_batch_size 4", program=program)
+    assert seen
+    for sums, counts, loss, gradient in seen:
+        plain = [weight / count for weight, count in zip(given, counts, strict=False)]
+        assert gradient == pytest.approx(plain, rel=1e-14, abs=0)
+        assert loss == pytest.approx(sum(of * s for of, s in zip(plain, sums, strict=True)), rel=1e-14, abs=0)

@@ -5,7 +5,10 @@ import itertools
 import os
 import pickle
 import re
+import shutil
+import struct
 import warnings
+import zlib
 
 import datasets
 import numpy as np
@@ -356,7 +359,7 @@ def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
     assert len(pickle.loads(pickle.dumps(train))) == 8
     assert train.fingerprints == load_hub("moved", {"train": rows})[0].fingerprints != held_out.fingerprints
     rows["image"][3] = {"bytes": files[3].read_bytes()[:200], "path": None}
-    assert "1 of 8 images cannot be decoded: row 3 (" in problem(lambda: load_hub("bad", {"train": rows}), RunError)
+    assert "1 of 8 images cannot be decoded: row 3 (" in problem(lambda: load_hub("bad", {"train": rows}))
     assert "has no split train, only validation" in problem(lambda: load_hub("part", {"validation": rows}))
     message = problem(lambda: load_hub("none", {"train": {"text": ["a"]}}))
     assert "0 columns are Image (none), must be one" in message
@@ -364,7 +367,7 @@ def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
 
 def test_a_dataset_that_cannot_be_reached():
     recipe = recipe_of(None, train_dir=None, dataset_name="nobody/nothing")
-    assert "dataset_name 'nobody/nothing' (config None): " in problem(lambda: images.build(recipe))
+    assert "dataset_name 'nobody/nothing' (config None, split None): " in problem(lambda: images.build(recipe))
     recipe = recipe_of(None, train_dir=None, dataset_name="builtin/digit")
     assert "'builtin/digit' does not exist: the only one built in is builtin/digits" in problem(
         lambda: images.build(recipe)
@@ -459,15 +462,73 @@ def damage(folder) -> list[str]:
 
 def test_bad_images_stop_the_run_before_training(folder):
     bad = damage(folder)
-    message = problem(lambda: images.build(recipe_of(folder)), RunError)
+    message = problem(lambda: images.build(recipe_of(folder)))
     assert f"train_dir {folder}: 3 of 11 images cannot be decoded: " in message
     assert all(name in message for name in bad)
     assert message.endswith("mend or remove them, or set on_bad_sample to skip")
 
 
+def png(width: int, height: int) -> bytes:
+    """A small file that claims to hold so many pixels."""
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(9)))]
+    chunks = [
+        struct.pack(">I", len(data)) + (kind + data) + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_images_of_one_pixel_and_of_too_many(folder):
+    write(folder / "cat" / "dot.png", colours(1, 1))
+    for augmentation in ("none", "imagenet"):
+        source, _ = images.build(recipe_of(folder, augmentation=augmentation))
+        pixels = cell_of(source, 0, [source.store.names.index("cat/dot.png")])["pixel_values"][0]
+        assert (pixels == pixels[:, :1, :1]).all()
+    (folder / "cat" / "bomb.png").write_bytes(png(100_000, 100_000))
+    (folder / "dog" / "large.png").write_bytes(png(13_000, 13_000))
+    message = problem(lambda: images.build(recipe_of(folder)))
+    assert "cat/bomb.png (Image size (10000000000 pixels) exceeds limit" in message
+    assert "dog/large.png (13,000 x 13,000 pixels, more than 89,478,485)" in message
+
+
+@pytest.mark.parametrize("kind", ["zeros", "pipe", "itself", "its own folder"])
+def test_images_without_an_end_are_not_opened(folder, kind):
+    path = folder / "cat" / "x.png"
+    match kind:
+        case "zeros":
+            path.symlink_to("/dev/zero")
+        case "pipe":
+            os.mkfifo(path)
+        case "itself":
+            path.symlink_to(path.name)
+        case "its own folder":
+            path = folder / "cow"
+            path.symlink_to("cow")
+    message = problem(lambda: images.build(recipe_of(folder)))
+    rule = "is a device, a pipe or a socket" if kind in ("zeros", "pipe") else "cannot be read (Too many levels"
+    assert f"train_dir {folder}: {path.relative_to(folder)} {rule}" in message
+
+
+def test_names_that_are_not_utf8(folder):
+    """Of files they are no matter; of classes the model could not hold them."""
+    (folder / "cat" / "0.jpg").rename(folder / "cat" / os.fsdecode(b"\xff.jpg"))
+    assert len(images.build(recipe_of(folder))[0]) == 8
+    (folder / "dog").rename(folder / os.fsdecode(b"d\xf6g"))
+    assert "has classes whose names are not UTF-8: d\udcf6g: rename them" in problem(
+        lambda: images.build(recipe_of(folder))
+    )
+
+
+def test_one_class_teaches_nothing(folder):
+    shutil.rmtree(folder / "dog")
+    for num_labels in (1, 2):
+        message = problem(lambda num_labels=num_labels: images.build(recipe_of(folder, num_labels=num_labels)))
+        assert "has a single class, cat: nothing can be learned" in message
+
+
 def test_bad_images_of_both_folders_are_named_at_once(folder):
     damage(folder)
-    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(folder))), RunError)
+    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(folder))))
     assert f"train_dir {folder}: 3 of 11" in message
     assert f"validation_dir {folder}: 3 of 11" in message
 
@@ -490,7 +551,7 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
 def test_many_bad_images_are_counted(folder):
     for number in range(30):
         (folder / "cat" / f"bad{number:02}.png").write_bytes(b"bad")
-    message = problem(lambda: images.build(recipe_of(folder)), RunError)
+    message = problem(lambda: images.build(recipe_of(folder)))
     assert "30 of 38 images" in message
     assert "bad09.png (not an image) and 20 more" in message
     assert "bad10" not in message

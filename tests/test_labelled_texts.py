@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
 
 from recipes.data import labelled_texts
 from recipes.data.labelled_texts import Columns, find_classes, load_texts
@@ -109,6 +108,18 @@ def test_labels_of_json_may_be_numbers(tmp_path):
         ("a.jsonl", '{"text": "x", "label": "y"}\n{"text": "x"}\n', "none of its columns 'text' is called label"),
         ("a.jsonl", '{"text": "x", \n', "a.jsonl:1: not a JSON object"),
         ("a.txt", "hello", "unknown kind '.txt'"),
+        (
+            "a.jsonl",
+            f'{{"text": "x", "label": {"7" * 5000}}}\n',
+            "^[^\n]*a.jsonl:1: a number of more than 4,300 digits",
+        ),
+        ("a.jsonl", '{"text": "x", "label": ' + "[" * 10**5, "^[^\n]*a.jsonl:1: lists or objects nested too deep"),
+        ("a.jsonl", '{"text": "x\\ud83d", "label": "y"}', "a.jsonl:1: half of a surrogate pair"),
+        ("a.jsonl", '{"text": "x", "label": "\\ud83d"}', "a.jsonl:1: half of a surrogate pair"),
+        ("a.csv", bytes(1000), "^[^\n]*a.csv holds no row: leave it out$"),
+        ("a.tsv", "\ntext\tlabel\n", "a.tsv:1: the first line is blank"),
+        ("a.csv", 'text,label\n"hello,b\n', "a.csv: the row after line 1 is not CSV: .*Close its quotation marks"),
+        ("a.parquet", bytes(1000), "^[^\n]*a.parquet cannot be read: [^\n]*$"),
     ],
 )
 def test_a_fault_of_a_file_is_one_clear_line(tmp_path, name, content, message):
@@ -153,7 +164,7 @@ def test_a_dataset_of_the_hub_is_read_alike(tmp_path):
 def test_names_of_datasets_that_cannot_be_had():
     with pytest.raises(UsageError, match="builtin/python_docs_parts"):
         load_texts(train_file=None, dataset_name="builtin/python_doc")
-    with pytest.raises(UsageError, match="Check the three names and the network"):
+    with pytest.raises(UsageError, match="Check the names and the network"):
         load_texts(train_file=None, dataset_name="nobody/nothing")
 
 
@@ -177,8 +188,12 @@ def test_classes_are_those_of_the_training_texts():
     assert find_classes(["10", "9", "x"], 3) == ["10", "9", "x"]
     assert find_classes(["1", "2"], 1) is None
     assert find_classes(["1.5", "2"], None) is None
-    with pytest.raises(UsageError, match="a single class, only: nothing can be learned"):
-        find_classes(["only", "only"], None)
+    assert find_classes(["7" * 5000, "1"], None) == ["1", "7" * 5000]
+    for num_labels in (None, 1, 2):
+        with pytest.raises(UsageError, match="a single label, 'only': nothing can be learned"):
+            find_classes(["only", "only"], num_labels)
+        with pytest.raises(UsageError, match=r"a single label, '0\.5': nothing can be learned"):
+            find_classes(["0.5", "0.5"], num_labels)
     with pytest.raises(UsageError, match=r"num_labels is 3, but the training texts have 2 classes \(a, b\)"):
         find_classes(["a", "b"], 3)
 
@@ -198,7 +213,6 @@ def test_labels_that_are_numbers(tmp_path):
     assert train.classes is None
     assert sorted([*train.labels, *held_out.labels]) == [row[2] for row in rows]
     cell = train.collate([train.draw(0, 3)])
-    assert cell["labels"].dtype == torch.float32
     assert cell["labels"].item() == train.labels[3]
     assert train.collate([])["labels"].isnan().all()
     with pytest.raises(UsageError, match=r"labels of training texts: 'a', 'b' .*not all of them are numbers"):
@@ -294,3 +308,10 @@ def test_predictions_are_written_in_order(tmp_path, texts):
     train.classes = None
     train.write(tmp_path / "numbers.csv", np.array([[0.25], [-3.0]]))
     assert (tmp_path / "numbers.csv").read_text().split() == ["prediction", "0.25", "-3"]
+
+
+def test_labels_that_are_numbers_reach_the_loss_as_they_were_written(tmp_path):
+    rows = [(text, other, str(0.1 + place)) for place, (text, other, _) in enumerate(ROWS)]
+    texts, _ = labelled_texts.build(recipe_of(write(tmp_path / "rows.csv", rows), num_labels=1, validation_fraction=0))
+    labels = texts.collate([texts.draw(0, place) for place in range(3)])["labels"]
+    assert labels.tolist() == [0.1, 1.1, 2.1]

@@ -154,7 +154,10 @@ def test_only_numbers_are_returned(tmp_path, monkeypatch):
     folder.mkdir()
     accuracy = (metrics.FOLDER / "accuracy" / "accuracy.py").read_text()
     (folder / "share.py").write_text(accuracy.replace('return {"accuracy":', 'return {"each": [1.0], "share":'))
-    assert metrics.compute(["f1", str(folder)], [1, 0], [1, 1]) == {"f1": pytest.approx(2 / 3), "share": 0.5}
+    assert metrics.compute(["f1", str(folder)], [1, 0], [1, 1], trust_code=True) == {
+        "f1": pytest.approx(2 / 3),
+        "share": 0.5,
+    }
 
 
 @pytest.fixture
@@ -175,7 +178,7 @@ def test_unknown_names_offline(asked):
 
     started = time.monotonic()
     with pytest.raises(UsageError) as caught:
-        metrics.compute(["acuracy", "accuracy", "zzz/zzz", ""], [1], [1])
+        metrics.compute(["acuracy", "accuracy", "zzz/zzz", ""], [1], [1], trust_code=True)
     assert time.monotonic() - started < 2
     assert asked == []
     assert not evaluate.config.HF_EVALUATE_OFFLINE
@@ -191,7 +194,7 @@ def test_unknown_names_offline(asked):
 def test_other_names_are_asked_for_where_there_is_a_network(asked, monkeypatch):
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     with pytest.raises(UsageError, match="metrics is 'zzz'"):
-        metrics.load(["zzz"])
+        metrics.load(["zzz"], trust_code=True)
     assert {url.split("/resolve/")[0].split("/spaces/")[1] for url in asked if "/spaces/" in url} == {
         "evaluate-metric/zzz"
     }

@@ -142,7 +142,7 @@ def bad(tmp_path):
         f"{data}/empty.txt": "empty.txt",
         f"{data}/sentence.txt": "document",
         f"{data}/sentence.txt --validation_fraction 0": "sentence pairs need at least 2",
-        "--global_batch_size 0": "global_batch_size is 0, must be greater than 0",
+        "--global_batch_size 0": "global_batch_size is 0, must be from 1 to",
         "--learning_rate -1": "learning_rate is -1.0, must be greater than 0",
         "--recipe bert_smal_cpu": "did you mean bert_small_cpu",
         "--lerning_rate 1": "unknown flag --lerning_rate: did you mean --learning_rate",

@@ -146,7 +146,7 @@ def bad(tmp_path):
         "--recipe bert_small_cpu": "is for the task bert_pretraining, this script trains gpt2_pretraining",
         "--mlm_probability 0.1": "unknown flag --mlm_probability",
         "--activation_function gelo": "must be one of gelu_pytorch_tanh",
-        "--sample_length 0": "sample_length is 0, must be greater than 0",
+        "--sample_length 0": "sample_length is 0, must be from 1 to",
         "--per_device_train_tokens 20": "per_device_train_tokens is 20, but a sample can have 48",
     }
 

@@ -1,6 +1,7 @@
 """Strict recipes: the catalog's numbers, and every mistake named at once."""
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from recipes import run
 from recipes.errors import UsageError
 from recipes.plan import solve_layout
 from recipes.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
+from recipes.settings import parse_flags
 
 
 def parse(flags: str):
@@ -84,6 +86,36 @@ def test_published_gpt2_numbers():
     assert (gpu.global_batch_size, gpu.block_size, gpu.max_train_steps, gpu.resid_pdrop) == (64, 256, 5000, 0.2)
 
 
+@pytest.mark.parametrize("name", catalog_names())
+@pytest.mark.parametrize("num_steps", [1, 6])
+def test_a_short_run_fits_its_warm_up_or_is_told_how(name, num_steps):
+    """Each remedy that the message gives works as it is typed."""
+
+    def schedule(*flags: str):
+        settings = parse_flags([type(load(name))], ["--max_train_steps", str(num_steps), *flags], "")
+        return load(name, settings).schedule(num_steps, 100.0)
+
+    message = ""
+    try:
+        schedule()
+    except UsageError as error:
+        message = str(error)
+    remedies = re.findall(r"--\w+ [\w.]+", message)
+    assert len(remedies) == 2 * bool(message), message
+    for remedy in remedies:
+        schedule(*remedy.split())
+
+
+def test_a_warm_up_that_its_rule_asks_for_is_given_another_rule():
+    flags = {"lr_scaling_rule": "conservative", "global_batch_size": 24, "max_train_steps": 6}
+    with pytest.raises(
+        UsageError, match="conservative asks for it: give --lr_scaling_rule none --num_warmup_steps 1, or"
+    ):
+        load("gpt2_shakespeare_char_cpu", flags).schedule(6, 100.0)
+    with_remedy = load("gpt2_shakespeare_char_cpu", flags | {"lr_scaling_rule": "none", "num_warmup_steps": 1})
+    assert with_remedy.schedule(6, 100.0).num_warmup_steps == 1
+
+
 def test_bert_large_has_the_published_size():
     """336,226,108 parameters, without allocating them."""
     import torch
@@ -121,7 +153,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
     for part in (
         "unknown key 'learning_rte': did you mean learning_rate",
         "seed is 'x', must be int",
-        "global_batch_size is 0, must be greater than 0 (samples per optimizer step",
+        "global_batch_size is 0, must be from 1 to 16,777,216 (samples per optimizer step",
         "hidden_act is 3, must be str",
         "adam_beta1 is 1.0, must lie in [0, 1)",
         "weight_decay is missing (decoupled weight decay",
@@ -140,9 +172,17 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
         ("--recipe bert_small_cpu --lerning_rate 1", "unknown flag --lerning_rate: did you mean --learning_rate"),
         ("--recipe bert_small_cpu --learning_rate -1", "learning_rate is -1.0, must be greater than 0"),
         ("--recipe bert_small_cpu --learning_rate nan", "learning_rate is nan, must be greater than 0"),
-        ("--recipe bert_small_cpu --learning_rate inf", "learning_rate is inf, must be greater than 0"),
-        ("--recipe bert_small_cpu --global_batch_size 0", "global_batch_size is 0, must be greater than 0"),
+        (
+            "--recipe bert_small_cpu --learning_rate inf",
+            "learning_rate is inf, must not be larger than 1,000,000,000,000",
+        ),
+        ("--recipe bert_small_cpu --global_batch_size 0", "global_batch_size is 0, must be from 1 to 16,777,216"),
         ("--recipe bert_small_cpu --global_batch_size 8.5", "global_batch_size is '8.5', must be int"),
+        (
+            "--recipe bert_small_cpu --max_train_steps 9" + "9" * 30,
+            "is 9999999999999999999999999999999, must not be larger",
+        ),
+        ("--recipe bert_small_cpu --seed 4294967296", "seed is 4294967296, must be from 0 to 4,294,967,295"),
         ("--recipe bert_small_cpu --seed", "expected one argument"),
         ("--recipe bert_small_cpu stray", "unexpected argument 'stray'"),
         (
@@ -174,8 +214,8 @@ def test_files_that_are_no_recipes(tmp_path):
     bad = tmp_path / "bad.yaml"
     for text, message in [
         ("a: [", "not valid YAML"),
-        ("- a", "must be a mapping"),
-        ("", "must be a mapping"),
+        ("- a", "must hold `field: value` lines"),
+        ("", "must hold `field: value` lines"),
         ("task: nothing", "task is 'nothing', must be one of bert_pretraining"),
         (f"extends: {bad}", "extends itself"),
         ("extends: bert_bas", "unknown recipe 'bert_bas': did you mean bert_base"),

@@ -1,5 +1,7 @@
 """WordPiece: trained deterministically and cached, or loaded strictly."""
 
+import json
+
 import datasets
 import pytest
 from datasets import Dataset
@@ -54,6 +56,48 @@ def test_loading(tmp_path):
         load_tokenizer("nowhere", 90, [], "BERT")
     with pytest.raises(UsageError, match="has no eos_token: give one like GPT-2's"):
         load_tokenizer(str(tmp_path / "saved"), 90, ["eos_token"], "GPT-2")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", bytes(100), b'{"a": ', b"[]", b"[" * 10**5, b'{"vocab_size": ' + b"7" * 5000 + b"}", b"\xff"],
+    ids=["empty", "zeros", "cut off", "list", "deep", "digits", "bytes"],
+)
+def test_files_that_are_no_tokenizer_are_one_clear_line(tmp_path, name, content):
+    train().save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / name).write_bytes(content)
+    with pytest.raises(
+        UsageError, match=r"^tokenizer .*/saved cannot be loaded \([^\n]+\): check the name or the folder$"
+    ):
+        load_tokenizer(str(tmp_path / "saved"), 90, ["mask_token"], "BERT")
+
+
+def test_a_tokenizer_without_vocabulary_is_refused(tmp_path):
+    """transformers would make one of the special tokens alone, to which every text is [UNK] [UNK] [UNK]."""
+    train().save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"has no vocabulary: it must hold tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "saved"), 90, ["mask_token"], "BERT")
+
+
+def test_numbers_of_entries_count_not_how_many_there_are(tmp_path):
+    """Each is a row of the embedding."""
+    train().save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 5000
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"vocab_size is 90, but tokenizer .* has 5001 entries"):
+        load_tokenizer(str(tmp_path / "saved"), 90, [], "BERT")
+
+
+@pytest.mark.parametrize("make", [train_wordpiece, train_byte_level_bpe, train_characters])
+def test_a_vocabulary_of_one_entry(make):
+    lower = [True] if make is train_wordpiece else []
+    with pytest.raises(UsageError, match=r"^vocab_size is 1, but .* set it to \d+ or more$"):
+        make(Dataset.from_dict({"text": TEXTS}), 1, *lower)
 
 
 ODD = "Tabs\tand\n\nlines, \u00e9\u00f1 \u4f60\u597d \U0001f600  two  spaces "

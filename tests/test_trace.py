@@ -418,6 +418,11 @@ def write(folder, **values) -> str:
         ({"model_type": "gpt2", "n_positions": 8}, "length 16 exceeds max_position_embeddings 8 of .*: lower it"),
         ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "needs input_features"),
         ({"model_type": "encodec"}, "encodec of .* has no class with a loss"),
+        (TINY | {"model_type": "bert", "hidden_act": "nosuch"}, "^BertFor.* cannot be made of its config: 'nosuch'$"),
+        (
+            TINY | {"model_type": "bert", "num_attention_heads": 3},
+            "^BertFor.* cannot be made of its config: .*multiple",
+        ),
         (
             TINY | {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
             "cannot be traced on input_ids, labels",

@@ -12,7 +12,7 @@ from test_checkpoint import same_weights, without_time
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from recipes.data import captchas, images
-from recipes.errors import RunError, UsageError
+from recipes.errors import UsageError
 from recipes.networks import CaptchaReader, GroupNorm
 from recipes.recipe import load
 
@@ -205,7 +205,7 @@ def test_another_head_starts_anew_and_another_body_is_refused(classify, folder):
 def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
     (folder / "dark" / "bad.png").write_bytes(b"no image")
     with pytest.raises(
-        RunError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"
+        UsageError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"
     ):
         classify("stop", of_folder(folder))
     output_dir = classify("skip", of_folder(folder) + " --on_bad_sample skip --max_train_steps 2")

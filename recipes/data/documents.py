@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import re
+import stat
 import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,11 +23,13 @@ import pyarrow.compute
 import pyarrow.parquet
 from datasets import Dataset, Features, Value
 
-from recipes.errors import UsageError, nearest
+from recipes.errors import UsageError, is_utf8, nearest, reason
 from recipes.recipe import TextPretraining
 
 FEATURES = Features({"text": Value("string")})
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
+MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
+MOST_NAMES, MOST_SHOWN = 20, 60  # names and characters in a message
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -216,18 +220,28 @@ def cached(
         raise
 
 
-def load_hub(name: str, config: str | None, split: str, num_proc: int | None) -> Dataset:
-    """A split of a dataset of the hub, or of a local dataset folder.
+def load_hub(
+    name: str, config: str | None, split: str | None, num_proc: int | None, other: str = "train_file"
+) -> Dataset | datasets.DatasetDict:
+    """A split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
+
+    Args:
+        other: field that names data without the hub.
 
     Raises:
         UsageError: it cannot be reached, or has no such configuration or split.
     """
+    for folder, _, files in os.walk(name):
+        for file in files:
+            if problem := _not_regular(os.path.join(folder, file)):
+                raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
     try:
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any kind: what is read was written by others
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UsageError(
-            f"dataset_name {name!r} (config {config!r}, split {split!r}): {' '.join(str(error).split())}. Check the "
-            "three names and the network, or use train_file or dataset_name builtin/..., which need none."
+            f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "
+            f"network, or use {other} or dataset_name builtin/..., which need none."
         ) from error
 
 
@@ -248,12 +262,25 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
 
 
 def _visible(text: str | None) -> bool:
+    if text is not None and "\0" in text:
+        text = text.replace("\0", " ")
     return text is not None and text != "" and not text.isspace()
 
 
 def _no_column(where: str, text_column: str, columns: Sequence[str]) -> str:
-    hint = nearest(text_column, columns)
-    return f"{where} has no column {text_column!r}, only {', '.join(map(repr, columns))}. Set text_column: {hint}"
+    hint = nearest(text_column, map(shown, columns))
+    return f"{where} has no column {text_column!r}, only {listed(columns)}. Set text_column: {hint}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of columns or the like, in a message: as many and as much of each as one reads."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(repr(shown(name)) for name in names[:MOST_NAMES]) + more
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, in a message."""
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,11 +312,26 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
                 problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
             elif kind not in kinds:
                 problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
+            elif problem := _not_regular(file):
+                problems.append(f"data file {file} {problem}")
         files += found
     if problems:
         raise UsageError(problems)
     files = list(dict.fromkeys(files))
-    return files, [(os.path.abspath(file), (stat := os.stat(file)).st_size, stat.st_mtime_ns) for file in files]
+    return files, [(os.path.abspath(file), (found := os.stat(file)).st_size, found.st_mtime_ns) for file in files]
+
+
+def _not_regular(file: str) -> str | None:
+    """What is wrong with a path that does not lead to a file with an end; opening it could wait for ever."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}. Check the path and its permissions."
+    return (
+        None
+        if stat.S_ISREG(mode)
+        else "is a device, a pipe or a socket, not a regular file. Copy what it gives into one."
+    )
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
@@ -304,17 +346,23 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
                 if _visible(text):
                     yield {"text": text}
                     empty = False
-        except (OSError, pa.ArrowException) as error:
-            raise UsageError(f"data file {file} cannot be read: {' '.join(str(error).split())}") from error
+        except UsageError:
+            raise
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+            raise UsageError(
+                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
+            ) from error
         if empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
 
 
 def read_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1 and lines; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8."""
+    """Line numbers from 1 and lines; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
     with open(file, "rb") as stream:
         offset = 0
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
+            if len(line) > MAX_LINE:
+                raise UsageError(f"{file}:{number}: a line of more than {MAX_LINE:,} bytes. Cut it into several.")
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
@@ -363,6 +411,13 @@ def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
             raise UsageError(
                 f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
             ) from error
+        except ValueError as error:
+            most = sys.get_int_max_str_digits()
+            raise UsageError(
+                f"{file}:{number}: a number of more than {most:,} digits. Shorten it, or put it into quotation marks."
+            ) from error
+        except RecursionError as error:
+            raise UsageError(f"{file}:{number}: lists or objects nested too deep. Flatten or remove them.") from error
         if not isinstance(row, dict):
             raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
         yield number, row
@@ -372,25 +427,51 @@ def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
     for number, row in read_json_lines(file):
         if text_column not in row:
             raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
-        text = row[text_column]
-        if isinstance(text, str) and not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UsageError(f"{file}:{number}: half of a surrogate pair, {text[error.start]!r}.") from error
-        yield number, text
+        check_text(f"{file}:{number}", row[text_column])
+        yield number, row[text_column]
 
 
-def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str | None]]:
-    csv.field_size_limit(sys.maxsize)  # 131,072 characters unless told
-    rows = csv.DictReader((line for _, line in read_lines(file)), strict=True)
+def check_text(where: str, value: object) -> None:
+    """Raise UsageError for a text that no file of UTF-8 can hold."""
+    if isinstance(value, str) and not value.isascii() and not is_utf8(value):
+        raise UsageError(f"{where}: half of a surrogate pair in {shown(value)!r}. Remove it.")
+
+
+def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
+    """Line numbers and rows of .csv or .tsv, in which a quotation mark is a character, as in GLUE's files.
+
+    Raises:
+        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not closed.
+    """
+    csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
+    done = 0  # lines
     try:
-        if rows.fieldnames and text_column not in rows.fieldnames:
-            raise UsageError(_no_column(file, text_column, rows.fieldnames))
-        for row in rows:
-            yield rows.line_num, row[text_column]
+        names = next(rows, None)
+        done = rows.line_num
+        if names is not None and (not names or len(set(names)) < len(names)):
+            found = f"names a column twice ({listed(names)})" if names else "is blank"
+            raise UsageError(f"{file}:1: the first line {found}, must name each column once. Mend it.")
+        for row in filter(None, rows):
+            if len(row) != len(names):
+                raise UsageError(
+                    f"{file}:{rows.line_num}: {len(row)} fields, but the header names {len(names)}: put quotation marks around "
+                    "a text with commas, or mend the row"
+                )
+            done = rows.line_num
+            yield done, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise UsageError(f"{file}: the row after line {rows.line_num} is not CSV: {error}.") from error
+        raise UsageError(
+            f"{file}: the row after line {done} is not CSV: {error}. Close its quotation marks, or mend it."
+        ) from error
+
+
+def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    for number, row in read_delimited(file):
+        if text_column not in row:
+            raise UsageError(_no_column(file, text_column, list(row)))
+        yield number, row[text_column]
 
 
 def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:

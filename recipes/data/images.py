@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
@@ -29,12 +30,15 @@ from datasets.utils.tqdm import tqdm
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
-from recipes.errors import RunError, UsageError
+from recipes.data.documents import load_hub
+from recipes.errors import RunError, UsageError, is_utf8
 from recipes.order import sample_rng
 from recipes.recipe import ImageClassification
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+# Whatever a file is called, Pillow looks what it is, and would give EPS, a program in PostScript, to Ghostscript to run.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 DIGITS = "builtin/digits"
 CENTRE = 224 / 256  # share of the short side that is seen of held-out images, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
@@ -207,10 +211,13 @@ def build(
         on_bad_sample: "stop", or "skip": leave out what cannot be decoded, and say so in `left_out`.
 
     Raises:
-        UsageError: data that cannot be used.
-        RunError: images that cannot be decoded, with "stop".
+        UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
     """
     store, held_out_store = _open(recipe)
+    if len(store.classes) == 1:
+        raise UsageError(
+            f"{store.what} has a single class, {_some(store.classes)}: nothing can be learned; add another"
+        )
     if len(store.classes) != recipe.num_labels:
         raise UsageError(
             f"num_labels is {recipe.num_labels}, but {store.what} has {len(store.classes)} classes "
@@ -220,7 +227,7 @@ def build(
     bad = [_bad_rows(each, num_workers) for each in stores]
     lines = [_line(each, rows) if rows else None for each, rows in zip(stores, bad, strict=True)]
     if any(lines) and on_bad_sample == "stop":
-        raise RunError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_sample to skip")
+        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_sample to skip")
     good = [np.setdiff1d(np.arange(len(each.labels)), list(rows)) for each, rows in zip(stores, bad, strict=True)]
     for each, rows in zip(stores, good, strict=True):
         without = set(each.labels.tolist()) - set(each.labels[rows].tolist())
@@ -265,8 +272,14 @@ def _split(rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 def _decode(image: Image.Image, num_channels: int) -> Image.Image:
-    """The image upright, in 1 or 3 channels of 8 bits. Transparency is dropped, as torchvision does."""
+    """The image upright, in 1 or 3 channels of 8 bits. Transparency is dropped, as torchvision does.
+
+    Raises:
+        ValueError: it has more pixels than Pillow takes for harmless.
+    """
     with image:
+        if image.width * image.height > Image.MAX_IMAGE_PIXELS:
+            raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):  # Pillow would cut off what exceeds 255
             return _decode(Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)), num_channels)
@@ -372,7 +385,7 @@ class Files:
     def __init__(self, folder: str, field: str, classes: list[str] | None = None):
         self.folder, self.what = os.path.abspath(os.path.expanduser(folder)), f"{field} {folder}"
         entries = self._list(".")
-        found = [entry.name for entry in entries if entry.is_dir()]
+        found = [entry.name for entry in entries if self._is_folder(entry)]
         if not found:
             loose = sum(entry.name.lower().endswith(SUFFIXES) for entry in entries)
             raise UsageError(
@@ -381,12 +394,15 @@ class Files:
         self.classes = found if classes is None else classes
         self.names, self.sizes, self.times = [], [], []
         problems, labels = [], []
+        if wrong := [name for name in found if not is_utf8(name)]:
+            problems.append(f"{self.what} has classes whose names are not UTF-8: {_some(wrong)}: rename them")
         if unknown := sorted(set(found) - set(self.classes)):
             problems.append(f"{self.what} has classes that train_dir lacks: {_some(unknown)}: remove or rename them")
         for name in sorted(set(found) & set(self.classes)):
             inside = self._list(name)
-            images = [entry for entry in inside if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()]
-            if folders := [entry.name for entry in inside if entry.is_dir()]:
+            folders = [entry.name for entry in inside if self._is_folder(entry)]
+            images = [entry for entry in inside if entry.name.lower().endswith(SUFFIXES) and entry.name not in folders]
+            if folders:
                 problems.append(
                     f"{self.what}: class {name} holds folders ({_some(folders)}), but images must be CLASS/NAME: give the "
                     "folder that holds the classes, or move the images up"
@@ -398,13 +414,20 @@ class Files:
                 )
             for entry in images:
                 self.names.append(f"{name}/{entry.name}")
-                stat = self._try(entry.stat, self.names[-1])
-                self.sizes.append(stat.st_size)
-                self.times.append(stat.st_mtime_ns)
+                found = self._try(entry.stat, self.names[-1])
+                self.sizes.append(found.st_size)
+                self.times.append(found.st_mtime_ns)
+                if not stat.S_ISREG(found.st_mode):  # reading it could wait for ever
+                    problems.append(
+                        f"{self.what}: {self.names[-1]} is a device, a pipe or a socket, not a regular file: remove it"
+                    )
             labels += [self.classes.index(name)] * len(images)
         if problems:
             raise UsageError(problems)
         self.labels = np.array(labels, np.int64)
+
+    def _is_folder(self, entry: os.DirEntry) -> bool:
+        return self._try(entry.is_dir, os.path.relpath(entry.path, self.folder))
 
     def _list(self, name: str) -> list[os.DirEntry]:
         """The entries of a folder inside, sorted."""
@@ -421,7 +444,7 @@ class Files:
             ) from None
 
     def open(self, row: int) -> Image.Image:
-        return Image.open(os.path.join(self.folder, self.names[row]))
+        return Image.open(os.path.join(self.folder, self.names[row]), formats=FORMATS)
 
     def name(self, row: int) -> str:
         return self.names[row]
@@ -475,7 +498,7 @@ class Rows:
         return Path(record["path"]).read_bytes() if record["bytes"] is None else record["bytes"]
 
     def open(self, row: int) -> Image.Image:
-        return Image.open(io.BytesIO(self._bytes(row)))
+        return Image.open(io.BytesIO(self._bytes(row)), formats=FORMATS)
 
     def name(self, row: int) -> str:
         return f"row {row}"
@@ -493,13 +516,7 @@ class Rows:
 
 def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
     """The split `train`, and `validation` or else `test`."""
-    try:
-        splits = datasets.load_dataset(name, config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"dataset_name {name!r} (config {config!r}): {' '.join(str(error).split())}. Check both names and the network, or "
-            f"use train_dir or dataset_name {DIGITS}, which need none"
-        ) from error
+    splits = load_hub(name, config, None, None, other="train_dir")
     if "train" not in splits:
         raise UsageError(f"dataset_name {name!r} has no split train, only {_some(list(splits))}: give another dataset")
     train = Rows(splits["train"], name, "train")

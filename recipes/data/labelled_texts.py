@@ -27,7 +27,7 @@ from recipes.attention import cell_of
 from recipes.data import documents
 from recipes.data.arrow import ListColumn
 from recipes.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
-from recipes.errors import UsageError, nearest
+from recipes.errors import UsageError, nearest, reason
 from recipes.losses import IGNORED
 from recipes.recipe import TextClassification
 
@@ -51,6 +51,7 @@ PARTS = (
     "unittest",
     "xml",
 )
+MOST_DIGITS = 1000  # of a label that is a whole number
 MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
 
@@ -68,7 +69,7 @@ class Columns:
         Raises:
             UsageError: one that is not there, or none with a usual name; lists those that are.
         """
-        text, pair, listed = self.text, self.pair, ", ".join(map(repr, present))
+        text, pair, listed = self.text, self.pair, documents.listed(present)
         if text is None:
             pair = next((name for name in PAIRS if name in present and PAIRS[name] in present), None)
             text, pair = (pair, PAIRS[pair]) if pair else (next((n for n in TEXTS if n in present), None), None)
@@ -83,7 +84,8 @@ class Columns:
                 problems.append(f"{where}: {rule}: name the column with --{field}")
             elif name is not None and name not in present:
                 problems.append(
-                    f"{where} has no column {name!r}, only {listed}. Set {field}: {nearest(name, list(present))}"
+                    f"{where} has no column {name!r}, only {listed}. Set {field}: "
+                    f"{nearest(name, map(documents.shown, present))}"
                 )
         if problems:
             raise UsageError(problems)
@@ -156,10 +158,12 @@ class _Row:
                 raise UsageError(f"{where}: {column!r} holds {type(value).__name__}, not text")
             if column is not None and (value is None or not value.strip()):
                 raise UsageError(f"{where}: {column!r} is empty: fill it in, or remove the row")
+            documents.check_text(where, value)
         label = self.label
         if label is not None and not isinstance(label, str | int | float):
             raise UsageError(f"{where}: {columns[2]!r} holds {type(label).__name__}, not a label")
         label = None if label is None else str(label).strip()
+        documents.check_text(where, label)
         if needs_label and not label:
             raise UsageError(f"{where}: {columns[2]!r} has no label: give one, or remove the row")
         return {"text": self.text, "pair": self.pair, "label": label or None}
@@ -282,14 +286,14 @@ class LabelledTexts:
 
         Returns:
             of the tokens, the first of each sample wanted: see `attention.cell_of`.
-            labels: int64 [S], a sample without a label has -100; float32 [S] when labels are numbers, NaN without one.
+            labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
             counts: int64 [1], samples.
         """
         counts = torch.tensor([len(texts)])
         nothing = IGNORED if self.classes is not None else np.nan
         texts = texts or [Text(0, np.full(2, self.tokenizer.sep_token_id), 2, nothing)]
         labels = torch.tensor(
-            [text.label for text in texts], dtype=torch.float32 if self.classes is None else torch.int64
+            [text.label for text in texts], dtype=torch.float64 if self.classes is None else torch.int64
         )
         return {
             **cell_of(
@@ -353,21 +357,22 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     With num_labels None they are numbers if all of them are, and not all are whole.
 
     Raises:
-        UsageError: a single class, or another number of classes than num_labels.
+        UsageError: a single label, or another number of classes than num_labels.
 
     >>> find_classes(["10", "9", "10"], None), find_classes(["b", "a"], 2), find_classes(["1.5", "2"], None)
     (['9', '10'], ['a', 'b'], None)
     """
     names = sorted(set(labels))
+    if len(names) == 1:
+        raise UsageError(
+            f"the training texts have a single label, {documents.listed(names)}: nothing can be learned; check label_column "
+            "and train_file"
+        )
     if num_labels == 1 or (num_labels is None and all(map(_is_number, names)) and not all(map(_is_whole, names))):
         return None
     if all(map(_is_whole, names)):
         names.sort(key=int)
-    listed = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-    if len(names) == 1:
-        raise UsageError(
-            f"the training texts have a single class, {listed}: nothing can be learned; check label_column and train_file"
-        )
+    listed = ", ".join(map(documents.shown, names[:10])) + (", ..." if len(names) > 10 else "")
     if num_labels is not None and len(names) != num_labels:
         raise UsageError(
             f"num_labels is {num_labels}, but the training texts have {len(names)} classes ({listed}): set it to {len(names)}, "
@@ -390,16 +395,16 @@ def _numbers(labels: Sequence[str | None], classes: list[str] | None, what: str)
     else:
         places = {name: place for place, name in enumerate(classes)} | {None: IGNORED}
         wrong = sorted(set(labels) - set(places))
-        rule = f"the training texts have no such class, only {', '.join(classes[:10])}" + ", ..." * (len(classes) > 10)
+        rule = f"the training texts have no such class, only {documents.listed(classes)}"
         numbers = [places[label] for label in labels] if not wrong else []
     if wrong:
-        count, listed = sum(label in set(wrong) for label in labels), ", ".join(map(repr, wrong[:5]))
+        count, listed = sum(label in set(wrong) for label in labels), documents.listed(wrong)
         raise UsageError(f"labels of {what}: {listed} ({count} of {len(labels)} rows), but {rule}")
     return np.array(numbers, np.float64 if classes is None else np.int64)
 
 
 def _is_whole(label: str) -> bool:
-    return label.removeprefix("-").isdecimal()
+    return label.removeprefix("-").isdecimal() and len(label) < MOST_DIGITS
 
 
 def _is_number(label: str) -> bool:
@@ -452,30 +457,14 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
                     names = columns.find(f"{file}:{number}", list(values), needs_label)
                 row = _Row(*(None if name is None else values[name] for name in names))
                 yield row.checked(f"{file}:{number}", names, needs_label)
-        except (OSError, pa.ArrowException) as error:
-            raise UsageError(f"data file {file} cannot be read: {' '.join(str(error).split())}") from error
+        except UsageError:
+            raise
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+            raise UsageError(
+                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
+            ) from error
         if not number:
             raise UsageError(f"data file {file} holds no row: leave it out")
-
-
-def _delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)  # 131,072 characters unless told
-    quoting = (
-        csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    )  # in .tsv a quote is a character, as in GLUE's files
-    lines = (line for _, line in documents.read_lines(file))
-    rows = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-    try:
-        for row in rows:
-            if None in row or None in row.values():
-                found = len(row[None]) + len(row) - 1 if None in row else sum(v is not None for v in row.values())
-                raise UsageError(
-                    f"{file}:{rows.line_num}: {found} fields, but the header names {len(rows.fieldnames)}: put quotation marks "
-                    "around a text with commas, or mend the row"
-                )
-            yield rows.line_num, row
-    except csv.Error as error:
-        raise UsageError(f"{file}: the row after line {rows.line_num} is not CSV: {error}") from error
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -488,8 +477,8 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 READERS = {
-    ".csv": _delimited,
-    ".tsv": functools.partial(_delimited, delimiter="\t"),
+    ".csv": documents.read_delimited,
+    ".tsv": functools.partial(documents.read_delimited, delimiter="\t"),
     ".jsonl": documents.read_json_lines,
     ".json": documents.read_json_lines,
     ".parquet": _parquet_rows,

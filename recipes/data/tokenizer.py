@@ -13,7 +13,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from recipes.errors import UsageError
+from recipes.errors import UsageError, reason
 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
@@ -62,10 +62,18 @@ def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizer
 
 
 def _once(
-    kind: str, documents: Dataset, train: Callable[[Iterable[str]], PreTrainedTokenizerBase], *settings: object
+    kind: str,
+    documents: Dataset,
+    train: Callable[[Iterable[str]], PreTrainedTokenizerBase],
+    vocab_size: int,
+    *settings: object,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that `train` makes of the documents, from the cache if it was made before."""
-    key = repr((documents._fingerprint, *settings, tokenizers.__version__))
+    """The tokenizer that `train` makes of the documents, from the cache if it was made before.
+
+    Raises:
+        UsageError: it has more than `vocab_size` entries, because the least that it needs are more.
+    """
+    key = repr((documents._fingerprint, vocab_size, *settings, tokenizers.__version__))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -74,7 +82,13 @@ def _once(
             partial.rename(folder)
         except OSError:  # another run was first, with the same result
             shutil.rmtree(partial)
-    return AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if len(tokenizer) > vocab_size:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but the special tokens and characters of the training text alone are "
+            f"{len(tokenizer)}: set it to {len(tokenizer)} or more"
+        )
+    return tokenizer
 
 
 def _byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
@@ -151,19 +165,24 @@ def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], li
         UsageError: it cannot be loaded, lacks a needed token, or has more than `vocab_size` entries.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        entries = tokenizer.backend_tokenizer.get_vocab()
+    except Exception as error:  # of any kind: the files were written by others
         raise UsageError(
-            f"tokenizer {name_or_path} cannot be loaded ({reason}): check the name or the folder"
+            f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
         ) from None
     missing = [name for name in needed if getattr(tokenizer, name) is None]
     if missing:
         raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing)}: give one like {like}'s")
-    if len(tokenizer) > vocab_size:
+    if entries.keys() <= set(tokenizer.all_special_tokens):  # what transformers makes of a folder that lacks it
         raise UsageError(
-            f"vocab_size is {vocab_size}, but tokenizer {name_or_path} has {len(tokenizer)} entries: set --vocab_size to "
-            f"{len(tokenizer)} or more"
+            f"tokenizer {name_or_path} has no vocabulary: it must hold tokenizer.json, or what it is made of"
+        )
+    num_entries = max(len(tokenizer), 1 + max(entries.values()))
+    if num_entries > vocab_size:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but tokenizer {name_or_path} has {num_entries} entries: set --vocab_size to "
+            f"{num_entries} or more"
         )
     return tokenizer
 

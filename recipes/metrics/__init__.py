@@ -1,6 +1,7 @@
 """Metrics as modules of Hugging Face evaluate that need no network: one folder each, `evaluate.load(FOLDER)` loads it.
 
-A metric that is not among them is loaded from the hub. evaluate is imported when a metric is loaded.
+A metric that is not among them, a name on the hub or a path, is somebody's program: it runs only where the user says so.
+evaluate is imported when a metric is loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,29 @@ LOCAL = ("accuracy", "f1", "matthews_correlation", "pearsonr", "spearmanr", "mas
 FOLDER = Path(__file__).parent
 
 
-def load(names: Sequence[str]) -> "evaluate.CombinedEvaluations":
+def load(names: Sequence[str], trust_code: bool = False) -> "evaluate.CombinedEvaluations":
     """The metrics of these names, as one module of evaluate; a name given twice counts once.
 
-    They keep their samples in memory, so that runs at the same time have no file in common. Raises `UsageError` for names
-    that are neither local nor on the hub.
+    They keep their samples in memory, so that runs at the same time have no file in common.
+
+    Args:
+        names: of local metrics; with `trust_code` names on the hub and paths as well.
+        trust_code: run the code of metrics that are not local.
+
+    Raises:
+        UsageError: names that are not local and not trusted, or that do not load.
     """
+    problems = [
+        f"metrics is {name!r}, which is not local ({nearest(name, LOCAL)}) but code of a file or of the hub, which would run "
+        "here: name a local one, or, if you trust the code, set --trust_metric_code"
+        for name in dict.fromkeys(names)
+        if name not in LOCAL and not trust_code
+    ]
+    if problems:
+        raise UsageError(problems)
     import evaluate
 
-    modules, problems = [], []
+    modules = []
     for name in dict.fromkeys(names):
         try:
             modules.append(_load_local(name) if name in LOCAL else _load_other(name))
@@ -43,17 +58,17 @@ def load(names: Sequence[str]) -> "evaluate.CombinedEvaluations":
     return evaluate.combine(modules)
 
 
-def compute(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
+def compute(names: Sequence[str], predictions: Any, references: Any, trust_code: bool = False) -> dict[str, float]:
     """Metrics over samples, each used once, in the order of the names.
 
     Args:
-        names: of metrics, see `load`.
+        names, trust_code: see `load`.
         predictions, references: [samples]: lists, arrays or tensors on the host.
 
     Returns:
         Value of each result. What is no single number, as some metrics of the hub return, is left out.
     """
-    found = load(names).compute(predictions=predictions, references=references)
+    found = load(names, trust_code).compute(predictions=predictions, references=references)
     return {key: float(value) for key, value in found.items() if isinstance(value, Real)}
 
 

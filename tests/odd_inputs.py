@@ -1,0 +1,432 @@
+"""Odd values for every field that can be set, and what is done with them: tests/test_bounds.py, benchmarks/bounds.py.
+
+The fields are read from the classes themselves. A new field is tried without a word here.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from hypothesis import strategies as st
+
+from recipes import __main__ as command
+from recipes import recipe as recipes
+from recipes import run
+from recipes.configs import LISTS, RATES, SIZES
+from recipes.errors import exit_code
+from recipes.hardware import DEVICES, Device
+
+SECONDS, MEMORY = 5, 2 * 2**30
+LONGEST = 60  # seconds of what is accepted, and runs (--trace builds the model)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def _nested(levels: int, kind: str) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value] if kind == "list" else {"a": value}
+    return value
+
+
+# fmt: off
+NUMBERS = (
+    0, 1, -1, 2, 3, 7, 64, 1000, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**11, 10**30, -(10**30),
+    10**400, 0.0, -0.0, 0.1, 0.5, 1.0, 1 - 2**-53, 1.5, 1e-320, 1e-9, 1e9, 1e15, 1e300, -1e300, math.nan, math.inf, -math.inf,
+)
+TEXTS = (
+    "", " ", "\t", "\n", "0", "00", "-", "--", "-1", "1e5", "1e400", "1_000", "0x10", "1:30", "nan", "inf", "-inf", "null", "~",
+    "yes", "no", "true", "False", "None", "[1", "[1]", "{", "{}", "*a", "&a", "!!python/name:os.system", "%s%n", "../..", "/",
+    "/dev/zero", "/dev/null", "/proc/self/mem", ".", "~/x", "a" * 10_000, "9" * 5000, "0." + "9" * 5000, "é", "\u202e",
+    "日本語", "\U0001f600", "\x1b[31m", "\ud800", "\udcff", "\0", "a\0b", "a.yaml", "a.json", "hub/name", "random",
+    "2024-01-01", "1.5.2",
+)
+# fmt: on
+ODD = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.sampled_from([None, True, False, [], {}, [[]], [None], [1, "a"], {"a": 1}, {1: 2}, {None: None}, [1] * 2000]),
+    st.sampled_from([(20, "list"), (500, "list"), (500, "mapping")]).map(lambda of: _nested(*of)),
+    st.integers(),
+    st.floats(),
+    *[st.integers(1, 5000), st.floats(0, 1), st.sampled_from([10**6, 10**9, 10**12, 1e-12, 1e-3, 1e12])] * 2,
+    st.text(max_size=20),
+    st.recursive(st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
+)
+INTEGERS = st.one_of(
+    st.sampled_from([of for of in NUMBERS if isinstance(of, int)]), st.integers(1, 5000), st.integers()
+)
+FLOATS = st.one_of(st.sampled_from(NUMBERS), st.floats(0, 1), st.floats())
+
+
+def odd(hint: object = None) -> st.SearchStrategy:
+    """Values for a field of a type: half of them of that type, so that what is allowed is tried as well."""
+    kinds = [ODD]
+    if int in (hint, *typing.get_args(hint)):
+        kinds.append(INTEGERS)
+    elif float in (hint, *typing.get_args(hint)):
+        kinds.append(FLOATS)
+    elif bool in (hint, *typing.get_args(hint)):
+        kinds.append(st.booleans())
+    elif hint is not None and "tuple[int" in str(hint):
+        kinds.append(st.lists(INTEGERS, max_size=5))
+    return st.one_of(*kinds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases: a program, its words, and files for the folder in which it runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of a program.
+
+    Attributes:
+        kind: which kind of field is odd in it.
+        task: of the script whose flags are read; None: `python -m recipes`.
+        words: its arguments.
+        files: name -> content of the folder that it runs in.
+    """
+
+    kind: str
+    task: str | None
+    words: tuple[str, ...]
+    files: tuple[tuple[str, bytes], ...] = ()
+
+    def main(self) -> int | None:
+        if self.task is None:
+            return command.main()
+        run.parse(sys.argv[1:], self.task, "")
+        return None
+
+
+def _words(value: object) -> list[str]:
+    """A value as a shell passes it: no word can hold a NUL."""
+    values = value if isinstance(value, list) and len(value) != 1 else [value]
+    return [(of if isinstance(of, str) else _text(of)).replace("\0", "") for of in values]
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # more digits than Python writes
+        return "9" * 5000
+
+
+def _yaml(values: object) -> bytes:
+    """As `yaml.safe_dump`, or JSON, which is YAML too, where that fails."""
+    try:
+        return yaml.safe_dump(values, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return _json(values)
+
+
+def _json(values: object) -> bytes:
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(10_000)
+    try:
+        return json.dumps(values, default=str, skipkeys=True).encode("utf-8", "surrogatepass")
+    finally:
+        sys.set_int_max_str_digits(limit)
+        sys.setrecursionlimit(1000)
+
+
+def _fields(*classes: type) -> dict[str, object]:
+    """Name -> type."""
+    return {name: hint for cls in classes for name, hint in sorted(typing.get_type_hints(cls).items())}
+
+
+def _one(fields: dict[str, object]) -> st.SearchStrategy:
+    """A field and a value."""
+    return st.sampled_from(sorted(fields)).flatmap(lambda name: st.tuples(st.just(name), odd(fields[name])))
+
+
+def _changes(fields: dict[str, object]) -> st.SearchStrategy:
+    """One or two fields with values."""
+    return st.lists(_one(fields), min_size=1, max_size=2).map(dict)
+
+
+RECIPES = {
+    task: next(name for name in recipes.catalog_names() if recipes.load(name).task == task) for task in recipes.TASKS
+}
+BASES = {task: yaml.safe_load(recipes.load(name).to_yaml()) for task, name in RECIPES.items()}
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+}
+LLAMA = BERT | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+RESNET = {
+    "model_type": "resnet",
+    "architectures": ["ResNetForImageClassification"],
+    "num_channels": 3,
+    "embedding_size": 64,
+    "hidden_sizes": [64, 128],
+    "depths": [2, 2],
+    "layer_type": "basic",
+    "hidden_act": "relu",
+    "id2label": {"0": "a", "1": "b"},
+    "downsample_in_first_stage": False,
+}
+MODELS = (BERT, BERT | {"architectures": ["BertForSequenceClassification"]}, GPT2, LLAMA, RESNET)
+CONFIG_FIELDS = dict.fromkeys([*(field for model in MODELS for field in model), "unknown"])
+CONFIG_FIELDS |= dict.fromkeys(SIZES, int) | dict.fromkeys(RATES, float) | dict.fromkeys(LISTS, tuple[int, ...])
+DEVICE = yaml.safe_load((DEVICES / "t4.yaml").read_text(encoding="utf-8"))
+ON = "2x4xt4"
+
+TASKS = st.sampled_from(sorted(recipes.TASKS))
+
+
+@st.composite
+def recipe_flags(draw) -> Case:
+    """A field of a recipe, or of the command, by flag."""
+    name, task = draw(st.sampled_from(["plan", "scale"])), draw(TASKS)
+    settings = command.PlanSettings if name == "plan" else command.ScaleSettings
+    field, value = draw(_one(_fields(recipes.TASKS[task], settings)))
+    words = [name, RECIPES[task], "--on", ON if name == "plan" else "t4", f"--{field}", *_words(value)]
+    return Case("recipe, by flag", None, tuple(words))
+
+
+@st.composite
+def run_flags(draw) -> Case:
+    """A setting of a run, or a field of its recipe, by the flag of a script."""
+    task = draw(TASKS)
+    fields = _fields(run.SETTINGS[task])
+    del fields["recipe"]
+    field, value = draw(_one(fields))
+    words = ["--recipe", RECIPES[task], f"--{field}", *_words(value)]
+    return Case("run settings", task, tuple(words))
+
+
+@st.composite
+def recipe_files(draw) -> Case:
+    """One or two fields of a recipe's file."""
+    task = draw(TASKS)
+    changes = draw(_changes(_fields(recipes.TASKS[task]) | dict.fromkeys(("extends", "unknown", "task"))))
+    file = ("odd.yaml", _yaml(BASES[task] | changes))
+    words = draw(
+        st.sampled_from([("plan", "odd.yaml", "--on", ON), ("scale", "odd.yaml", "--on", "t4"), ("plan", "odd.yaml")])
+    )
+    return Case("recipe, in a file", None, words, (file,))
+
+
+@st.composite
+def device_files(draw) -> Case:
+    changes = draw(_changes(_fields(Device) | {"unknown": None}))
+    words = draw(
+        st.sampled_from([("plan", "bert_base", "--on", "4xodd.yaml"), ("scale", "gpt2_124m", "--on", "odd.yaml")])
+    )
+    return Case("device file", None, words, (("odd.yaml", _yaml(DEVICE | changes)),))
+
+
+@st.composite
+def model_configurations(draw) -> Case:
+    model = draw(st.sampled_from(MODELS))
+    changes = draw(_changes(CONFIG_FIELDS))
+    file = ("config.json", _json(model | changes))
+    words = ["plan", "--model_name_or_path", ".", "--global_batch_size", "64", "--on", ON]
+    words += [] if model is RESNET else ["--seq_len", "128"]
+    return Case("model configuration", None, tuple(words), (file,))
+
+
+@st.composite
+def model_flags(draw) -> Case:
+    """A field of the settings for a model without a recipe."""
+    name = draw(st.sampled_from(["plan", "scale"]))
+    settings = command.PlanSettings if name == "plan" else command.ScaleSettings
+    field, value = draw(_one(_fields(command.ModelSettings, settings)))
+    words = [name, "--model_name_or_path", ".", "--global_batch_size", "64", "--seq_len", "128", "--on", "t4"]
+    words += [f"--{field}", *_words(value)]
+    return Case("model, by flag", None, tuple(words), (("config.json", _json(BERT)),))
+
+
+@st.composite
+def hostile_texts(draw) -> Case:
+    """A file that is no recipe, device or configuration at all."""
+    content = draw(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode), st.sampled_from(HOSTILE)))
+    words = draw(
+        st.sampled_from(
+            [
+                ("plan", "odd.yaml", "--on", ON),
+                ("plan", "bert_base", "--on", "1xodd.yaml"),
+                ("plan", "--model_name_or_path", "odd.json", "--global_batch_size", "8", "--seq_len", "8"),
+            ]
+        )
+    )
+    return Case("any text", None, words, (("odd.json" if "odd.json" in words else "odd.yaml", content),))
+
+
+HOSTILE = [
+    b"a: &a [1, 1, 1]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)),
+    b"a: &a\n  b: *a\n",
+    b"[" * 5000,
+    b"{" * 5000,
+    b"- " * 5000,
+    b"a: " * 5000,
+    b'{"a": ' * 5000,
+    b"? " * 300,
+    b"!!python/object/apply:os.system [id]",
+    b"a: !!binary x\n",
+    b"a: !!timestamp 2024-99-99\n",
+    b"a: 2024-02-31\n",
+    b"a: " + b"9" * 5000,
+    b"a: 1:" + b"59:" * 400 + b"1",
+    b"\xff\xfe\x00",
+    b"\0" * 100,
+    b"a: \0\n",
+    b"\xef\xbb\xbftask: x\n",
+    b"task: bert_pretraining\n" * 2,
+    b"%YAML 9.9\n---\na: 1\n",
+    b"a: 1\n---\nb: 2\n",
+    b"<<: {a: 1}\n<<: [1]\n",
+    b"<<: 1\n",
+    b"? [1, 2]\n: 3\n",
+    b"1: 2\nnull: 3\n",
+    b'{"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": ' + b"9" * 5000 + b"}",
+    b'{"model_type": ["bert"], "architectures": [["BertForMaskedLM"]]}',
+    b'{"model_type": "bert", "architectures": {"a": 1}}',
+    b'{"model_type": null}',
+    b"NaN",
+    b"",
+    b"#" * 70_000,
+    b"a: [" + b"1," * 40_000 + b"1]",
+    "".join(f"f{i}: {i}\n" for i in range(6000)).encode(),
+]
+CASES = st.one_of(
+    recipe_flags(), run_flags(), recipe_files(), device_files(), model_configurations(), model_flags(), hostile_texts()
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done with them
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a program did with a case.
+
+    Attributes:
+        code: exit code; below 0 the signal that ended it (14: it took too long).
+        seconds: until its end.
+        memory: bytes that it took beyond what it began with.
+        errors: what it wrote to stderr.
+    """
+
+    code: int
+    seconds: float
+    memory: int
+    errors: str
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it; empty if it is as it must be."""
+        lines = self.errors.splitlines()
+        if self.code not in (0, 2):
+            return f"ended with {self.code}"
+        if self.code == 2 and not (lines and lines[0].startswith("ERROR: ")):
+            return "refused without a line that says why"
+        if self.code == 2 and not all(line.startswith("ERROR: ") for line in lines):
+            return "more than one line for a problem"
+        if any(len(line) > 1000 or not line.isprintable() for line in lines if self.code == 2):
+            return "a line that is too long, or cannot be printed"
+        if self.code == 2 and self.seconds > SECONDS:
+            return f"{self.seconds:.1f} s until it was refused"
+        return f"{self.memory / 2**30:.1f} GiB" if self.memory > MEMORY else ""
+
+
+def answer(case: Case) -> Answer:
+    """Run a case in a process of its own, forked from this one, which has imported all."""
+    with tempfile.TemporaryDirectory(prefix="odd-") as folder:
+        for name, content in case.files:
+            (Path(folder) / name).write_bytes(content)
+        begin, errors = time.perf_counter(), Path(folder) / "stderr"
+        _, least = _forked(lambda: None)
+        status, most = _forked(lambda: _child(case.main, case.words, folder, errors))
+        seconds = time.perf_counter() - begin
+        text = errors.read_text(errors="replace") if errors.exists() else ""
+        return Answer(os.waitstatus_to_exitcode(status), seconds, most - least, text)
+
+
+def _forked(run: Callable[[], None]) -> tuple[int, int]:
+    """Run in a forked process: its status, as `os.wait` gives it, and the most bytes that were resident in it.
+
+    A forked process begins with less than this one has: pages of files are mapped when they are read.
+    """
+    pid = os.fork()
+    if not pid:
+        run()
+        os._exit(0)
+    _, status, usage = os.wait4(pid, 0)
+    return status, usage.ru_maxrss * 1024
+
+
+def _address_space() -> int:
+    """Bytes of this process's address space now."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _child(main: Callable[[], int | None], words: tuple[str, ...], folder: str, errors: Path) -> None:
+    code = 70
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LONGEST)
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 2 * MEMORY, resource.RLIM_INFINITY))
+        os.chdir(folder)
+        sys.argv = ["recipes", *words]
+        with errors.open("w", errors="backslashreplace") as file:
+            sys.stderr, sys.stdout = file, io.StringIO()
+            try:
+                code = exit_code(main)
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
+            except BaseException:
+                traceback.print_exc(file=file)
+                code = 70
+    finally:
+        with contextlib.suppress(Exception):
+            os._exit(code)
+        os._exit(71)

@@ -1,0 +1,29 @@
+"""No value of any field ends in a traceback, a hang or silence: it is refused in one line, or it runs.
+
+The same in thousands of cases: `make chaos` (benchmarks/bounds.py).
+"""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from odd_inputs import CASES, answer
+
+NUM_CASES = 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_odd_values_of_every_field_are_refused_in_one_line_or_run():
+    @settings(
+        max_examples=NUM_CASES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(CASES)
+    def every_case(case):
+        answered = answer(case)
+        assert not answered.problem, f"{answered.problem}: {case}\n{answered.errors[-3000:]}"
+
+    every_case()
