@@ -1,15 +1,18 @@
 """The audit names the one fault of each program in audited/, and finds none in those that have none."""
 
 import json
+import os
 import subprocess
 import sys
 import types
 
+import corpus
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
+from forked import Server
 
 from recipes.audit import script
 from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
@@ -22,39 +25,17 @@ from recipes.sketch import WHOLE, sketch
 
 AUDITED = ROOT / "tests" / "audited"
 TOLERANCE = 1e-7
-# Found when the same 16 samples are cut into 4 micro-steps.
-ONE_PROCESS = {
-    "not_divided_by_k": {"factor"},
-    "clipping_hides_a_factor": {"factor"},
-    "mean_of_means": {"mean_of_means"},
-    "accelerate_documented": {"mean_of_means"},
-    "tail_divided_by_k": {"tail"},
-    "last_window_never_steps": {"last_window"},
-    "step_mod_k_is_0": {"first_window", "last_window"},
-    "batch_norm": {"batch_norm"},
-    "dropout_on": {"dropout"},
-    "clip_per_micro_step": {"changed_between"},
-    "zero_grad_missing": {"leak"},
-    "zero_grad_per_micro_step": {"emptied_between"},
-    "scheduler_per_micro_step": {"ticks_per_micro_step"},
-    "shuffles_per_layout": {"other_samples"},
-    "draws_per_layout": {"other_inputs"},
-    "trainer_bert_for_pretraining": {"ignores_num_items", "logged_loss"},
-    "trainer_bert_classifier": {"ignores_num_items", "logged_loss"},
-    "trainer_gpt2": {"shifted_labels"},
-}
-# Name -> b, k, what is found on two processes. no_sync_missing is exact.
-TWO_PROCESSES = {
-    "prepared_scheduler": (8, 1, {"ticks_per_process"}),
-    "even_batches": (8, 1, {"duplicated"}),
-    "no_sync_missing": (2, 4, {"reductions"}),
-    "trainer_gpt2_counts_per_process": (4, 2, {"mean_of_means", "logged_loss"}),
-    "ok_ddp_no_sync": (2, 4, set()),
-}
+PROGRAMS = corpus.programs()
 
 
 def program(name: str):
-    return AUDITED / f"{name}.py"
+    return next(of.path for of in PROGRAMS if of.path.stem == name)
+
+
+@pytest.fixture(scope="session")
+def server():
+    with Server() as started:
+        yield started
 
 
 @pytest.fixture
@@ -79,35 +60,16 @@ def run(monkeypatch):
     return here
 
 
-@pytest.mark.parametrize("name", ONE_PROCESS)
-def test_the_fault_is_found_and_named(run, name):
-    comparison = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE)
-    assert {finding.cause for finding in comparison.findings} == ONE_PROCESS[name]
-    assert not comparison.is_exact
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in AUDITED.glob("ok_*.py")))
-def test_what_is_exact_is_not_accused(run, name):
-    reference, *others = (run(name, b, k) for b, k in ((16, 1), (4, 4), (2, 8)))
-    assert not alone(reference)
-    for other in others:
-        comparison = compare(reference, other, TOLERANCE)
-        assert not comparison.findings
-        assert comparison.is_exact
-        assert max(comparison.errors) < TOLERANCE
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", TWO_PROCESSES)
-def test_on_two_processes(run, name):
-    b, k, causes = TWO_PROCESSES[name]
-    flags = {"per_device_train_batch_size": str(b), "gradient_accumulation_steps": str(k)}
-    two = record([str(program(name))], Variation(flags, 2), 0, timeout=100)
-    assert [recording.process_index for recording in two] == [0, 1]
-    comparison = compare(run(name, 16, 1), two, TOLERANCE)
-    assert {finding.cause for finding in comparison.findings} == causes
-    assert comparison.is_exact == (causes <= HARMLESS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
+    reference = server.record([str(program.path)], corpus.variation(program.reference))
+    assert not [of for of in alone(reference) if of.cause not in program.also | set(program.causes)]
+    for layout in program.expected:
+        comparison = compare(reference, server.record([str(program.path)], corpus.variation(layout)), corpus.TOLERANCE)
+        assert corpus.verdict(program, layout, comparison) == "right", comparison.findings
+        assert comparison.is_exact == (program.expected[layout] in {corpus.EXACT} | HARMLESS)
 
 
 def test_two_faults_at_once(run):
@@ -162,16 +124,16 @@ def test_parameters_are_kept_so_that_steps_are_compared_one_by_one():
 
 def test_nothing_is_left_behind(run):
     before = torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step
-    run("ok_scheduler_per_step", 4, 4)
+    run("scheduler_per_step", 4, 4)
     assert before == (torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step)
 
 
 def test_numbers_that_are_not_finite_and_other_models(run):
-    reference, broken = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    reference, broken = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     broken[0].steps[2].gradient[5] = np.nan
     comparison = compare(reference, broken, TOLERANCE)
     assert [(of.cause, of.where) for of in comparison.findings] == [("not_finite", "step 3")]
-    other = compare(reference, run("ok_two_terms", 4, 4), TOLERANCE)
+    other = compare(reference, run("two_terms", 4, 4), TOLERANCE)
     assert [of.cause for of in other.findings] == ["parameters"]
     v = Variation({}, 1)
     assert "not compared" in table([v, v], [], [other])
@@ -184,18 +146,18 @@ def test_the_table_shows_the_numbers():
         Comparison([2e-9], [1.0], [1.0], [3e-9], [0], "a.weight", 2e-9, []),
         Comparison([0.1], [1.0], [1.0], [0.1], [0], "b", 0.1, [Finding("tail", "step 9", "7/8")]),
     ]
-    heading, reference, in_itself, first, second, third, *causes = table("rxyz", [leak], comparisons).splitlines()
+    heading, reference, in_itself, _, first, second, third, *causes = table("rxyz", [leak], comparisons).splitlines()
     assert reference.split() == "r the reference".split()
     assert in_itself == f"  {leak}"
     assert first.split() == "x 2 1e-09, 0.5 1 1.0000 0.25 a.weight 0.4 [1] [2]".split()
     assert second.split() == "y 1 2e-09, 2e-09 1 1.0000 3e-09".split()
     assert third.split()[-3:] == ["b", "0.1", "[2]"]
-    assert causes == [f"[1] {leak}", f"[2] {tail}"]
+    assert causes == [f"[1] {leak}", f"    do: {leak.remedy}", f"[2] {tail}", f"    do: {tail.remedy}"]
     assert heading.index("loss error") + len("loss error") == first.index("0.25") + len("0.25")
 
 
 def test_processes_that_take_different_gradients(run):
-    zero, one = run("ok_groupnorm", 16, 1)[0], run("ok_groupnorm", 16, 1)[0]
+    zero, one = run("groupnorm", 16, 1)[0], run("groupnorm", 16, 1)[0]
     one.process_index = 1
     assert not [of for of in alone([zero, one]) if of.cause == "not_reduced"]
     one.steps[1].gradient *= 1.5
@@ -203,16 +165,37 @@ def test_processes_that_take_different_gradients(run):
 
 
 def test_rates_and_steps_that_depend_on_the_layout(run):
-    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
-    other[0].steps[3].learning_rates = [0.5 * rate for rate in other[0].steps[3].learning_rates]
-    del other[0].steps[4]
+    reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
+    other[0].steps[2].learning_rates = [0.5 * rate for rate in other[0].steps[2].learning_rates]
+    del other[0].steps[3:]
     found = [(of.cause, of.where, of.evidence) for of in compare(reference, other, TOLERANCE).findings]
-    assert found == [("num_steps", "", "4, not 5"), ("learning_rate", "step 4", "0.005, not 0.01")]
+    assert found == [("num_steps", "", "3, not 5"), ("learning_rate", "step 3", "0.005, not 0.01")]
+
+
+def test_samples_whose_contents_are_drawn_anew_are_told_by_their_indices(run):
+    """As TRL's KTO pairs completions anew in every batch."""
+    reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
+    for step in other[0].steps:
+        for micro_step in step.micro_steps:
+            micro_step.digests = [f"another {digest}" for digest in micro_step.digests]
+    last = other[0].steps[-1]
+    last.gradient, last.unclipped = 2 * last.gradient, 2 * last.unclipped
+    last.micro_steps[-1].samples += [0, 1]
+    last.micro_steps[-1].digests += ["another one", "another two"]
+    (found,) = compare(reference, other, TOLERANCE).findings
+    assert (found.cause, found.where, found.evidence) == ("duplicated", "step 5", "2 more than once: 0, 1")
+
+
+def test_a_last_step_that_is_left_out(run):
+    reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
+    del other[0].steps[-1]
+    (found,) = compare(reference, other, TOLERANCE).findings
+    assert (found.cause, found.where, found.evidence) == ("dropped", "step 5", "13 samples, too few for a whole step")
 
 
 def test_another_update_of_the_same_gradient(run):
     """Nothing is said of the optimizer where the gradients or the rates that it was given differ."""
-    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+    reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     other[0].steps[1].change *= 1.05
     assert compare(reference, other, TOLERANCE).is_exact
     other[0].steps[1].change *= 2
@@ -240,11 +223,11 @@ def test_losses_that_a_program_logs(run):
     assert compare([recorder.recording], [recorder.recording], TOLERANCE).is_exact
 
 
-def test_wrong_weights_that_no_counts_explain(run):
-    reference, other = run("ok_groupnorm", 16, 1), run("ok_groupnorm", 4, 4)
+def test_a_micro_step_that_counts_twice(run):
+    reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     other[0].steps[0].gradient = other[0].steps[0].gradient + other[0].steps[0].micro_steps[0].gradient
     (found,) = compare(reference, other, TOLERANCE).findings
-    assert (found.cause, found.evidence) == ("factor", "the micro-steps need the weights 1, 1, 1, 1")
+    assert (found.cause, found.evidence) == ("changed_between", "micro-steps are weighted by 2, 1, 1, 1")
 
 
 def test_modules_that_do_nothing_are_no_suspects():
@@ -300,7 +283,12 @@ VARY += ["--vary", "per_device_train_batch_size=4,gradient_accumulation_steps=4"
 
 def command(*argv: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "recipes", "audit-script", *argv], capture_output=True, text=True, cwd=ROOT, timeout=100
+        [sys.executable, "-m", "recipes", "audit-script", *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(AUDITED)},
     )
 
 
@@ -313,13 +301,14 @@ def test_the_command_says_what_is_wrong_and_exits_with_1():
     assert lines[2].endswith(" [1]")
     assert lines[3].startswith("[1] the gradient is too large")
     assert lines[3].endswith("step 1: 4 = k times the gradient")
-    assert lines[4] == "NOT exact (tolerance 1e-05)"
+    assert lines[4] == f"    do: {Finding('factor', '', '').remedy}"
+    assert lines[5] == "NOT exact (tolerance 1e-05)"
 
 
 def test_the_command_for_machines(monkeypatch, capsys, run):
     """And 0 for what is exact."""
-    monkeypatch.setattr(script, "record", lambda program, v, *_: run("ok_groupnorm", *map(int, v.flags.values())))
-    assert audit_script([*VARY, "--json", "--tolerance", "1e-9", "--", str(program("ok_groupnorm"))]) == 0
+    monkeypatch.setattr(script, "record", lambda program, v, *_: run("groupnorm", *map(int, v.flags.values())))
+    assert audit_script([*VARY, "--json", "--tolerance", "1e-9", "--", str(program("groupnorm"))]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["is_exact"] is answer["comparisons"][0]["is_exact"] is True
     assert (answer["tolerance"], answer["findings"], answer["comparisons"][0]["findings"]) == (1e-9, [], [])
@@ -351,13 +340,19 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         ([*VARY, "--", "nowhere.py"], "nowhere.py is not a file"),
         (["--", "README.md"], "one run has nothing to be compared with"),
         (["--vary", "x", "--", "README.md"], "--vary is 'x', not FLAG=VALUE"),
-        ([*VARY, "--processes", "two", "--", "README.md"], "--processes is two, not numbers with commas"),
-        ([*VARY, "--processes", "3", "--", "README.md"], "neither k nor b can be divided by 3"),
+        ([*VARY, "--processes", "two", "--", "README.md"], "--processes is two, not numbers from 1 to 64 with commas"),
+        (
+            [*VARY, "--processes", "3", "--", "README.md"],
+            r"gradient_accumulation_steps and per_device_\w+ cannot be divided by 3",
+        ),
         ([*VARY, "--steps", "-1", "--", "README.md"], r"--steps is -1, must be 0 \(all\) or more"),
         ([*VARY, "--tolerance", "-1", "--", "README.md"], "--tolerance is -1.0, must be 0 or more and below 1"),
         ([*VARY, "--tolerance", "nan", "--", "README.md"], "--tolerance is nan"),
         ([*VARY, "--timeout", "0", "--", "README.md"], "--timeout is 0.0, must be more than 0 seconds"),
         ([*VARY, "--what", "--", "README.md"], "unrecognized arguments: --what"),
+        ([*VARY, "--per_process", "batch", "--", "README.md"], "--per_process batch is no flag of --vary"),
+        ([*VARY, "--processes", "9" * 5000, "--", "README.md"], "not numbers from 1 to 64"),
+        ([*VARY, "--", "README.md"], "README.md is no Python program: line"),
     ],
 )
 def test_bad_usage(argv, message, monkeypatch):

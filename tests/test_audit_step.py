@@ -560,3 +560,96 @@ def test_assert_same_step(samples):
     assert assert_same_step(Tagger(), samples, collate, loss, cuts=QUARTERS).is_exact
     with pytest.raises(AssertionError, match=r"depends on how it is cut\nlayout(.|\n)*the loss is no sum over samples"):
         assert_same_step(Tagger(), samples, collate, mean_loss, cuts=QUARTERS)
+
+
+# ---------------------------------------------------------------------------------------------- nothing sound is condemned
+
+
+class Recurrent(nn.Module):
+    """A label for every token of what an LSTM says; its last states are returned, and nobody uses them."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.embedding, self.rnn, self.head = (
+            nn.Embedding(VOCAB, 8),
+            kind(8, 16, batch_first=True),
+            nn.Linear(16, VOCAB),
+        )
+
+    def forward(self, input_ids):
+        return self.head(self.rnn(self.embedding(input_ids))[0])
+
+
+class Pooled(Tagger):
+    """A pooled value over the padding, which nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = Between(lambda x: x.mean(1))
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        self.pooler(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [Recurrent, lambda: Recurrent(nn.GRU), Pooled])
+def test_padding_that_nobody_uses_does_no_harm(model, samples):
+    assert audit_step(model(), samples, collate, loss, cuts=QUARTERS).is_exact
+    assert audit_step(model(), samples, collate, mean_loss, cuts=QUARTERS).causes == {"not_summed"}
+
+
+def test_the_last_state_over_padding_is_named_where_it_is_used(samples):
+    class Last(Recurrent):
+        def forward(self, input_ids):
+            states = self.rnn(self.embedding(input_ids))[1][0][-1]
+            return self.head(states)[:, None].expand(-1, input_ids.shape[1], -1)
+
+    audit = audit_step(Last(), samples, collate, loss, cuts=QUARTERS)
+    assert [(of.cause, of.where) for of in audit.comparisons[0].findings] == [("padding", "rnn (LSTM)")]
+
+
+def plain(weight):
+    """A plain loop that divides every micro-batch by its own number; `weight` says by which."""
+
+    def loop(model, optimizer, batches, k):
+        for number, batch in enumerate(batches, 1):
+            logits, labels = model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            (losses.sum() / weight(batch) / k).backward()
+            if number % k == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+CLASS_WEIGHTS = torch.rand(VOCAB, generator=torch.Generator().manual_seed(3)) + 0.5
+OWN_NUMBERS = {
+    "ragged mean": (lambda batch: (batch["labels"] != -100).sum(), "mean_of_means"),
+    "class weights": (
+        lambda batch: CLASS_WEIGHTS[batch["labels"].clamp(min=0)][batch["labels"] != -100].sum().double(),
+        "mean_of_means",
+    ),
+    "padding counted": (lambda batch: batch["labels"].numel(), "counts"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_NUMBERS)
+def test_weights_that_differ_from_micro_step_to_micro_step_are_no_factor(name, samples):
+    weight, cause = OWN_NUMBERS[name]
+    audit = audit_step(Tagger(), samples, collate, loop=plain(weight), cuts=QUARTERS, global_batch_size=16)
+    assert audit.causes == {cause}
+
+
+@pytest.mark.parametrize(
+    ("samples", "loss", "message"),
+    [
+        (iter([]), loss, "samples are list_iterator: give a list"),
+        (EVEN, lambda model, batch: loss(model, batch)[0], r"loss must return \(sum, count\)"),
+    ],
+)
+def test_samples_and_losses_of_other_kinds_end_in_one_line(samples, loss, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        audit_step(Tagger(), samples, collate, loss)
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None

@@ -1,78 +1,31 @@
 """Compares what a loop did under two layouts, and names the cause of what differs.
 
 Everything is linear in the gradients, so sketches serve as well as they do. Let r be the reference's gradient of a step, g the
-other's, and d_q what its q-th micro-step added to it. A cause is named because the numbers are what that cause produces:
-g = c r with c = k, N, k N, m / k; r = sum_q a_q d_q with a_q in proportion to the number of targets of micro-step q; and so on.
+other's, and d_q what its q-th micro-step (of all processes) contributes. A cause is named because the numbers are what that
+cause produces: g = c r with c = k, N, k N, m / k; r = sum_q a_q d_q with a_q in proportion to a number of targets; and so on.
+What numbers do not tell was seen by asking the model (`probe.py`). Nothing is said of a step whose gradient is the reference's.
 """
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from recipes.audit.causes import CAUSES, HARMLESS, Finding
 from recipes.audit.recording import MicroStep, Recording, Step
 
+__all__ = ["CAUSES", "HARMLESS", "Comparison", "Finding", "alone", "compare", "listed"]
+
 SMALL = 1e-6  # relative; what a cause predicts is met within it, or within the tolerance where that is larger
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What is wrong with a loop.
-
-    Attributes:
-        cause: see `CAUSES`.
-        where: modules, or steps.
-        evidence: the numbers that show it.
-    """
-
-    cause: str
-    where: str
-    evidence: str
-
-    def __str__(self) -> str:
-        return f"{CAUSES[self.cause]}: {self.where}: {self.evidence}"
-
-
-CAUSES = {
-    "batch_norm": "statistics of the micro-batch instead of the global batch",
-    "dropout": "noise is drawn anew for every cut (with a dropout of 0 the audit sees the rest)",
-    "mean_of_means": "mean of the micro-batches' means, though they have different numbers of targets",
-    "ignores_num_items": "the model's loss ignores num_items_in_batch",
-    "shifted_labels": "num_items_in_batch counts labels that are never predicted",
-    "factor": "the gradient is too large or too small by a factor",
-    "tail": "a window that is not full is divided by the k of a full one",
-    "last_window": "the last window never steps",
-    "first_window": "the first step comes after a single micro-step",
-    "duplicated": "samples are used twice",
-    "dropped": "samples are left out",
-    "other_samples": "the samples of a step depend on the layout",
-    "other_inputs": "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",
-    "changed_between": "the gradient is changed between micro-steps, before it is complete (clipping?)",
-    "emptied_between": "the gradient is emptied between micro-steps: only the last one counts",
-    "leak": "the gradient of the step before is still there (zero_grad is missing)",
-    "ticks_per_process": "the scheduler ticks once per process in every step (a prepared scheduler)",
-    "ticks_per_micro_step": "the scheduler ticks at every micro-step",
-    "learning_rate": "the learning rate depends on the layout",
-    "reductions": "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
-    "not_reduced": "the processes take different gradients: they are not reduced",
-    "num_steps": "another number of steps",
-    "rounding": "the rounding is larger than the tolerance",
-    "not_finite": "the gradient is not finite",
-    "parameters": "other parameters are trained",
-    "update": "the optimizer makes another step of the same gradients and rates",
-    "logged_loss": "the logged loss is not the loss of the step (the step itself is not concerned)",
-    "random_collate": "collate draws: the same samples do not give the same batch",
-    "mixed_samples": "a sample's output depends on the other samples of its micro-batch",
-    "padding": "a sample's output depends on how far it is padded (is the padding masked?)",
-    "counts": "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
-    "not_summed": "the loss is no sum over samples (a mean?)",
-    "not_a_sum": "the gradient is no sum of the micro-steps' (samples are mixed, counts are several, or targets are others)",
-}
-HARMLESS = {"reductions", "logged_loss"}
+ALIKE = 1e-3  # relative; weights that differ less are the same
 UPDATE = (
     0.1  # relative; below it, Adam's division of rounding by rounding (a gradient that is 0 but for it) explains it
 )
 LOGGED = 1e-3  # relative; logs are rounded
+SHORT = 0.05  # relative error that 16 bits explain
+
+Processes = list[Recording]
 
 
 @dataclasses.dataclass
@@ -103,7 +56,10 @@ class Comparison:
         return all(finding.cause in HARMLESS for finding in self.findings)
 
 
-def compare(reference: list[Recording], other: list[Recording], tolerance: float) -> Comparison:
+COLUMNS = ("errors", "ratios", "cosines", "loss_errors", "update_errors")
+
+
+def compare(reference: Processes, other: Processes, tolerance: float) -> Comparison:
     """What differs, and why.
 
     Args:
@@ -111,121 +67,162 @@ def compare(reference: list[Recording], other: list[Recording], tolerance: float
         other: of another layout.
         tolerance: largest relative error of a gradient, or of a learning rate, that is rounding.
     """
+    pairs = [(of, _twin(of, _optimizers(other[0]))) for of in _optimizers(reference[0])]
+    if any(twin is None for _, twin in pairs) or len(_optimizers(other[0])) != len(pairs):
+        ours, true = (sum(len(of.names) for of in _optimizers(processes[0])) for processes in (other, reference))
+        numbers = f"{ours} parameters, {true} in the reference"
+        if ours == true:
+            numbers += "; their names or shapes differ"
+        return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", other[0].model, numbers)])
+    found = [
+        _compare(
+            [_twin(true, _optimizers(of)) or of for of in reference],
+            [_twin(twin, _optimizers(of)) or of for of in other],
+            tolerance,
+        )
+        for true, twin in pairs
+    ]
+    first, *more = found
+    for of in more:
+        for name in COLUMNS:
+            both = zip(getattr(first, name), getattr(of, name), strict=False)
+            pick = min if name == "cosines" else max
+            setattr(first, name, [pick(a, b) for a, b in both] or getattr(of, name))
+        if of.worst_error > first.worst_error:
+            first.worst, first.worst_error = of.worst, of.worst_error
+    first.findings = _once(finding for of in found for finding in of.findings)
+    return first
+
+
+def _optimizers(recording: Recording) -> list[Recording]:
+    return [recording, *recording.others]
+
+
+def _twin(recording: Recording, others: list[Recording]) -> Recording | None:
+    """The recording of the same parameters: by their names, or, where modules around the model differ, by their shapes."""
+    for of in others:
+        if of.names == recording.names and of.sizes == recording.sizes:
+            return of
+    return next((of for of in others if of.shapes == recording.shapes), None)
+
+
+def _compare(reference: Processes, other: Processes, tolerance: float) -> Comparison:
     true, ours = reference[0], other[0]
-    if (true.names, true.sizes) != (ours.names, ours.sizes):
-        numbers = f"{len(ours.names)} parameters, {len(true.names)} in the reference"
-        return Comparison([], [], [], [], [], "", 0.0, [Finding("parameters", ours.model, numbers)])
     findings = alone(other)
     known = {finding.cause for finding in findings}
-    errors, ratios, cosines, loss_errors, update_errors, worst = [], [], [], [], [], ("", -1.0)
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    worst, is_first_late = ("", -1.0), _steps_too_soon(reference, other)
     for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
-        # A step after a wrong window has other samples; one with the same samples is compared.
-        difference = _samples(other, t) - _samples(reference, t), _samples(reference, t) - _samples(other, t)
-        if any(difference):
-            if not known & {"first_window", "last_window"}:
-                findings.append(_other_samples(reference, other, t))
-            for column in (errors, ratios, cosines, loss_errors, update_errors):
-                column.append(float("nan"))
-            continue
         # Clipping can hide a factor, and can itself be wrong: the larger error counts.
         pairs = (r.unclipped, g.unclipped), (r.gradient, g.gradient)
         error, true_gradient, gradient = max(
             ((_relative(b - a, _norm(a)), a, b) for a, b in pairs), key=lambda of: np.nan_to_num(of[0], nan=np.inf)
         )
-        norm = _norm(true_gradient)
-        errors.append(error)
-        ratios.append(_relative(gradient, norm))
-        cosines.append(_relative(true_gradient @ gradient, norm * _norm(gradient)))
-        loss, true_loss = _loss(other, t), _loss(reference, t)
-        loss_errors.append(_relative(abs(loss - true_loss), abs(true_loss)))
-        update_errors.append(_relative(g.change - r.change, _norm(r.change)))
-        name, of_name = _worst_parameter(ours, gradient - true_gradient, norm)
-        worst = max(worst, (name, of_name), key=lambda pair: pair[1])
-        if not error <= tolerance and not known & {"changed_between", "leak"}:
+        # A step after a wrong window has other samples; one with the same samples is compared.
+        if not error <= tolerance and _has_same_samples(reference, other, t) is False:
+            for column in columns.values():
+                column.append(float("nan"))
+            if not is_first_late and not (other[0].unfinished and t == len(ours.steps) - 1 > 0):
+                findings.append(_other_samples(reference, other, t))
+            continue
+        norm, loss, true_loss = _norm(true_gradient), _loss(other, t), _loss(reference, t)
+        columns["errors"].append(error)
+        columns["ratios"].append(_relative(gradient, norm))
+        columns["cosines"].append(_relative(true_gradient @ gradient, norm * _norm(gradient)))
+        columns["loss_errors"].append(_relative(abs(loss - true_loss), abs(true_loss)))
+        columns["update_errors"].append(_update_error(r, g, ours.sizes, tolerance))
+        worst = max(worst, _worst_parameter(ours, gradient - true_gradient, norm), key=lambda pair: pair[1])
+        if not error <= tolerance and not known & {"leak", "not_reduced"}:
             miscount = _miscount(other, t)  # explains a factor, but no more
             true_gradient = true_gradient * (miscount[1] / miscount[0] if miscount else 1)
             if not _relative(gradient - true_gradient, norm) <= tolerance:
-                others = _other_rows(reference, other, t)
                 loss_ratio = loss / true_loss if true_loss else 1.0
-                findings += [others] if others else _why(other, t, true_gradient, gradient, loss_ratio, tolerance)
+                findings += _why(reference, other, t, true_gradient, gradient, loss_ratio, tolerance)
         rates_agree = np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0)
-        if rates_agree and update_errors[-1] > UPDATE and all(error <= tolerance for error in errors):
-            findings.append(Finding("update", f"step {t + 1}", f"relative difference {update_errors[-1]:.2g}"))
+        if rates_agree and columns["update_errors"][-1] > UPDATE and all(of <= tolerance for of in columns["errors"]):
+            evidence = f"relative difference {columns['update_errors'][-1]:.2g}"
+            findings.append(Finding("update", f"step {t + 1}", evidence))
+        if t and g.num_averages > max(1, r.num_averages):
+            findings.append(Finding("average", f"step {t + 1}", f"{g.num_averages} times in a step"))
         findings += _wrong_log(g.logged, true_loss, f"step {t + 1}", len(_window(g)), ours.num_processes)
-    if len(true.steps) != len(ours.steps) and not known & {"last_window", "first_window"}:
-        findings.append(Finding("num_steps", "", f"{len(ours.steps)}, not {len(true.steps)}"))
-    for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
-        if not np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0):
-            if not known & {"ticks_per_process", "ticks_per_micro_step"}:
-                rates = f"{g.learning_rates[0]:.6g}, not {r.learning_rates[0]:.6g}"
-                findings.append(Finding("learning_rate", f"step {t + 1}", rates))
-            break
-    once = {finding.cause: finding for finding in reversed(findings)}
-    return Comparison(errors, ratios, cosines, loss_errors, update_errors, *worst, list(reversed(once.values())))
-
-
-def alone(processes: list[Recording]) -> list[Finding]:
-    """What is wrong in itself, whatever other layouts do."""
-    findings, (first, *others) = [], processes
-    windows = [len(_window(step)) for step in first.steps]
-    for t, step in enumerate(first.steps, 1):
-        begin, *later = step.micro_steps or [None]
-        if begin is not None and not begin.is_fresh:
-            norm = f"norm {_norm(first.steps[t - 2].gradient):.4g}" if t > 1 else "something"
-            findings.append(Finding("leak", f"step {t}", f"{norm} at its beginning"))
-        for q, micro_step in enumerate(later, 2):
-            if micro_step.is_touched and not micro_step.is_fresh:
-                evidence = f"before micro-step {q} of {len(step.micro_steps)}"
-                findings.append(Finding("changed_between", f"step {t}", evidence))
-        for other in others[: None if t <= min(len(other.steps) for other in processes) else 0]:
-            error = _relative(other.steps[t - 1].gradient - step.gradient, _norm(step.gradient))
-            if error > SMALL:
-                where = f"step {t}, process {other.process_index}"
-                findings.append(Finding("not_reduced", where, f"relative difference {error:.2g}"))
-        num_reductions = sum(micro_step.is_synchronised for micro_step in _window(step))
-        if num_reductions > 1:
-            findings.append(Finding("reductions", f"step {t}", f"{num_reductions} reductions"))
-        if (miscount := _miscount(processes, t - 1)) is not None:
-            num_items, predicted = miscount
-            evidence = (
-                f"{num_items:.0f} of which {predicted} are predicted: {predicted / num_items:.4g} times the gradient"
-            )
-            findings.append(Finding("shifted_labels", f"{first.model}, step {t}", evidence))
-    if first.unfinished:
-        findings.append(Finding("last_window", "at the end", f"{len(first.unfinished)} micro-steps without a step"))
-    if len(windows) > 1 and windows[0] == 1 < windows[1]:
+    is_wrong = any(finding.cause not in HARMLESS for finding in findings) or len(ours.steps) < len(true.steps)
+    if is_first_late:
+        windows = [len(_window(step)) for step in ours.steps]
         findings.append(Finding("first_window", "step 1", f"then every {windows[1]}: step % k == 0?"))
-    ticks = Counter(step.num_ticks for step in first.steps[1:]).most_common(1)
-    num_ticks = ticks[0][0] if ticks else 0
-    if num_ticks > 1:
-        cause = "ticks_per_process" if num_ticks == first.num_processes else "ticks_per_micro_step"
-        if num_ticks in (first.num_processes, max(windows)):
-            findings.append(Finding(cause, "learning rate", f"{num_ticks} ticks per step"))
-    return list({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
+        is_wrong = True
+    if ours.unfinished and is_wrong and not true.unfinished:
+        findings.append(Finding("last_window", "at the end", f"{len(ours.unfinished)} micro-steps without a step"))
+    elif not ours.unfinished and (rest := _is_rest_dropped(reference, other)):
+        evidence = f"{rest} samples, too few for a whole step"
+        findings.append(Finding("dropped", f"step {len(true.steps)}", evidence))
+    elif len(true.steps) != len(ours.steps) and not is_first_late:
+        findings.append(Finding("num_steps", "", f"{len(ours.steps)}, not {len(true.steps)}"))
+    findings += _wrong_rates(true, ours, tolerance)
+    return Comparison(*columns.values(), *worst, _once(findings))
+
+
+def alone(processes: Processes) -> list[Finding]:
+    """What is wrong in itself, whatever other layouts do."""
+    findings: list[Finding] = []
+    for recordings in ([_twin(of, _optimizers(process)) for process in processes] for of in _optimizers(processes[0])):
+        first, *others = recordings
+        for t, step in enumerate(first.steps, 1):
+            if step.micro_steps and not any(micro_step.is_fresh for micro_step in step.micro_steps):
+                norm = f"norm {_norm(first.steps[t - 2].gradient):.4g}" if t > 1 else "something"
+                findings.append(Finding("leak", f"step {t}", f"{norm} at its beginning"))
+            for rank, other in enumerate(others, 1):
+                if other is None or other.names != first.names or t > len(other.steps):
+                    continue
+                error = _relative(other.steps[t - 1].gradient - step.gradient, _norm(step.gradient))
+                if error > SMALL:
+                    where = f"step {t}, process {other.process_index or rank}"
+                    findings.append(Finding("not_reduced", where, f"relative difference {error:.2g}"))
+            num_reductions = sum(micro_step.is_synchronised for micro_step in _window(step))
+            if num_reductions > 1:
+                findings.append(Finding("reductions", f"step {t}", f"{num_reductions} reductions"))
+            if (miscount := _miscount(processes, t - 1)) is not None:
+                num_items, predicted = miscount
+                part = f"{predicted / num_items:.4g} times the gradient"
+                evidence = f"{num_items:.0f} of which {predicted} are predicted: {part}"
+                findings.append(Finding("shifted_labels", f"{first.model}, step {t}", evidence))
+    return _once(findings)
+
+
+def _once(findings: Iterable[Finding]) -> list[Finding]:
+    """Of each cause the first."""
+    once: dict[str, Finding] = {}
+    for finding in findings:
+        once.setdefault(finding.cause, finding)
+    return list(once.values())
+
+
+# ------------------------------------------------------------------------------------------------ gradients
 
 
 def _why(
-    processes: list[Recording], t: int, true: np.ndarray, gradient: np.ndarray, loss_ratio: float, tolerance: float
+    reference: Processes,
+    processes: Processes,
+    t: int,
+    true: np.ndarray,
+    gradient: np.ndarray,
+    loss_ratio: float,
+    tolerance: float,
 ) -> list[Finding]:
     """Why the gradient of step t + 1 is not `true`; `loss_ratio`: the loss that it belongs to, as a part of the true one."""
     first, step = processes[0], processes[0].steps[t]
-    num_processes, k = first.num_processes, max(len(_window(step)) for step in first.steps)
+    num_processes, k = first.num_processes, max((len(_window(of)) for of in first.steps), default=1) or 1
     window, where, close = len(_window(step)), f"step {t + 1}", max(SMALL, 10 * tolerance)
     if not np.isfinite([true, gradient]).all():
         return [Finding("not_finite", where, "there or in the reference")]
-    ratio = float(true @ gradient / (true @ true))
-    if window < len(step.micro_steps):
-        return [
-            Finding("emptied_between", where, f"{len(step.micro_steps) - window} of {len(step.micro_steps)} are lost")
-        ]
+    if _is_copied(processes, t):
+        return [Finding("not_sharded", where, f"the micro-steps of {num_processes} processes are the same")]
+    if (sizes := _sizes(reference, processes, t)) is not None:
+        return [Finding("batch_size", where, f"{sizes[1]} samples, {sizes[0]} in the reference")]
+    ratio = float(true @ gradient / (true @ true)) if true.any() else float("inf")
     is_multiple = _relative(gradient - ratio * true, _norm(gradient)) <= close
-    suspects = [
-        Finding(cause, listed(modules), where)
-        for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
-        if modules and not is_multiple
-    ]
     if first.honours_num_items is False and k * num_processes > 1:
-        return [Finding("ignores_num_items", f"{first.model}, {where}", f"{ratio:.4g} times the gradient"), *suspects]
+        ignored = Finding("ignores_num_items", f"{first.model}, {where}", f"{ratio:.4g} times the gradient")
+        return [ignored, *([] if is_multiple else _facts(reference, processes, where))]
     if is_multiple:
         if window < k and abs(ratio * k / window - 1) <= close:
             return [Finding("tail", where, f"{ratio:.4g} = {window}/{k} of the gradient")]
@@ -233,55 +230,199 @@ def _why(
         names |= {f"1/({name})" if " " in name else f"1/{name}": 1 / value for name, value in names.items()}
         named = [name for name, value in names.items() if value != 1 and abs(ratio / value - 1) <= close]
         return [Finding("factor", where, " = ".join([f"{ratio:.6g}", *named[:1]]) + " times the gradient")]
-    if num_processes == 1 and window > 1:
-        weights, residual = _weights(step, true)
-        if residual <= close:
-            return _wrong_weights(first, step, weights, k, where)
+    changed = _changed(processes, t, _relative(gradient - true, _norm(true)), where)
+    if (found := _by_weights(reference, processes, t, true, gradient, k, close, where, changed)) is not None:
+        return found
+    if (others := _other_rows(reference, processes, t)) is not None:
+        return [others]
     # No weights show it here; but the losses of micro-steps are much alike.
-    is_tail = abs(loss_ratio - window / k) < (1 - window / k) / 4
+    is_tail = window < k and abs(loss_ratio - window / k) < (1 - window / k) / 4
     tail = [Finding("tail", where, f"{loss_ratio:.3g} of the loss, near {window}/{k}")] if is_tail else []
-    if suspects:
-        return suspects + tail
-    counts = [[_counts(first, m) for m in _window(of.steps[t])] for of in processes]
-    if all(None not in of for of in counts):
+    if facts := _facts(reference, processes, where):
+        return facts + tail
+    if changed:
+        return changed
+    if first.facts is None and true.size:  # the model could not be asked: those of its modules that may do it
+        suspects = [
+            Finding(cause, listed(modules), where)
+            for cause, modules in (("batch_norm", first.batch_norms), ("dropout", first.dropouts))
+            if modules
+        ]
+        if suspects:
+            return suspects + tail
+    counts = [[_counts(first, m) for m in _window(of.steps[t])] for of in processes if t < len(of.steps)]
+    if counts and all(None not in of for of in counts):
         of_processes = [tuple(map(sum, zip(*of, strict=True))) for of in counts]
         if len(set(of_processes)) > 1:
             return [Finding("mean_of_means", where, f"targets of the processes: {_shown(of_processes)}"), *tail]
         if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
             return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}"), *tail]
+    if first.hooked:  # what they do is not seen where processes are reduced at once
+        return [Finding("gradient_hooks", where, f"of {listed(first.hooked)}")]
     return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest"), *tail]
 
 
-def listed(names: list[str]) -> str:
-    """The first three, and how many more.
+def _facts(reference: Processes, processes: Processes, where: str) -> list[Finding]:
+    """What the model said of itself, under either layout."""
+    facts = [*(processes[0].facts or []), *(reference[0].facts or [])]
+    return _once(Finding(cause, place, where) for cause, place in facts)
 
-    >>> listed(["a", "b", "c", "d"])
-    'a, b, c and 1 more'
+
+def _changed(processes: Processes, t: int, error: float, where: str) -> list[Finding]:
+    """What was seen to be done to the gradient on its way to the optimizer. It may be right: a cause if there is no other."""
+    step = processes[0].steps[t]
+    window = [m for of in processes if t < len(of.steps) for m in _window(of.steps[t])]
+    if any(m.is_hooked for m in window):
+        return [Finding("gradient_hooks", where, f"in {sum(m.is_hooked for m in window)} of {len(window)} micro-steps")]
+    if step.is_clipped_early:
+        return [Finding("changed_between", where, "it changes after it is clipped")]
+    for q, micro_step in enumerate(step.micro_steps[1:], 2):
+        if micro_step.is_touched and not micro_step.is_fresh:
+            return [Finding("changed_between", where, f"before micro-step {q} of {len(step.micro_steps)}")]
+    if step.dtype and error < SHORT:
+        return [Finding("low_precision", where, f"all its numbers fit in {step.dtype}; relative error {error:.2g}")]
+    return []
+
+
+def _by_weights(
+    reference: Processes,
+    processes: Processes,
+    t: int,
+    true: np.ndarray,
+    gradient: np.ndarray,
+    k: int,
+    close: float,
+    where: str,
+    changed: list[Finding],
+) -> list[Finding] | None:
+    """The cause that is told by what the true gradient and ours are made of; None if they are no sums of the parts."""
+    step = processes[0].steps[t]
+    everything = [(of, m) for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
+    window = [(of, m) for of in processes if t < len(of.steps) for m in _window(of.steps[t])]
+    lost = len(step.micro_steps) - len(_window(step))
+    needed, rest = _weights([m.part for _, m in window], true)
+    given, own_rest = _weights([m.part for _, m in window], gradient)
+    if needed is None or given is None:
+        return None
+    if rest > close:
+        if (
+            lost
+            and (all_needed := _weights([m.part for _, m in everything], true))[0] is not None
+            and all_needed[1] <= close
+        ):
+            return [Finding("emptied_between", where, f"{lost} of {len(step.micro_steps)} are lost")]
+        return _penalty(reference[0], processes, t, window, true, gradient, close, where)
+    if own_rest > close:
+        shown = "the sum of its micro-steps is right, what the optimizer gets is not that sum"
+        return changed or [Finding("changed_between", where, shown)]
+    largest = np.abs(given).max()
+    if (num_lost := int((np.abs(given) <= close * largest).sum())) and not (np.abs(needed) <= close * largest).any():
+        return [Finding("emptied_between", where, f"{num_lost} of {len(window)} are lost")]
+    if _are_alike(needed) and not _are_alike(given):
+        shown = ", ".join(f"{weight:.4g}" for weight in (given / needed)[:8])
+        return changed or [Finding("changed_between", where, f"micro-steps are weighted by {shown}")]
+    mixed = [of for of in _facts(reference, processes, where) if of.cause == "mixed_loss"]
+    return _wrong_weights(window, needed / given, len(_window(step)), k, where, mixed)
+
+
+def _weights(parts: Sequence[np.ndarray | None], true: np.ndarray) -> tuple[np.ndarray | None, float]:
+    """a_q that make sum_q a_q d_q come nearest to a gradient, and the relative rest; None where they are not determined."""
+    if not parts or any(part is None for part in parts) or len(parts) + 1 >= np.count_nonzero(true):
+        return None, float("inf")
+    matrix = np.stack(parts).T
+    weights, _, rank, _ = np.linalg.lstsq(matrix, true, rcond=1e-10)
+    if rank < len(parts):
+        return None, float("inf")
+    return weights, _relative(matrix @ weights - true, _norm(true))
+
+
+def _are_alike(values: np.ndarray) -> bool:
+    return bool(np.ptp(values) <= ALIKE * np.abs(values).max())
+
+
+def _wrong_weights(
+    window: list[tuple[Recording, MicroStep]],
+    weights: np.ndarray,
+    length: int,
+    k: int,
+    where: str,
+    mixed: list[Finding],
+) -> list[Finding]:
+    """Micro-steps need other weights: in proportion to what each was divided by.
+
+    A loss that is a function of a sum over samples (a root of it, say) needs weights, too, in proportion to no number of
+    targets: `mixed` is what the loss said of that.
     """
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _weights(step: Step, true: np.ndarray) -> tuple[np.ndarray, float]:
-    """a_q that make sum_q a_q d_q come nearest to the true gradient, and the relative rest."""
-    sums = np.stack([micro_step.gradient for micro_step in _window(step)])
-    parts = np.diff(sums, axis=0, prepend=0)
-    weights, *_ = np.linalg.lstsq(parts.T, true, rcond=None)
-    return weights, _relative(parts.T @ weights - true, _norm(true))
-
-
-def _wrong_weights(recording: Recording, step: Step, weights: np.ndarray, k: int, where: str) -> list[Finding]:
-    counts = [_counts(recording, micro_step) for micro_step in _window(step)]
+    counts = [_counts(of, m) for of, m in window]
     shown = ", ".join(f"{weight:.4g}" for weight in weights[:8])
     findings = []
-    if len(set(counts)) > 1 and None not in counts:
-        evidence = f"targets of the micro-steps: {_shown(counts)}; they need the weights {shown}"
-        findings.append(Finding("mean_of_means", where, evidence))
-    if len(weights) < k and abs(np.mean(weights) * len(weights) / k - 1) < 0.02:
-        findings.append(Finding("tail", where, f"{len(weights)} micro-steps are divided by {k}"))
+    if not _are_alike(weights):
+        name, numbers = _denominator(window, weights)
+        if name is None and None not in counts and len(set(counts)) > 1 and len(counts[0]) > 1:
+            name, numbers = "targets", counts
+        if name is None and mixed:
+            return mixed
+        if name is None:
+            evidence = f"each is divided by a number of its own; they need the weights {shown}"
+        else:
+            evidence = f"{name} of the micro-steps: {_shown(numbers)}; they need the weights {shown}"
+        findings.append(Finding("counts" if name and "padding included" in name else "mean_of_means", where, evidence))
+    if length < k and abs(np.mean(weights) * length / k - 1) < 0.02:
+        findings.append(Finding("tail", where, f"{length} micro-steps are divided by {k}"))
     return findings or [Finding("factor", where, f"the micro-steps need the weights {shown}")]
 
 
-def _miscount(processes: list[Recording], t: int) -> tuple[float, int] | None:
+def _denominator(
+    window: list[tuple[Recording, MicroStep]], weights: np.ndarray
+) -> tuple[str | None, list[tuple[int, ...]]]:
+    """The number that the weights are in proportion to, and its values."""
+    counts = [_counts(of, m) for of, m in window]
+    if None not in counts and all(len(of) == 1 for of in counts) and _fits(weights, [of[0] for of in counts]):
+        return "targets", counts
+    for name in sorted(window[0][1].denominators, key=lambda name: not name.startswith("label")):
+        numbers = [m.denominators.get(name, 0) for _, m in window]
+        if _fits(weights, numbers):
+            return name, [(number,) for number in numbers]
+    return None, []
+
+
+def _fits(weights: np.ndarray, numbers: list[int]) -> bool:
+    return len(set(numbers)) > 1 and min(numbers) > 0 and _are_alike(weights / np.array(numbers))
+
+
+def _penalty(
+    reference: Recording,
+    processes: Processes,
+    t: int,
+    window: list[tuple[Recording, MicroStep]],
+    true: np.ndarray,
+    gradient: np.ndarray,
+    close: float,
+    where: str,
+) -> list[Finding] | None:
+    """Whether the weights themselves, or their signs, make up what the micro-steps leave."""
+    first = processes[0]
+    ends = np.cumsum(first.sizes)[:-1]
+    difference = gradient - true
+    for name, vector in (("the weights", first.weights), ("the signs of the weights", first.signs)):
+        if vector.size != true.size or not vector.any():
+            continue
+        # Of some parameters only (no biases): those where something differs.
+        whole = [
+            (d, v)
+            for d, v in zip(np.split(difference, ends), np.split(vector, ends), strict=True)
+            if _norm(d) > close * _norm(difference)
+        ]
+        d, v = np.concatenate([d for d, _ in whole]), np.concatenate([v for _, v in whole])
+        if v.any() and _relative(d - (d @ v / (v @ v)) * v, _norm(d)) <= max(close, ALIKE):
+            return [Finding("penalty", where, f"{d @ v / (v @ v):.4g} times {name} too much")]
+        weights, rest = _weights([*(m.part for _, m in window), vector], true)
+        if weights is not None and rest <= close:
+            return [Finding("penalty", where, f"{-weights[-1]:.4g} times {name} too much")]
+    return None
+
+
+def _miscount(processes: Processes, t: int) -> tuple[float, int] | None:
     """`num_items_in_batch`, and the labels that a causal model predicts, if these are fewer: the first of a row is none."""
     first = processes[0]
     is_causal = "CausalLM" in first.model or "LMHead" in first.model
@@ -293,6 +434,34 @@ def _miscount(processes: list[Recording], t: int) -> tuple[float, int] | None:
         return None
     (num_items,), predicted = given, sum(m.num_shifted for m in micro_steps)
     return (num_items, predicted) if num_items != predicted else None
+
+
+def _update_error(r: Step, g: Step, sizes: list[int], tolerance: float) -> float:
+    """Of what the optimizer adds to those parameters whose gradient is more than rounding."""
+    ends = np.cumsum(sizes)[:-1]
+    norms = [_norm(of) for of in np.split(r.gradient, ends)]
+    kept = np.repeat([norm > 10 * tolerance * _norm(r.gradient) for norm in norms], sizes)
+    return _relative((g.change - r.change)[kept], _norm(r.change[kept]))
+
+
+def _wrong_rates(true: Recording, ours: Recording, tolerance: float) -> list[Finding]:
+    """Schedulers may tick as often as they like: only rates count."""
+    for t, (r, g) in enumerate(zip(true.steps, ours.steps, strict=False)):
+        if np.allclose(r.learning_rates, g.learning_rates, rtol=tolerance, atol=0):
+            continue
+        ticks, true_ticks = (
+            Counter(step.num_ticks for step in of.steps[1:]).most_common(1)[0][0] if of.steps[1:] else 1
+            for of in (ours, true)
+        )
+        rates = f"{g.learning_rates[0]:.6g}, not {r.learning_rates[0]:.6g}"
+        more, k = ticks / max(1, true_ticks), max(len(_window(step)) for step in ours.steps)
+        evidence = f"{ticks} ticks per step: {rates}"
+        if more > 1 and more == ours.num_processes:
+            return [Finding("ticks_per_process", f"step {t + 1}", evidence)]
+        if more > 1 and ticks in (k, k * ours.num_processes):
+            return [Finding("ticks_per_micro_step", f"step {t + 1}", evidence)]
+        return [Finding("learning_rate", f"step {t + 1}", rates)]
+    return []
 
 
 def _wrong_log(logged: list[float], true: float, where: str, k: int, num_processes: int) -> list[Finding]:
@@ -308,7 +477,166 @@ def _wrong_log(logged: list[float], true: float, where: str, k: int, num_process
     return [Finding("logged_loss", where, evidence)]
 
 
-def _loss(processes: list[Recording], t: int) -> float:
+# ------------------------------------------------------------------------------------------------ samples
+
+
+def _steps_too_soon(reference: Processes, other: Processes) -> bool:
+    """Whether the first step has one micro-step, and the others more, without the reference's samples."""
+    windows = [len(_window(step)) for step in other[0].steps]
+    if len(windows) < 2 or not windows[0] == 1 < windows[1]:
+        return False
+    r, g = reference[0].steps[0], other[0].steps[0]
+    return _relative(g.gradient - r.gradient, _norm(r.gradient)) > SMALL
+
+
+def _micro_steps(processes: Processes, t: int) -> list[MicroStep]:
+    return [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
+
+
+def _samples(processes: Processes, t: int, name: str) -> Counter | None:
+    """`samples` or `digests` of step t + 1 over all processes; None if some are unknown."""
+    micro_steps = _micro_steps(processes, t)
+    if any(getattr(m, name) is None for m in micro_steps):
+        return None
+    found = Counter(sample for m in micro_steps for sample in getattr(m, name))
+    return found or None
+
+
+def _has_same_samples(reference: Processes, other: Processes, t: int) -> bool | None:
+    """None if that is unknown. Samples are the same when their contents are, or their indices: the contents of the same
+    samples may be drawn anew, and the same index is another sample in another process's part of the data."""
+    same = []
+    for name in ("digests", "samples"):
+        true, ours = _samples(reference, t, name), _samples(other, t, name)
+        if true is not None and ours is not None:
+            same.append(true == ours)
+    return any(same) if same else None
+
+
+def _other_samples(reference: Processes, other: Processes, t: int) -> Finding:
+    where = f"step {t + 1}"
+    name = _name_of_samples(reference, other, t)
+    true, ours = _samples(reference, t, name), _samples(other, t, name)
+    if _is_copied(other, t):
+        return Finding("not_sharded", where, f"{len(other)} processes compute the same samples")
+    if (sizes := _sizes(reference, other, t)) is not None:
+        return Finding("batch_size", where, f"{sizes[1]} samples, {sizes[0]} in the reference")
+    names = {d: s for of in (reference, other) for m in _all_micro_steps(of) for d, s in _pairs(m)}
+
+    def shown(samples: Counter) -> str:
+        known = sorted({names.get(of, of) for of in samples}, key=lambda name: (isinstance(name, str), name))
+        return ", ".join(map(str, known[:5])) + ("..." if len(known) > 5 else "")
+
+    more, less = ours - true, true - ours
+    if not more:
+        return Finding("dropped", where, f"{less.total()}: {shown(less)}")
+    twice = _used(other, t, name) - _used(reference, t, name)
+    if twice and not _used(reference, t, name) - _used(other, t, name):
+        return Finding("duplicated", where, f"{twice.total()} more than once: {shown(twice)}")
+    return Finding("other_samples", where, f"{more.total()} of its samples are others")
+
+
+def _name_of_samples(reference: Processes, other: Processes, t: int) -> str:
+    """By what samples are told apart: by their contents, if these are known and were the same ones in earlier steps."""
+    agree = {
+        name: [_samples(reference, number, name) == _samples(other, number, name) for number in range(t)]
+        for name in ("digests", "samples")
+    }
+    if None in (_samples(reference, t, "digests"), _samples(other, t, "digests")):
+        return "samples"
+    return "samples" if agree["samples"] > agree["digests"] and any(agree["samples"]) else "digests"
+
+
+def _is_rest_dropped(reference: Processes, other: Processes) -> int:
+    """Number of samples, where all that is missing is the reference's last step, which has fewer samples than the others."""
+    num_steps = len(other[0].steps)
+    if num_steps != len(reference[0].steps) - 1 or not num_steps:
+        return 0
+    first, last = _num_samples(reference, 0), _num_samples(reference, num_steps)
+    return last if first and last and last < first else 0
+
+
+def _all_micro_steps(processes: Processes) -> list[MicroStep]:
+    return [m for of in processes for step in of.steps for m in step.micro_steps]
+
+
+def _pairs(micro_step: MicroStep) -> list[tuple[str, int]]:
+    """Digest and index of each sample."""
+    if not micro_step.digests or not micro_step.samples or len(micro_step.digests) != len(micro_step.samples):
+        return []
+    return list(zip(micro_step.digests, micro_step.samples, strict=True))
+
+
+def _used(processes: Processes, t: int, name: str) -> Counter:
+    return sum((_samples(processes, number, name) or Counter() for number in range(t + 1)), Counter())
+
+
+def _is_copied(processes: Processes, t: int) -> bool:
+    """Whether all processes have computed the same samples."""
+    if len(processes) < 2:
+        return False
+    contents = [_samples([of], t, "digests") for of in processes]
+    if None not in contents:
+        return all(of == contents[0] for of in contents)
+    parts = [[m.part for m in of.steps[t].micro_steps] if t < len(of.steps) else [] for of in processes]
+    if not parts[0] or any(part is None for of in parts for part in of) or len({len(of) for of in parts}) > 1:
+        return False
+    return all(
+        a.any() and a.shape == b.shape and _norm(a - b) <= 1e-12 * _norm(a)
+        for of in parts[1:]
+        for a, b in zip(parts[0], of, strict=True)
+    )
+
+
+def _sizes(reference: Processes, other: Processes, t: int) -> tuple[int, int] | None:
+    """Numbers of samples of a step in the reference and here, where one is a multiple of the other."""
+    true, ours = _num_samples(reference, t), _num_samples(other, t)
+    if not true or not ours or true == ours or max(true, ours) % min(true, ours):
+        return None
+    # A partial window, or one that is cut off, is no other batch size: the first step tells that.
+    first = _num_samples(reference, 0), _num_samples(other, 0)
+    return (true, ours) if first[0] and first[1] and first[0] * ours == first[1] * true else None
+
+
+def _num_samples(processes: Processes, t: int) -> int | None:
+    for name in ("digests", "samples"):
+        if (found := _samples(processes, t, name)) is not None:
+            return found.total()
+    rows = [m.num_rows for m in _micro_steps(processes, t)]
+    return None if None in rows else sum(rows)
+
+
+def _other_rows(reference: Processes, other: Processes, t: int) -> Finding | None:
+    """Whether the model was given other rows of the same samples, or where no samples are known."""
+    groups = [_micro_steps(processes, t) for processes in (reference, other)]
+    true, ours = ([tuple(row) for m in of for row in m.rows or []] for of in groups)
+    if not true or len(true) != len(ours) or any(m.rows is None for of in groups for m in of):
+        return None
+    left = Counter(name for row in true for name in set(row[1:]))
+    num_others = 0
+    for row in ours:
+        names = [name for name in dict.fromkeys(row[1:]) if left[name] > 0]
+        num_others += not names
+        for name in names:
+            left[name] -= 1
+    if not num_others:
+        return None
+    return Finding("other_inputs", f"step {t + 1}", f"{num_others} of {len(ours)} rows are others")
+
+
+# ------------------------------------------------------------------------------------------------ small things
+
+
+def listed(names: list[str]) -> str:
+    """The first three, and how many more.
+
+    >>> listed(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _loss(processes: Processes, t: int) -> float:
     """That the gradient of step t + 1 belongs to: added up over the micro-steps, the mean over the processes."""
     losses = [[m.loss for m in _window(of.steps[t])] for of in processes if t < len(of.steps)]
     if any(None in of for of in losses):
@@ -333,48 +661,8 @@ def _counts(recording: Recording, micro_step: MicroStep) -> tuple[int, ...] | No
     return None
 
 
-def _shown(counts: list[tuple[int, ...]]) -> str:
+def _shown(counts: Sequence[tuple[int, ...]]) -> str:
     return ", ".join("+".join(map(str, of)) for of in counts[:8])
-
-
-def _samples(processes: list[Recording], t: int) -> Counter:
-    """Samples of step t + 1 over all processes; empty if they are unknown."""
-    micro_steps = [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
-    if any(m.samples is None for m in micro_steps):
-        return Counter()
-    return Counter(sample for m in micro_steps for sample in m.samples)
-
-
-def _other_samples(reference: list[Recording], other: list[Recording], t: int) -> Finding:
-    more, less = _samples(other, t) - _samples(reference, t), _samples(reference, t) - _samples(other, t)
-    if not more:
-        shown = ", ".join(map(str, sorted(less)[:5]))
-        return Finding("dropped", f"step {t + 1}", f"{less.total()}: {shown}{'...' if less.total() > 5 else ''}")
-    twice = _used(other, t) - _used(reference, t)
-    if twice and not _used(reference, t) - _used(other, t):
-        shown = ", ".join(map(str, sorted(twice)[:5]))
-        return Finding("duplicated", f"step {t + 1}", f"{twice.total()} more than once: {shown}...")
-    return Finding("other_samples", f"step {t + 1}", f"{more.total()} of its samples are others")
-
-
-def _other_rows(reference: list[Recording], other: list[Recording], t: int) -> Finding | None:
-    """Whether the model was given other rows, where no samples are known, and padding does not change the rows."""
-    micro_steps = [
-        [m for of in processes if t < len(of.steps) for m in of.steps[t].micro_steps]
-        for processes in (reference, other)
-    ]
-    if any(m.samples is not None or not m.rows for of in micro_steps for m in of):
-        return None
-    if len({shape for of in micro_steps for m in of for shape, _ in m.rows}) > 1:
-        return None
-    true, ours = (Counter(name for m in of for _, name in m.rows) for of in micro_steps)
-    if true == ours:
-        return None
-    return Finding("other_inputs", f"step {t + 1}", f"{(ours - true).total()} of {ours.total()} rows are others")
-
-
-def _used(processes: list[Recording], t: int) -> Counter:
-    return sum((_samples(processes, number) for number in range(t + 1)), Counter())
 
 
 def _worst_parameter(recording: Recording, difference: np.ndarray, norm: float) -> tuple[str, float]:

@@ -71,10 +71,10 @@ def terms(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
         counts = [float(count) for count in counts]
         if sums.ndim != 1 or len(sums) != len(counts):
             raise ValueError
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError):
         what = type(returned).__name__ if not isinstance(returned, tuple) else f"a tuple of {len(returned)}"
         message = "loss must return (sum, count), ([sums], [counts]) or {term: (sum, count)} with scalar sums"
-        raise UsageError(f"{message}, not {what}") from error
+        raise UsageError(f"{message}, not {what}") from None
     if any(count != int(count) or count < 0 for count in counts):
         raise UsageError(f"loss returned the counts {counts}: numbers of targets are whole and not negative")
     return sums, torch.tensor([int(count) for count in counts], dtype=torch.int64, device=sums.device)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ from recipes.errors import UsageError
 TIMEOUT = 300  # seconds for all cuts of one number of processes
 
 
-def run(command: list[str], num_processes: int, what: str, timeout: float) -> None:
+def run(
+    command: list[str], num_processes: int, what: str, timeout: float, variables: Mapping[str, str] | None = None
+) -> None:
     """Run a command, in `num_processes` processes in the environment that torchrun gives; the first failure ends them all.
 
     Raises:
         UsageError: one failed (the end of what it wrote), or it took longer than `timeout` seconds.
     """
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | dict(variables or {})
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

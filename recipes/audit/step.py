@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from recipes.audit import processes as side_by_side
+from recipes.audit.causes import HARMLESS, Finding
 from recipes.audit.entrance import MOST_SAMPLES, entrances, same_noise
-from recipes.audit.judge import HARMLESS, Comparison, Finding, alone, compare
+from recipes.audit.judge import Comparison, alone, compare
 from recipes.audit.loops import Loop, exact_loop, own_loss_loop, terms, trainer_loop
 from recipes.audit.record import Recorder
 from recipes.audit.recording import Recording
@@ -131,10 +132,12 @@ class Subject:
             loop(model, optimizer, loader, k)
         return recorder.recording
 
-    def take_one_step(self, model: nn.Module, batch: Any) -> None:
-        """The loop on one batch, at a rate of 0."""
-        with torch.enable_grad():
-            self.loop(model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader([batch], batch_size=None), 1)
+    def objective(self, model: nn.Module, batch: Any) -> torch.Tensor | None:
+        """The loss of one batch; without one, the loop takes a step on it, at a rate of 0, and computes the gradient."""
+        if self.loss:
+            return terms(self.loss(model, batch))[0].sum()
+        self.loop(model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader([batch], batch_size=None), 1)
+        return None
 
 
 @dataclasses.dataclass
@@ -200,6 +203,8 @@ def audit_step(
     Raises:
         UsageError: arguments of the wrong kind, a loss that does not return sums and counts, processes that fail.
     """
+    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+        raise UsageError(f"samples are {type(samples).__name__}: give a list, which has a length and can be indexed")
     subject = Subject(
         model,
         samples,
@@ -276,7 +281,7 @@ def _name_causes(subject: Subject, cuts: list[Cut], comparisons: list[Comparison
     model = copy.deepcopy(subject.model).double().train()
     samples = [subject.samples[number] for number in range(min(MOST_SAMPLES, len(subject.samples)))]
     collate = Placed(subject.collate, model)
-    found = entrances(model, samples, collate, subject.loss or subject.take_one_step)
+    found = entrances(model, samples, collate, subject.objective)
     if subject.loss and not found:
         found = _additivity(model, samples, collate, subject.loss)
     for comparison in wrong if found else []:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
-from recipes.audit.judge import Comparison, Finding
+from recipes.audit.causes import Finding
+from recipes.audit.judge import Comparison
 
 
 def table(labels: Sequence[object], in_itself: list[Finding], comparisons: list[Comparison]) -> str:
-    """One row for each layout, and below the table each cause, with the numbers of the first row that has it.
+    """One row for each layout, and below the table each cause, with the numbers of the first row that has it, and its remedy.
+
+    Steps whose samples are not the reference's are not compared, and not counted.
 
     Args:
         labels: the reference's first.
@@ -22,15 +25,22 @@ def table(labels: Sequence[object], in_itself: list[Finding], comparisons: list[
         f"{'layout':{width}}  steps   error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
         f"{labels[0]!s:{width}}  the reference",
     ]
-    lines += [f"  {finding}" for finding in in_itself]
+    for finding in in_itself:
+        lines += [f"  {finding}", f"    do: {finding.remedy}"]
     for label, of in zip(labels[1:], comparisons, strict=True):
         notes = "".join(f" [{causes.index(finding.cause) + 1}]" for finding in of.findings)
-        if of.errors:
-            numbers = f"{of.errors[0]:14.2g}, {of.errors[-1]:14.2g}  {of.ratios[0]:8.4g} {of.cosines[0]:8.4f}"
+        compared = [t for t, error in enumerate(of.errors) if error == error]
+        if compared:
+            first, last = compared[0], compared[-1]
+            numbers = (
+                f"{of.errors[first]:14.2g}, {of.errors[last]:14.2g}  {of.ratios[first]:8.4g} {of.cosines[first]:8.4f}"
+            )
             worst = "" if of.is_exact else f"{of.worst} {of.worst_error:.2g}"
-            row = f"{label!s:{width}}  {len(of.errors):5}  {numbers}  {max(of.loss_errors):10.2g}  {worst}{notes}"
+            largest = max(of.loss_errors[t] for t in compared)
+            row = f"{label!s:{width}}  {len(compared):5}  {numbers}  {largest:10.2g}  {worst}{notes}"
             lines.append(row.rstrip())
         else:
             lines.append(f"{label!s:{width}}  not compared{notes}")
-    lines += [f"[{number}] {finding}" for number, finding in enumerate(findings.values(), 1)]
+    for number, finding in enumerate(findings.values(), 1):
+        lines += [f"[{number}] {finding}", f"    do: {finding.remedy}"]
     return "\n".join(lines)

@@ -1,0 +1,203 @@
+"""The causes that the audit names, and what to do about each."""
+
+import dataclasses
+
+GUIDE = "docs/audit.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """One way in which a step comes to depend on how it is cut.
+
+    Attributes:
+        text: what is wrong.
+        remedy: the lines to change.
+    """
+
+    text: str
+    remedy: str
+
+
+KINDS = {
+    "batch_norm": Cause(
+        "statistics of the micro-batch instead of the global batch",
+        "use GroupNorm or LayerNorm, or freeze the statistics with module.eval()",
+    ),
+    "mixed_samples": Cause(
+        "a sample's output depends on the other samples of its micro-batch",
+        "compute statistics per sample: x.mean(dim=(1, 2)), not x.mean()",
+    ),
+    "mixed_loss": Cause(
+        "the loss compares the samples of a micro-batch, or is no sum over them",
+        "sum over samples before anything that is not linear; a contrastive loss needs the embeddings of the whole step first "
+        "(gradient caching)",
+    ),
+    "expert_balance": Cause(
+        "the balance loss of experts is computed from the tokens of a micro-batch",
+        "set its coefficient to 0 (router_aux_loss_coef=0.0), or balance with counts of the whole step",
+    ),
+    "dropout": Cause(
+        "noise is drawn anew for every cut (with a dropout of 0 the audit sees the rest)",
+        "audit with every dropout at 0.0; in training the noise depends on the cut, and only its mean does not",
+    ),
+    "state": Cause(
+        "a module changes its own state in every forward, so that the micro-steps of a step see other models",
+        "let it change once per step: module.eval() for all micro-steps but the first",
+    ),
+    "random_collate": Cause(
+        "collate draws: the same samples do not give the same batch",
+        "draw in the dataset, from a generator seeded by the sample: torch.Generator().manual_seed(hash of seed, epoch, index)",
+    ),
+    "padding": Cause(
+        "a sample's output depends on how far it is padded (is the padding masked?)",
+        "pass attention_mask, and pool with it: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+    ),
+    "mean_of_means": Cause(
+        "mean of the micro-batches' means, though they have different numbers of targets",
+        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step',
+    ),
+    "counts": Cause(
+        "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
+        "count = (labels != -100).sum(), not labels.numel()",
+    ),
+    "not_summed": Cause(
+        "the loss is no sum over samples (a mean?)",
+        'use reduction="sum", and return the number of targets beside it',
+    ),
+    "ignores_num_items": Cause(
+        "the model's loss ignores num_items_in_batch",
+        'compute the loss yourself from the logits: F.cross_entropy(..., reduction="sum") / num_items_in_batch',
+    ),
+    "shifted_labels": Cause(
+        "num_items_in_batch counts labels that are never predicted",
+        "num_items_in_batch = (labels[:, 1:] != -100).sum(): the first label of a row is never predicted",
+    ),
+    "factor": Cause(
+        "the gradient is too large or too small by a factor",
+        "divide a sum by the count of the whole step, a mean by k; times N under DDP, which averages over the processes",
+    ),
+    "tail": Cause(
+        "a window that is not full is divided by the k of a full one",
+        "divide by the micro-steps of this window: k = min(k, num_batches - first_of_window); better: sums over counts",
+    ),
+    "last_window": Cause(
+        "the last window never steps",
+        "step also at the end: if number % k == 0 or number == len(loader):",
+    ),
+    "first_window": Cause(
+        "the first step comes after a single micro-step", "if (step + 1) % k == 0:, not step % k == 0"
+    ),
+    "duplicated": Cause(
+        "samples are used twice",
+        "even_batches=False in Accelerate, drop_last or a sampler without padding; idle processes take an empty micro-batch",
+    ),
+    "dropped": Cause("samples are left out", "keep the last batch (drop_last=False), and step after it"),
+    "other_samples": Cause(
+        "the samples of a step depend on the layout",
+        "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]",
+    ),
+    "other_inputs": Cause(
+        "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",
+        "draw masks and augmentations from a generator seeded by (seed, epoch, sample), not from the global one",
+    ),
+    "not_sharded": Cause(
+        "every process computes the same samples",
+        "give each process its own: DistributedSampler, accelerator.prepare(loader), or samples[rank::N]",
+    ),
+    "batch_size": Cause(
+        "a step has another number of samples than the reference's",
+        "is a flag per process? Name it: --per_process FLAG. Else let the script divide the global batch by k * N",
+    ),
+    "changed_between": Cause(
+        "the gradient is changed before it is complete (clipped or decayed per micro-step, or before the reduction?)",
+        "clip once, after the last micro-step and after the reduction: if accelerator.sync_gradients: clip_grad_norm_(...)",
+    ),
+    "gradient_hooks": Cause(
+        "hooks change the gradient of every micro-step",
+        "do in front of optimizer.step(), once per step, what the hook does",
+    ),
+    "penalty": Cause(
+        "a term that no samples enter is added at every micro-step",
+        "divide it by k (and not by N under DDP), or use the optimizer's weight_decay",
+    ),
+    "low_precision": Cause(
+        "gradients are added up in 16 bits",
+        "keep float32 weights and let autocast compute in 16 bits; no fp16_compress_hook",
+    ),
+    "emptied_between": Cause(
+        "the gradient is emptied between micro-steps: only the last one counts",
+        "optimizer.zero_grad() once per step, after optimizer.step()",
+    ),
+    "leak": Cause(
+        "the gradient of the step before is still there (zero_grad is missing)",
+        "optimizer.zero_grad() after optimizer.step()",
+    ),
+    "ticks_per_process": Cause(
+        "the scheduler ticks once per process in every step (a prepared scheduler)",
+        "do not prepare the scheduler; scheduler.step() once after optimizer.step()",
+    ),
+    "ticks_per_micro_step": Cause(
+        "the scheduler ticks at every micro-step", "scheduler.step() only where optimizer.step() is called"
+    ),
+    "learning_rate": Cause(
+        "the learning rate depends on the layout",
+        "count optimizer steps in the schedule, not batches or samples per process",
+    ),
+    "average": Cause(
+        "an average of the weights is updated at every micro-step",
+        "ema.update(...) once per step, after optimizer.step()",
+    ),
+    "reductions": Cause(
+        "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
+        "with model.no_sync(): for all micro-steps but the last, forward and backward",
+    ),
+    "not_reduced": Cause(
+        "the processes take different gradients: they are not reduced",
+        "wrap the model (DistributedDataParallel, accelerator.prepare), or dist.all_reduce(p.grad) before the step",
+    ),
+    "num_steps": Cause("another number of steps", "count optimizer steps, and end at the same one on every layout"),
+    "rounding": Cause(
+        "the rounding is larger than the tolerance", "take a tolerance that suits the precision, or audit in float64"
+    ),
+    "not_finite": Cause("the gradient is not finite", "look for empty micro-batches (0 / 0) and overflow in 16 bits"),
+    "parameters": Cause(
+        "other parameters are trained", "build the model and freeze its parts in the same way on every layout"
+    ),
+    "update": Cause(
+        "the optimizer makes another step of the same gradients and rates",
+        "give the optimizer the whole step's gradient once: no state that grows with micro-steps",
+    ),
+    "logged_loss": Cause(
+        "the logged loss is not the loss of the step (the step itself is not concerned)",
+        "log sum over count of the whole step, over all processes",
+    ),
+    "not_a_sum": Cause(
+        "the gradient is no sum of the micro-steps' (samples are mixed, counts are several, or targets are others)",
+        "audit the loss by itself with assert_same_step, which names the module",
+    ),
+}
+CAUSES = {name: cause.text for name, cause in KINDS.items()}
+HARMLESS = {"reductions", "logged_loss"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What is wrong with a loop.
+
+    Attributes:
+        cause: see `KINDS`.
+        where: modules, or steps.
+        evidence: the numbers that show it.
+    """
+
+    cause: str
+    where: str
+    evidence: str
+
+    @property
+    def remedy(self) -> str:
+        """The lines to change, and where more is said."""
+        return f"{KINDS[self.cause].remedy} ({GUIDE}#{self.cause})"
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (CAUSES[self.cause], self.where, self.evidence) if part)

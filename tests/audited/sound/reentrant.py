@@ -1,0 +1,25 @@
+"""Exact: checkpointing with use_reentrant=True, whose backward computes backwards of its own; 77 ragged samples."""
+# expect 4x4: exact
+# expect 2x8: exact
+
+from itertools import islice
+
+import torch
+from common_models import collate, flags, gpt2, next_token_sum, sentences, targets
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+b, k = flags()
+model = gpt2()
+model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+model.enable_input_require_grads()
+model.train()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batches = iter(DataLoader(sentences(77), batch_size=b, collate_fn=collate))
+while window := list(islice(batches, k)):
+    count = sum(targets(m) for m in window)
+    for m in window:
+        logits = model(input_ids=m["input_ids"], attention_mask=m["attention_mask"]).logits
+        (next_token_sum(logits, m) / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()

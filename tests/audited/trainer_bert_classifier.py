@@ -1,8 +1,0 @@
-"""Fault: Trainer leaves the division to the model, and BertForSequenceClassification ignores num_items_in_batch."""
-
-import torch
-from common_models import bert, flags, sentences, train_with_trainer
-
-torch.manual_seed(0)
-b, k = flags()
-train_with_trainer(bert("BertForSequenceClassification"), sentences(80, kind="cls"), b, k)

@@ -1,0 +1,94 @@
+"""The programs of audited/: what the audit must say of each, by the comments at its head.
+
+    # expect 4x4: tail              layout b x k, or b x k x N: the cause, or `exact`
+    # also: logged_loss             causes that are as right, or true beside it
+    # reference: 8x1x2              layout that it is compared with; if none is named, 16x1
+    # weights: equal                the mistake does not reach the weights (check.py)
+    # blind                         written without a look at how the audit decides
+
+Faults must be named; what is sound must not be accused.
+"""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+from common import ROOT
+
+from recipes.audit.causes import HARMLESS, KINDS
+from recipes.audit.judge import Comparison
+from recipes.audit.script import BATCH, WINDOW, Variation
+
+FOLDER = ROOT / "tests" / "audited"
+TOLERANCE = 1e-5
+EXACT = "exact"
+Layout = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training program, and what is wrong with it.
+
+    Attributes:
+        expected: layout -> cause, or `exact`.
+        also: causes that are no mistake of the audit beside the expected one, or in its place.
+        reference: layout that is the truth.
+        is_blind: it was written without a look at how the audit decides.
+    """
+
+    path: Path
+    about: str
+    expected: dict[Layout, str]
+    also: frozenset[str]
+    reference: Layout
+    is_blind: bool
+
+    def __str__(self) -> str:
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+    @property
+    def causes(self) -> list[str]:
+        return [cause for cause in dict.fromkeys(self.expected.values()) if cause != EXACT]
+
+
+def variation(of: Layout) -> Variation:
+    b, k, num_processes = of
+    return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes)
+
+
+def read(path: Path) -> Program:
+    text = path.read_text(encoding="utf-8")
+    expected = {layout(where): cause for where, cause in re.findall(r"^# expect (\S+): (\w+)$", text, re.MULTILINE)}
+    also = {name for line in re.findall(r"^# also: (.+)$", text, re.MULTILINE) for name in line.split(", ")}
+    (reference,) = re.findall(r"^# reference: (\S+)$", text, re.MULTILINE) or ["16x1"]
+    unknown = (also | set(expected.values())) - KINDS.keys() - {EXACT}
+    if not expected or unknown:
+        raise ValueError(f"{path}: expects {expected}, unknown causes {unknown}")
+    about = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+    is_blind = bool(re.search("^# blind$", text, re.MULTILINE))
+    return Program(path, about, expected, frozenset(also), layout(reference), is_blind)
+
+
+def programs() -> list[Program]:
+    return [read(path) for path in sorted(FOLDER.glob("*/*.py"))]
+
+
+def verdict(program: Program, layout: Layout, comparison: Comparison) -> str:
+    """How right the audit was: `right`, `beside` (a false cause beside the right one), `misnamed`, `not_a_sum`, `missed`,
+    `false alarm`."""
+    found, cause = {finding.cause for finding in comparison.findings}, program.expected[layout]
+    wrong = found - HARMLESS - program.also - {cause}
+    if cause == EXACT:
+        return "false alarm" if found - HARMLESS - program.also else "right"
+    if cause not in found and not found & program.also - HARMLESS:
+        if not found - HARMLESS and cause not in HARMLESS:
+            return "missed"
+        return "not_a_sum" if found - HARMLESS == {"not_a_sum"} else "misnamed"
+    return "beside" if wrong else "right"
+
+
+def layout(text: str) -> Layout:
+    """b x k x N of its text; one process if it names none."""
+    b, k, *num_processes = map(int, text.split("x"))
+    return b, k, *(num_processes or [1])

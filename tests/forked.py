@@ -1,0 +1,152 @@
+"""Runs many programs without the wait for imports: forked from a process that has imported all and computed nothing.
+
+`Server` is the caller's end: it runs `main` of a module, by default the audit's, which records as `recipes.audit.script.record`
+does. Run as a program, this file is the other end.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 60  # seconds of a run
+TICK = 0.01  # seconds between two looks at the processes of a run
+LIBRARIES = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
+
+
+class Server:
+    """Starts runs, one at a time. A context manager.
+
+    Args:
+        module: module whose `main(folder, *words)` each process calls.
+    """
+
+    def __init__(self, module: str = "recipes.audit.program"):
+        self.module = module
+
+    def __enter__(self) -> "Server":
+        audited = ROOT / "tests" / "audited"
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(audited)]),
+            "PYTHONWARNINGS": "ignore",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+    def record(self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT) -> list:
+        """What each process did. Raises RuntimeError with the end of what the program wrote where it fails."""
+        from recipes.audit.processes import load
+
+        with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+            self.run([folder, str(num_steps), *program, *variation.argv], variation.num_processes, timeout)
+            return load(Path(folder), 1, variation.num_processes)[0]
+
+    def run(self, words: list[str], num_processes: int, timeout: float = TIMEOUT) -> None:
+        """Call main(*words) in each process; the first word is the folder of the logs. Raises as `record`."""
+        request = {"words": words, "num_processes": num_processes, "timeout": timeout}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        if not (answer := self.process.stdout.readline()):
+            raise RuntimeError("the fork server has ended")
+        codes = json.loads(answer)
+        if any(codes):
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            log = (Path(words[0]) / f"log-{rank}").read_text(errors="replace").strip().splitlines()[-12:]
+            raise RuntimeError(f"{' '.join(words[1:])}, process {rank} of {num_processes}:\n" + "\n".join(log))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The other end
+
+
+def serve(module: str) -> None:
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    main = importlib.import_module(module).main
+    gc.collect()
+    gc.freeze()  # the recorder looks for modules and optimizers among all objects
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in iter(sys.stdin.readline, ""):
+        print(json.dumps(_run(main, **json.loads(line))), file=answers, flush=True)
+
+
+def _run(main, words: list[str], num_processes: int, timeout: float) -> list[int]:
+    """Exit codes by rank; the first failure ends all."""
+    pids = [_fork(main, words, rank, environment) for rank, environment in enumerate(_environments(num_processes))]
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < num_processes:
+        for pid in set(pids) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline or any(codes.values()):
+            for pid in set(pids) - codes.keys():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = 0 if any(codes.values()) else -signal.SIGKILL
+        time.sleep(TICK)
+    return [codes[pid] for pid in pids]
+
+
+def _environments(num_processes: int) -> list[dict[str, str]]:
+    """What torchrun tells each process: nothing, if it is the only one."""
+    if num_processes == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = str(num_processes)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    common |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit"}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def _fork(main, words: list[str], rank: int, environment: dict[str, str]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(Path(words[0]) / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for opened, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(opened, target)
+        os.environ.update(environment)
+        main(*words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
