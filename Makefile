@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-startup claims audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-startup bench-verdicts bench-packages claims audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -114,5 +114,12 @@ claims: venv ## check claims about gradient accumulation, 5 seeds each: half an 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py
 
-chaos: venv ## kill runs at random moments, damage checkpoints, time saves; writes benchmarks/results/reliability.*
+bench-verdicts: venv ## how often the audit is right: all programs of tests/audited; writes benchmarks/results/verdicts.*, docs/audit.md
+	$(BIN)/python benchmarks/verdicts.py
+
+bench-packages: venv ## audit trainers as they are installed beside a plain computation; writes benchmarks/results/packages.*
+	$(BIN)/python benchmarks/packages.py
+
+chaos: venv ## kill runs at random moments, damage checkpoints, give every field odd values; writes benchmarks/results/reliability.*, bounds.*
 	$(BIN)/python benchmarks/reliability.py
+	$(BIN)/python benchmarks/bounds.py

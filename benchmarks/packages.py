@@ -1,0 +1,182 @@
+"""Trainers as they are installed, audited: every verdict beside a plain computation of the same gradients.
+
+    make bench-packages
+
+Each program of benchmarks/packages/ is run twice under each layout: by the audit, and by packages/plain.py, which uses nothing
+of the audit and saves whole gradients at a rate of 0. The errors must be the same, and exact must mean exact. Writes
+benchmarks/results/packages.*.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from recipes.audit.judge import HARMLESS, compare
+from recipes.audit.processes import run
+from recipes.audit.script import BATCH, WINDOW, Variation, record
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent / "packages"
+LOOPS = Path(__file__).parent / "loops"
+TOLERANCE = 1e-5
+TIMEOUT = 300  # seconds for a run
+ALIKE = 1e-3  # relative; weights that differ less are the same
+# Title -> program with its arguments.
+PROGRAMS = {
+    "TRL SFT": [FOLDER / "trl_sft.py", "plain"],
+    "TRL SFT, assistant only": [FOLDER / "trl_sft.py", "assistant"],
+    "TRL SFT, packed": [FOLDER / "trl_sft.py", "packed"],
+    "TRL DPO": [FOLDER / "trl_dpo.py"],
+    "TRL KTO": [FOLDER / "trl_kto.py"],
+    "TRL Reward": [FOLDER / "trl_reward.py"],
+    "Trainer, Llama": [FOLDER / "trainer.py", "plain"],
+    "Trainer, Llama, evaluated every 2 steps": [FOLDER / "trainer.py", "evaluated"],
+    "Trainer, BERT classifier": [FOLDER / "trainer.py", "classifier"],
+    "Lightning, automatic": [FOLDER / "lightning_automatic.py"],
+    "sentence-transformers, cosine": [FOLDER / "sentence_pairs.py", "cosine"],
+    "sentence-transformers, in-batch negatives": [FOLDER / "sentence_pairs.py", "negatives"],
+    "sentence-transformers, cached negatives": [FOLDER / "sentence_pairs.py", "cached"],
+    "Accelerate, as documented, GPT-2": [LOOPS / "accelerate_documented.py", "--model", "gpt2"],
+    "Accelerate's example for variable lengths, GPT-2": [LOOPS / "accelerate_variable_length.py", "--model", "gpt2"],
+}
+PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft", "lightning", "sentence-transformers")
+REFERENCE = (16, 1, 1)
+LAYOUTS = [(4, 4, 1), (8, 1, 2)]  # b, k, N
+
+
+def variation(layout: tuple[int, int, int]) -> Variation:
+    return Variation({BATCH: str(layout[0]), WINDOW: str(layout[1])}, layout[2])
+
+
+def plain(program: list[str], layout: tuple[int, int, int]) -> list[dict]:
+    """What packages/plain.py saved on each process."""
+    of = variation(layout)
+    with tempfile.TemporaryDirectory(prefix="packages-") as folder:
+        words = [str(FOLDER / "plain.py"), f"{folder}/saved", *program, *of.argv]
+        run([sys.executable, *words], of.num_processes, program[0], TIMEOUT)
+        return [torch.load(f"{folder}/saved-{rank}.pt") for rank in range(of.num_processes)]
+
+
+def errors(reference: list[dict], other: list[dict]) -> list[float]:
+    """|g - r| / |r| of each step."""
+    steps = zip(reference[0]["steps"], other[0]["steps"], strict=False)
+    return [float((g["gradient"] - r["gradient"]).norm() / r["gradient"].norm()) for r, g in steps]
+
+
+def miscounted(processes: list[dict], step: int) -> str:
+    """What causal models were told to divide by, if it is another number than that of the labels that they predict."""
+    told = [count for process in processes for count in process["steps"][step]["counts"]]
+    numbers, predicted = {number for number, _ in told}, sum(count for _, count in told)
+    if len(numbers) != 1 or numbers == {predicted}:
+        return ""
+    return f"divided by {numbers.pop():.0f}, of which {predicted} are predicted"
+
+
+def own_cause(reference: list[dict], other: list[dict], step: int) -> str:
+    """What full gradients say of a step on one process: which weights of the micro-batches make it the reference's."""
+    if len(other) > 1 or len(other[0]["steps"][step]["after"]) < 2:
+        return ""
+    after = other[0]["steps"][step]["after"]
+    parts = torch.stack(after).diff(dim=0, prepend=torch.zeros_like(after[0])[None]).T.numpy()
+    true = reference[0]["steps"][step]["gradient"].numpy()
+    weights, *_ = np.linalg.lstsq(parts, true, rcond=None)
+    if np.linalg.norm(parts @ weights - true) > 10 * TOLERANCE * np.linalg.norm(true):
+        return "no weights of the micro-batches give it"
+    if np.ptp(weights) <= ALIKE * np.abs(weights).max():
+        return f"{weights.mean():.4g} times the sum of the micro-batches"
+    return "micro-batches weighted by " + ", ".join(f"{weight:.3g}" for weight in weights)
+
+
+def measure(title: str, program: list[str]) -> list[dict]:
+    truth, reference = plain(program, REFERENCE), record(program, variation(REFERENCE), 0, TIMEOUT)
+    rows = []
+    for layout in LAYOUTS:
+        own = plain(program, layout)
+        comparison = compare(reference, record(program, variation(layout), 0, TIMEOUT), TOLERANCE)
+        true_errors = errors(truth, own)
+        wrong = [t for t, error in enumerate(true_errors) if error > TOLERANCE]
+        used = sum(len(batch) for process in own for batch in process["batches"])
+        needed = sum(len(batch) for process in truth for batch in process["batches"])
+        told = miscounted(own, 0)
+        is_exact = not wrong and used == needed and not told
+        seen = [(a, b) for a, b in zip(comparison.errors, true_errors, strict=False) if a == a]
+        agrees = comparison.is_exact == is_exact and all(abs(a - b) <= max(0.2 * b, TOLERANCE) for a, b in seen)
+        row = {
+            "program": title,
+            "layout": "x".join(map(str, layout)),
+            "own_errors": true_errors,
+            "own_cause": told or (own_cause(truth, own, wrong[0]) if wrong else ""),
+            "samples": used,
+            "samples_of_the_reference": needed,
+            "errors": [error if error == error else None for error in comparison.errors],
+            "findings": [
+                {"cause": of.cause, "where": of.where, "evidence": of.evidence, "harmless": of.cause in HARMLESS}
+                for of in comparison.findings
+            ],
+            "agrees": agrees,
+        }
+        print(title, row["layout"], row["own_cause"], [of["cause"] for of in row["findings"]], agrees, file=sys.stderr)
+        rows.append(row)
+    return rows
+
+
+def _shown(errors: list[float | None]) -> str:
+    ends = errors[0], errors[-1]
+    return " / ".join("-" if of is None else "exact" if of <= TOLERANCE else f"{of:.2g}" for of in ends)
+
+
+def markdown(about: dict, rows: list[dict]) -> str:
+    lines = [
+        "Relative error of the gradient of the first / the last step beside one micro-batch of 16: by a plain computation,",
+        "and by the audit (-: its samples are others, and it is not compared). 77 samples, so that the last window is partial.",
+        "",
+        "| trainer | layout | plain computation | samples used | what it shows | audit | named | agree |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        named = ", ".join(f"`{of['cause']}`" for of in row["findings"]) or "exact"
+        used = str(row["samples"])
+        if row["samples"] != row["samples_of_the_reference"]:
+            used += f" instead of {row['samples_of_the_reference']}"
+        lines.append(
+            f"| {row['program']} | {row['layout']} | {_shown(row['own_errors'])} | {used} | {row['own_cause']} "
+            f"| {_shown(row['errors'])} | {named} | {'yes' if row['agrees'] else 'NO'} |"
+        )
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    lines += [
+        "",
+        f"`{about['command']}`, {about['date']}: tolerance {TOLERANCE:g}; {versions}, Python {about['python']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "packages")
+    arguments = parser.parse_args()
+    rows = []
+    for title, program in PROGRAMS.items():
+        rows += measure(title, [str(word) for word in program])
+    about = {
+        "command": "make bench-packages",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+    arguments.output.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    generated = "Generated by `make bench-packages` (benchmarks/packages.py); do not edit.\n\n"
+    table = markdown(about, rows)
+    arguments.output.with_suffix(".md").write_text(f"# Trainers as they are installed, audited\n\n{generated}{table}")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
