@@ -3,7 +3,7 @@
     make bench-accumulation
 
 - memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-step, so that parameters, gradients and moments
-  are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `recipes.trace` counts
+  are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `models.trace` counts
   them, and the resident set that the system counts, at their highest, less what was there before the model. With two processes
   gradient accumulation is DistributedDataParallel's, gradients as views of its buckets, with no_sync.
 - time: the steps of bert_small_cpu (micro-batches of b sequences of 128), both optimizers by turns on the same cells, clipping
@@ -34,13 +34,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel
 
-from recipes import launch, losses, optim, run
-from recipes.data import sentence_pairs
-from recipes.data.steps import StepData, Steps
-from recipes.optim import Accumulating, AccumulatingAdamW
-from recipes.order import Order
-from recipes.plan import solve_layout
-from recipes.trace import _Tracer
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data import sentence_pairs
+from samestep.data.steps import StepData, Steps
+from samestep.models.trace import _Tracer
+from samestep.recipe import run_settings as run
+from samestep.step import losses, optim
+from samestep.step.optim import Accumulating, AccumulatingAdamW
+from samestep.training import launch
 
 RESULTS = ROOT / "benchmarks" / "results" / "accumulation"
 WARM_UP = 1  # steps that are not counted

@@ -37,13 +37,13 @@ from common import metrics, tiny_argv, write_corpus
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes import capacity, kernels
-from recipes.attention import BY_LENGTH
-from recipes.audit import audit_step
-from recipes.audit.judge import Comparison, compare
-from recipes.audit.record import Recorder
-from recipes.audit.script import BATCH, WINDOW, Variation, record
-from recipes.products import ONEDNN
+from samestep.models.attention import BY_LENGTH
+from samestep.models.cpu_matmul import ONEDNN
+from samestep.training import capacity, kernels
+from stepaudit import audit_step
+from stepaudit.judge import Comparison, compare
+from stepaudit.record import Recorder
+from stepaudit.script import BATCH, WINDOW, Variation, record
 
 TOLERANCE = 1e-5
 BEGIN, END = "<!-- audit: begin -->\n", "<!-- audit: end -->\n"

@@ -2,7 +2,7 @@
 
     make bench-batch-norm
 
-The deviation is that of recipes.batch_norm.deviation, with which training logs it: the relative error of a step's gradient, its
+The deviation is that of `batch_norm.deviation`, with which training logs it: the relative error of a step's gradient, its
 statistics taken from micro-steps of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
 exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm) over that of the ordinary step, the same cells
 in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random numbers.
@@ -22,10 +22,10 @@ import transformers
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from recipes import batch_norm, losses, optim
-from recipes.data import captchas, images
-from recipes.networks import CaptchaReader
-from recipes.recipe import load
+from samestep.data import captchas, images
+from samestep.models.networks import CaptchaReader
+from samestep.recipe.recipe import load
+from samestep.step import batch_norm, losses, optim
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- batch norm: begin -->\n", "<!-- batch norm: end -->\n"

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from recipes.products import ONEDNN
+from samestep.models.cpu_matmul import ONEDNN
 
 ROOT = Path(__file__).parent.parent
 STEPS = 50
@@ -62,7 +62,7 @@ def choice(printed: str) -> str:
 
 
 def force(file: Path, way: str, at_once: int | None) -> None:
-    """Let that have been measured to be the fastest, wherever something was: in a file of `recipes.capacity`."""
+    """Let that have been measured to be the fastest, wherever something was: in a file of `samestep.training.capacity`."""
     known = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
     file.write_text(json.dumps(known))
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import transformers
 
-from recipes.data import labelled_texts
-from recipes.recipe import load
+from samestep.data import labelled_texts
+from samestep.recipe.recipe import load
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "finetune_reviews_cpu"

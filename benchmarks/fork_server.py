@@ -203,7 +203,7 @@ def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)
         faulthandler.enable()
         os.environ.update(environment)
-        from recipes.errors import exit_code
+        from samestep.errors import exit_code
 
         code = exit_code(lambda: call(*arguments))
     except BaseException:
@@ -229,7 +229,7 @@ def _slow_disk() -> None:
 
 def _train_timed(script, argv: list[str], timeline: Path) -> int:
     """Train, and write when each step ended, when each save began and gave training back, and whether one was still written."""
-    from recipes import checkpoint, report
+    from samestep.training import checkpoint, report
 
     events, saved = [], []
     output_dir = Path(argv[argv.index("--output_dir") + 1])

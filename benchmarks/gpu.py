@@ -67,10 +67,11 @@ from gpu_cases import (
 )
 from torch import nn
 
-from recipes import accumulate, batch_norm, hardware, losses, optim, transformer
-from recipes.data.steps import to_device
-from recipes.errors import RunError, UsageError, exit_code
-from recipes.recipe import Recipe, load
+from samestep.data.steps import to_device
+from samestep.errors import RunError, UsageError, exit_code
+from samestep.planner import hardware, transformer
+from samestep.recipe.recipe import Recipe, load
+from samestep.step import accumulate, batch_norm, losses, optim
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 PUBLISHED = ROOT / "benchmarks" / "published.yaml"
@@ -528,7 +529,7 @@ def markdown(results: dict) -> str:
         + ("**Tiny shapes: a test of the program, no measurement.**\n\n" if about["tiny"] else "")
         + f"{about['device']}: a large product in bfloat16 reaches {about['product_flops'] / 1e12:.3g} TFLOP/s. "
         "Of products: what is done for real tokens, as a part of it;\nBERT's last layer and GPT-2's attention leave out what "
-        "is not needed. Of published numbers: by the formula of the whole\nmodel, as a part of what recipes/devices/ says of "
+        "is not needed. Of published numbers: by the formula of the whole\nmodel, as a part of what planner/devices/ says of "
         "the device. In bold the fastest exact variant of each case, beside published numbers\nper device "
         "(benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the\n"
         "published trainings of BERT have: its cost is in the second table.\n\n"
@@ -545,8 +546,8 @@ def markdown(results: dict) -> str:
 
 
 def table_of_lengths() -> dict:
-    """What LENGTHS holds: of the sentence pairs of Python's documentation, as `recipes.data.sentence_pairs` makes them."""
-    from recipes.data import sentence_pairs  # needs datasets and tokenizers, which nothing else here does
+    """What LENGTHS holds: of the sentence pairs of Python's documentation, as `samestep.data.sentence_pairs` makes them."""
+    from samestep.data import sentence_pairs  # needs datasets and tokenizers, which nothing else here does
 
     tables = {}
     for length, num_bins in ((128, 16), (512, 32)):

@@ -26,10 +26,12 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from recipes import batch_norm, convnet, losses, transformer
-from recipes.attention import bert_wanted, cell_of, unpad
-from recipes.partition import partition
-from recipes.recipe import Recipe, load
+from samestep.cut.partition import partition
+from samestep.data.ragged import cell_of
+from samestep.models.attention import bert_wanted, unpad
+from samestep.planner import convnet, transformer
+from samestep.recipe.recipe import Recipe, load
+from samestep.step import batch_norm, losses
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 ALIGNED = 64  # heads are filled up to a multiple of so many classes

@@ -43,10 +43,10 @@ from torch.utils.data import DataLoader
 from transformers import ResNetConfig, ResNetForImageClassification
 from workloads import Samples
 
-from recipes.data import captchas, images
-from recipes.networks import CaptchaReader
-from recipes.recipe import load
-from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.data import captchas, images
+from samestep.models.networks import CaptchaReader
+from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.recipe.recipe import load
 
 SCRIPTS = {
     "captcha_cpu": "train_captcha.py",

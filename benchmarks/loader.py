@@ -30,14 +30,16 @@ from images import write_photographs
 from run_loader_memory import COLUMNS, write
 from torch import nn
 
-from recipes import launch, losses, networks
-from recipes.data import captchas, images, labelled_texts, sentence_pairs, token_blocks
-from recipes.data.steps import StepData, Steps
-from recipes.models import causal_ways
-from recipes.order import Order
-from recipes.plan import solve_layout
-from recipes.recipe import Recipe, load
-from recipes.workload import SCRIPTS
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data import captchas, images, labelled_texts, sentence_pairs, token_blocks
+from samestep.data.steps import StepData, Steps
+from samestep.models import networks
+from samestep.models.pretrained import causal_ways
+from samestep.planner.workload import SCRIPTS
+from samestep.recipe.recipe import Recipe, load
+from samestep.step import losses
+from samestep.training import launch
 
 SOURCES = {
     "bert_pretraining": sentence_pairs,

@@ -23,9 +23,9 @@ import torch
 import transformers
 from tasks import MODELS
 
-from recipes.audit.judge import CAUSES, compare
-from recipes.audit.recording import Recording
-from recipes.audit.script import BATCH, WINDOW, Variation, record
+from stepaudit.judge import CAUSES, compare
+from stepaudit.recording import Recording
+from stepaudit.script import BATCH, WINDOW, Variation, record
 
 TOLERANCE = 1e-6  # transformers computes GPT-2's loss in float32
 BEGIN, END = "<!-- loops: begin -->\n", "<!-- loops: end -->\n"

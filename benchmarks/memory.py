@@ -1,4 +1,4 @@
-"""Compare the memory that recipes/memory.py plans with what recipes/trace.py traces.
+"""Compare the memory that samestep/planner/memory.py plans with what samestep/models/trace.py traces.
 
     make bench-memory
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from recipes import hardware
-from recipes.memory import model_of
-from recipes.plan import solve_layout
-from recipes.recipe import TASKS, Recipe, catalog_names, load
-from recipes.trace import Trace, trace_recipe
-from recipes.workload import of_recipe
+from samestep.cut.layout import solve_layout
+from samestep.models.trace import Trace, trace_recipe
+from samestep.planner import hardware
+from samestep.planner.memory import model_of
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
 
 RESULTS = Path(__file__).parent / "results" / "memory"
 DEVICE = "a100-80"
@@ -106,7 +106,7 @@ def markdown(results: dict) -> str:
         f"{results['seconds']:.0f} s on one core.\n\n"
         f"**Error of the plan: median {statistics.median(abs(row['error']) for row in rows):.1%}, worst "
         f"{abs(worst['error']):.1%}** ({worst['recipe']}, b = {worst['b']}).\n\n"
-        "The plan is recipes/memory.py's formula, the trace recipes/trace.py's, which takes in what CUDA allocates otherwise. "
+        "The plan is planner/memory.py's formula, the trace models/trace.py's, which takes in what CUDA allocates otherwise. "
         "GB are 1e9 bytes.\n"
         f"Micro-batches b: one sample, and those planned to take {SHARES[0]:.0%} and {SHARES[1]:.0%} of {DEVICE}, "
         f"at most {MOST - 1:,}.\n"

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.audit.judge import HARMLESS, compare
-from recipes.audit.processes import run
-from recipes.audit.script import BATCH, WINDOW, Variation, record
+from stepaudit.judge import HARMLESS, compare
+from stepaudit.processes import run
+from stepaudit.script import BATCH, WINDOW, Variation, record
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "packages"

@@ -40,11 +40,12 @@ from common import task_of, tiny_argv
 from fork_server import Server
 from safetensors.torch import load_file
 
-from recipes import checkpoint, run
-from recipes.data.steps import Steps
-from recipes.errors import UsageError
-from recipes.order import Order
-from recipes.plan import solve_layout
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data.steps import Steps
+from samestep.errors import UsageError
+from samestep.recipe import run_settings as run
+from samestep.training import checkpoint
 
 STEPS, EVERY = 40, 3
 FLAGS = (

@@ -50,10 +50,10 @@ from clock import Stamp
 from images import write_photographs
 from shakespeare import NANOGPT_FLAGS, Program, prepare_nanogpt
 
-from recipes import models
-from recipes.data.documents import load_documents
-from recipes.recipe import Recipe, load
-from recipes.workload import SCRIPTS
+from samestep.data.documents import load_documents
+from samestep.models import pretrained as models
+from samestep.planner.workload import SCRIPTS
+from samestep.recipe.recipe import Recipe, load
 
 WARM_UP, WHOLE_STEPS, WINDOW = 5, 3, 20
 # Title -> file in peers/ and its last arguments.

@@ -46,8 +46,8 @@ import transformers
 from device import fit_ring, loopback, num_cores
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes import timing
-from recipes.hardware import Hardware, load_device
+from samestep.planner import timing
+from samestep.planner.hardware import Hardware, load_device
 
 RESULTS = ROOT / "benchmarks" / "results" / "scaling"
 PROCESSES = (1, 2, 3, 4)
@@ -146,7 +146,7 @@ def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> 
         with open(f"/run/netns/rank{rank}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-    # As recipes/launch.py says: Accelerate knows no other name for it.
+    # As samestep/training/launch.py says: Accelerate knows no other name for it.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     dist.init_process_group(
         "gloo",

@@ -38,8 +38,8 @@ def watch(file: Path, argv: list[str]) -> None:
     """Run a script, and write when its stages ended. Called before anything is imported that the script would import."""
     begun = time.time()
     gc.disable()  # as the scripts do while they import
-    from recipes import evaluation, launch, report
-    from recipes.data.steps import Steps
+    from samestep.data.steps import Steps
+    from samestep.training import evaluation, launch, report
 
     ends, evaluating = {"launcher": begun}, []
     create, stream, step = launch.create_accelerator, Steps.stream, report.RunLog.step

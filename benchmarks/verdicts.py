@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import corpus
 from forked import Server
 
-from recipes.audit.causes import GUIDE, HARMLESS, KINDS
-from recipes.audit.judge import compare
+from stepaudit.causes import GUIDE, HARMLESS, KINDS
+from stepaudit.judge import compare
 
 GUIDE_BEGIN, GUIDE_END = "<!-- causes: begin -->\n", "<!-- causes: end -->\n"
 BEGIN, END = "<!-- verdicts: begin -->\n", "<!-- verdicts: end -->\n"

@@ -1,3 +1,1 @@
-"""One recipe, the same optimizer step on any hardware."""
-
-__version__ = "0.1.0"
+"""The catalog of recipes, and `python -m recipes` from the root of the repository. The engine is the package `samestep`."""

@@ -16,15 +16,19 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, plots, rehearsal, report, run
-from recipes.attention import bert_wanted, unpad, ways
-from recipes.data import labelled_texts
-from recipes.data.steps import Cell, Steps, to_device
-from recipes.errors import exit_code
-from recipes.evaluation import best_of, check_metrics, classify, confusion, judge, outputs
-from recipes.order import Order
-from recipes.recipe import TextClassification
-from recipes.recovery import Recovery
+from samestep.cut import layout as plan
+from samestep.cut.order import Order
+from samestep.data import labelled_texts
+from samestep.data.steps import Cell, Steps, to_device
+from samestep.errors import exit_code
+from samestep.models import pretrained as models
+from samestep.models.attention import bert_wanted, unpad, ways
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import TextClassification
+from samestep.step import accumulate, losses, optim
+from samestep.training import checkpoint, kernels, launch, plots, rehearsal, report
+from samestep.training.evaluation import best_of, check_metrics, classify, confusion, judge, outputs
+from samestep.training.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: BertForSequenceClassification that returns the sum over a cell

@@ -16,15 +16,19 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, rehearsal, report, run
-from recipes.attention import bert_wanted, unpad, ways
-from recipes.data import sentence_pairs
-from recipes.data.steps import Cell, Steps, to_device
-from recipes.errors import exit_code
-from recipes.evaluation import evaluate
-from recipes.order import Order
-from recipes.recipe import BertPretraining
-from recipes.recovery import Recovery
+from samestep.cut import layout as plan
+from samestep.cut.order import Order
+from samestep.data import sentence_pairs
+from samestep.data.steps import Cell, Steps, to_device
+from samestep.errors import exit_code
+from samestep.models import pretrained as models
+from samestep.models.attention import bert_wanted, unpad, ways
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import BertPretraining
+from samestep.step import accumulate, losses, optim
+from samestep.training import checkpoint, kernels, launch, rehearsal, report
+from samestep.training.evaluation import evaluate
+from samestep.training.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: BertForPreTraining that returns sums over a cell, and scores the vocabulary at masked places only

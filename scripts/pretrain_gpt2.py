@@ -16,14 +16,18 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes import accumulate, checkpoint, kernels, launch, losses, models, optim, plan, rehearsal, report, run
-from recipes.data import token_blocks
-from recipes.data.steps import Cell, Steps, to_device
-from recipes.errors import exit_code
-from recipes.evaluation import evaluate
-from recipes.order import Order
-from recipes.recipe import Gpt2Pretraining
-from recipes.recovery import Recovery
+from samestep.cut import layout as plan
+from samestep.cut.order import Order
+from samestep.data import token_blocks
+from samestep.data.steps import Cell, Steps, to_device
+from samestep.errors import exit_code
+from samestep.models import pretrained as models
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import Gpt2Pretraining
+from samestep.step import accumulate, losses, optim
+from samestep.training import checkpoint, kernels, launch, rehearsal, report
+from samestep.training.evaluation import evaluate
+from samestep.training.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: GPT2LMHeadModel that returns the sum over a cell, and never holds the logits of all its tokens

@@ -14,27 +14,17 @@ gc.disable()  # while modules are imported: 1 s of 4 less; `launch.create_accele
 import torch
 from torch import nn
 
-from recipes import (
-    accumulate,
-    batch_norm,
-    checkpoint,
-    kernels,
-    launch,
-    losses,
-    optim,
-    plan,
-    plots,
-    rehearsal,
-    report,
-    run,
-)
-from recipes.data import captchas
-from recipes.data.steps import Cell, Steps, to_device
-from recipes.errors import exit_code
-from recipes.evaluation import evaluate, predict
-from recipes.networks import CaptchaReader, ways
-from recipes.order import Order
-from recipes.recovery import Recovery
+from samestep.cut import layout as plan
+from samestep.cut.order import Order
+from samestep.data import captchas
+from samestep.data.steps import Cell, Steps, to_device
+from samestep.errors import exit_code
+from samestep.models.networks import CaptchaReader, ways
+from samestep.recipe import run_settings as run
+from samestep.step import accumulate, batch_norm, losses, optim
+from samestep.training import checkpoint, kernels, launch, plots, rehearsal, report
+from samestep.training.evaluation import evaluate, predict
+from samestep.training.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: a CaptchaReader that returns sums over a cell
@@ -55,7 +45,7 @@ class ReadingSums(nn.Module):
 
 
 USAGE = """\
-from recipes.networks import CaptchaReader
+from samestep.models.networks import CaptchaReader
 reader = CaptchaReader.from_pretrained("OUTPUT_DIR").eval()
 reader.read(images)  # uint8 [images, height, width, 3]"""
 

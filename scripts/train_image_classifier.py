@@ -15,18 +15,21 @@ import torch
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from recipes import accumulate, batch_norm, checkpoint, kernels, launch, losses, optim, plan, rehearsal, report, run
-from recipes.data import images
-from recipes.data.steps import Cell, Steps, to_device
-from recipes.errors import exit_code
-from recipes.evaluation import evaluate, predict
-from recipes.models import initial_model
-from recipes.networks import ways
-from recipes.order import Order
-from recipes.plots import plot_predictions
-from recipes.recipe import ImageClassification
-from recipes.recovery import Recovery
-from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.cut import layout as plan
+from samestep.cut.order import Order
+from samestep.data import images
+from samestep.data.steps import Cell, Steps, to_device
+from samestep.errors import exit_code
+from samestep.models.networks import ways
+from samestep.models.pretrained import initial_model
+from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import ImageClassification
+from samestep.step import accumulate, batch_norm, losses, optim
+from samestep.training import checkpoint, kernels, launch, rehearsal, report
+from samestep.training.evaluation import evaluate, predict
+from samestep.training.plots import plot_predictions
+from samestep.training.recovery import Recovery
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model: transformers' ResNet that returns the sum over a cell

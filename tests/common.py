@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from recipes.workload import SCRIPTS
+from samestep.planner.workload import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 # Models that train in moments; what a flag does not set is the recipe's.
@@ -64,7 +64,7 @@ def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) ->
 def write_corpus(folder: Path) -> Path:
     """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings, labelled.csv
     pairs of words from them and labels."""
-    from recipes.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
+    from samestep.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
 
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
     for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):

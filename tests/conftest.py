@@ -27,7 +27,9 @@ import pytest
 from blank import write_blank
 from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
 
-from recipes import capacity, interrupt, products
+from samestep import interrupt
+from samestep.models import cpu_matmul as products
+from samestep.training import capacity
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["audited", "startup"]  # programs, which importing would run

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from common import ROOT
 
-from recipes.audit.causes import HARMLESS, KINDS
-from recipes.audit.judge import Comparison
-from recipes.audit.script import BATCH, WINDOW, Variation
+from stepaudit.causes import HARMLESS, KINDS
+from stepaudit.judge import Comparison
+from stepaudit.script import BATCH, WINDOW, Variation
 
 FOLDER = ROOT / "tests" / "audited"
 TOLERANCE = 1e-5

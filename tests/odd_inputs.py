@@ -22,12 +22,12 @@ from pathlib import Path
 import yaml
 from hypothesis import strategies as st
 
-from recipes import __main__ as command
-from recipes import recipe as recipes
-from recipes import run
-from recipes.configs import LISTS, RATES, SIZES
-from recipes.errors import exit_code
-from recipes.hardware import DEVICES, Device
+from samestep import cli as command
+from samestep.errors import exit_code
+from samestep.planner.configs import LISTS, RATES, SIZES
+from samestep.planner.hardware import DEVICES, Device
+from samestep.recipe import recipe as recipes
+from samestep.recipe import run_settings as run
 
 SECONDS, MEMORY = 5, 2 * 2**30
 LONGEST = 60  # seconds of what is accepted, and runs (--trace builds the model)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recipes.optim import AccumulatingAdamW, AccumulatingSGD, folding
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, folding
 
 STEPS = 50
 CELLS = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}
@@ -92,7 +92,7 @@ def most_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
     each."""
     folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
     if is_traced:
-        from recipes.trace import _Tracer  # here: it imports transformers
+        from samestep.models.trace import _Tracer  # here: it imports transformers
 
         tracer = _Tracer()
     with tracer:

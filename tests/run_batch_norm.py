@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes import batch_norm
+from samestep.step import batch_norm
 
 LAYER_SIZES = {2: [[5, 2], [0, 7]], 3: [[4, 0, 3], [1, 5, 1]]}
 """Samples of each process in two micro-steps."""

@@ -11,12 +11,12 @@ import pyarrow as pa
 from datasets import Dataset
 from transformers import BertTokenizerFast, GPT2TokenizerFast
 
-from recipes.data.labelled_texts import LabelledTexts
-from recipes.data.sentence_pairs import SentencePairs
-from recipes.data.steps import Steps
-from recipes.data.token_blocks import PackedBlocks
-from recipes.order import Order
-from recipes.plan import solve_layout
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data.labelled_texts import LabelledTexts
+from samestep.data.sentence_pairs import SentencePairs
+from samestep.data.steps import Steps
+from samestep.data.token_blocks import PackedBlocks
 
 AT_ONCE = 1000  # rows of a chunk: what `datasets` writes
 TOKENS, SENTENCE = 12, 4  # of a row, and of its sentences

@@ -17,7 +17,8 @@ from accelerate.state import GradientState
 from blank import write_blank
 from common import fresh_accelerator, load_script, samples_in
 
-from recipes import accumulate, capacity, launch, recovery
+from samestep.step import accumulate
+from samestep.training import capacity, launch, recovery
 
 MAX_SAMPLES = 2
 

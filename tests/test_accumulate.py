@@ -12,15 +12,16 @@ from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
 from common import ROOT, fresh_accelerator, metrics
 
-from recipes import accumulate, launch
+from samestep.step import accumulate
+from samestep.training import launch
 
 COUNT_REDUCTIONS = """
 import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from recipes import accumulate, launch
-from recipes.launch import create_accelerator
+from samestep.step import accumulate; from samestep.training import launch
+from samestep.training.launch import create_accelerator
 
 accelerator = create_accelerator()
 rank, out = accelerator.process_index, Path(sys.argv[1])

@@ -9,8 +9,8 @@ from common import found_by_processes
 from run_accumulating import OPTIMIZERS, STEPS, build, cell_losses, groups, most_bytes
 from torch import nn
 
-from recipes.errors import UsageError
-from recipes.optim import AccumulatingAdamW, AccumulatingSGD
+from samestep.errors import UsageError
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD
 
 EXACT = 1e-14
 

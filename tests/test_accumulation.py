@@ -11,15 +11,16 @@ from common import ROOT, metrics, tiny_argv
 from test_equivalence import parameters, relative
 from torch import nn
 
-from recipes import launch, run
-from recipes.checkpoint import read
-from recipes.errors import RunError, UsageError
-from recipes.memory import model_of
-from recipes.optim import AccumulatingSGD
-from recipes.plan import solve_layout
-from recipes.recipe import load
-from recipes.trace import trace_recipe
-from recipes.workload import of_recipe
+from samestep.cut.layout import solve_layout
+from samestep.errors import RunError, UsageError
+from samestep.models.trace import trace_recipe
+from samestep.planner.memory import model_of
+from samestep.planner.workload import of_recipe
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import load
+from samestep.step.optim import AccumulatingSGD
+from samestep.training import launch
+from samestep.training.checkpoint import read
 
 SGD = "--accumulation optimizer --max_grad_norm none --dtype float64 --global_batch_size 22 "
 ADAMW = "--accumulation optimizer --second_moment unbiased --dtype float64 --global_batch_size 22 "

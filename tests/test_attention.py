@@ -9,8 +9,10 @@ from common import load_script
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from recipes import attention
-from recipes.attention import bert_wanted, by_length, cell_of, rows_of
+from samestep.data import ragged
+from samestep.data.ragged import by_length, cell_of, rows_of
+from samestep.models import attention
+from samestep.models.attention import bert_wanted
 
 SHAPE = {"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20}
 CASES = {
@@ -25,7 +27,7 @@ TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
 @pytest.fixture(autouse=True)
 def tables_cost_nothing(monkeypatch):
     """So that short samples have several, too."""
-    monkeypatch.setattr(attention, "TABLE", 0)
+    monkeypatch.setattr(ragged, "TABLE", 0)
 
 
 def build(kernel: str | None = None, **changes) -> BertForSequenceClassification:
@@ -134,7 +136,7 @@ def test_dropout_is_at_work_in_training_only(kernel):
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
     *_, cell = samples_of(CASES[case], "first")
     rows, queries = (
-        attention.tables_of([attention.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
+        attention.tables_of([ragged.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
         for of, mask in (("", cell["is_token"]), ("wanted_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
@@ -175,7 +177,7 @@ def test_tables_have_few_sizes():
 
 
 def test_samples_of_like_length_share_a_table(monkeypatch):
-    monkeypatch.setattr(attention, "TABLE", 8192)
+    monkeypatch.setattr(ragged, "TABLE", 8192)
     parts = [part.tolist() for part in by_length(np.array([128, 120, 60, 60, 60, 60, 30, 30, 30, 29, 3]))]
     assert parts == [[128, 120], [60, 60, 60, 60], [30, 30, 30, 29, 3]]
     for lengths in ([5], [5, 4, 3], [90] * 50):
@@ -184,7 +186,7 @@ def test_samples_of_like_length_share_a_table(monkeypatch):
     for _ in range(100):
         lengths = np.sort(rng.integers(1, 512, size=rng.integers(1, 100)))[::-1]
         parts = by_length(lengths)
-        assert 1 <= len(parts) <= attention.TABLES
+        assert 1 <= len(parts) <= ragged.TABLES
         assert np.concatenate(parts).tolist() == lengths.tolist()
         unit = 1 << max(0, len(lengths).bit_length() - 4)
         assert not any(len(part) % unit for part in parts[:-1]), "tables have few sizes"

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from common import ROOT, TINIES
 
-from recipes import kernels
-from recipes.attention import BY_LENGTH
-from recipes.audit.judge import HARMLESS
+from samestep.models.attention import BY_LENGTH
+from samestep.training import kernels
+from stepaudit.judge import HARMLESS
 
 RESULTS = ROOT / "benchmarks" / "results"
 

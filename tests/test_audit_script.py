@@ -14,14 +14,14 @@ from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
 from forked import Server
 
-from recipes.audit import script
-from recipes.audit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
-from recipes.audit.record import Enough, Recorder, _honours
-from recipes.audit.recording import Recording
-from recipes.audit.script import Variation, audit_script, record, variations
-from recipes.audit.table import table
-from recipes.errors import UsageError
-from recipes.sketch import WHOLE, sketch
+from samestep.errors import UsageError
+from stepaudit import script
+from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
+from stepaudit.random_projection import WHOLE, sketch
+from stepaudit.record import Enough, Recorder, _honours
+from stepaudit.recording import Recording
+from stepaudit.script import Variation, audit_script, record, variations
+from stepaudit.table import table
 
 AUDITED = ROOT / "tests" / "audited"
 TOLERANCE = 1e-7

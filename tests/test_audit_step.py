@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(ROOT / "tests" / "audited"))
 from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
-from recipes.audit import Cut, assert_same_step, audit_step, default_cuts
-from recipes.audit import processes as side_by_side
-from recipes.audit.entrance import _close
-from recipes.audit.loops import terms
-from recipes.errors import UsageError
+from samestep.errors import UsageError
+from stepaudit import Cut, assert_same_step, audit_step, default_cuts
+from stepaudit import processes as side_by_side
+from stepaudit.entrance import _close
+from stepaudit.loops import terms
 
 QUARTERS = [Cut(4)]
 

@@ -23,8 +23,8 @@ from run_batch_norm import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes.batch_norm import BatchNorm, FrozenBatchNorm, WholeStep, deviation, freeze, synchronize
-from recipes.errors import UsageError
+from samestep.errors import UsageError
+from samestep.step.batch_norm import BatchNorm, FrozenBatchNorm, WholeStep, deviation, freeze, synchronize
 
 CUT = cut(CELLS[1], 0)
 ALL = [slice(0, 9)]

@@ -13,11 +13,12 @@ import torch
 from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes import launch, report, run
-from recipes.attention import cell_of
-from recipes.data import sentence_pairs
-from recipes.data.steps import Steps
-from recipes.recipe import load
+from samestep.data import sentence_pairs
+from samestep.data.ragged import cell_of
+from samestep.data.steps import Steps
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import load
+from samestep.training import launch, report
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from recipes.data import captchas
-from recipes.data.captchas import Captcha, Captchas, build, draw_captcha
-from recipes.data.steps import Steps
-from recipes.errors import RunError, UsageError
-from recipes.order import Order
-from recipes.plan import solve_layout
-from recipes.recipe import CaptchaRecognition, load
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data import captchas
+from samestep.data.captchas import Captcha, Captchas, build, draw_captcha
+from samestep.data.steps import Steps
+from samestep.errors import RunError, UsageError
+from samestep.recipe.recipe import CaptchaRecognition, load
 
 SMALL = {
     "image_height": 30,

@@ -25,10 +25,11 @@ from tensorboard.backend.event_processing import event_accumulator
 from test_equivalence import check
 from torch import nn
 
-from recipes import checkpoint, launch, report, run
-from recipes import recipe as recipes
-from recipes.errors import RunError, UsageError, exit_code
-from recipes.run import RunSettings
+from samestep.errors import RunError, UsageError, exit_code
+from samestep.recipe import recipe as recipes
+from samestep.recipe import run_settings as run
+from samestep.recipe.run_settings import RunSettings
+from samestep.training import checkpoint, launch, report
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
@@ -770,7 +771,7 @@ import json, resource, sys
 sys.path.insert(0, {tests!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes that a file can have
 from common import load_script
-from recipes.errors import exit_code
+from samestep.errors import exit_code
 sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
 """
 

@@ -8,8 +8,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
-from recipes.configs import ACTIVATIONS, read_config, shape_of
-from recipes.errors import UsageError
+from samestep.errors import UsageError
+from samestep.planner.configs import ACTIVATIONS, read_config, shape_of
 
 TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 BERT = TEXT | {"hidden_size": 32, "intermediate_size": 48}

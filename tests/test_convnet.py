@@ -8,11 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from recipes.convnet import ConvNet
-from recipes.memory import model_of
-from recipes.networks import CaptchaReader
-from recipes.recipe import ImageRecipe, catalog_names, load
-from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.models.networks import CaptchaReader
+from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.planner.convnet import ConvNet
+from samestep.planner.memory import model_of
+from samestep.recipe.recipe import ImageRecipe, catalog_names, load
 
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
 SMALL = {

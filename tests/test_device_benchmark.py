@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes import __main__ as program
-from recipes import timing
-from recipes.errors import UsageError, exit_code
-from recipes.hardware import Hardware, load_device, parse
-from recipes.placement import place
-from recipes.recipe import load
-from recipes.workload import of_recipe
+from samestep import cli as program
+from samestep.errors import UsageError, exit_code
+from samestep.planner import timing
+from samestep.planner.hardware import Hardware, load_device, parse
+from samestep.planner.placement import place
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import load
 
 
 def benchmark(name: str):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from common import ROOT, fresh_accelerator
 
-from recipes import audit
-from recipes.audit.causes import KINDS, Finding
+import stepaudit as audit
+from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 TAGGER, LOOP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)

@@ -1,4 +1,4 @@
-"""recipes.data.documents: every source, every error, the cache, the split, the sentences."""
+"""samestep.data.documents: every source, every error, the cache, the split, the sentences."""
 
 import csv
 import json
@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.data import documents
-from recipes.data.documents import load_documents, split_documents, split_sentences
-from recipes.errors import UsageError
+from samestep.data import documents
+from samestep.data.documents import load_documents, split_documents, split_sentences
+from samestep.errors import UsageError
 
 # Commas, quotes, line ends inside, a line separator that is no line end, letters beyond ASCII, spaces at both ends.
 TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀 \u2028 kept. ", "x" * 200_000]
@@ -343,7 +343,7 @@ def test_faults_of_a_dataset_by_name(tmp_path, kwargs, message):
 
 
 def test_the_hub_out_of_reach(tmp_path):
-    program = "from recipes.data.documents import load_documents as f; f(train_file=None, dataset_name='someone/text')"
+    program = "from samestep.data.documents import load_documents as f; f(train_file=None, dataset_name='someone/text')"
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path),
@@ -351,7 +351,7 @@ def test_the_hub_out_of_reach(tmp_path):
     }
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("recipes.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
+    assert last.startswith("stepaudit.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
     assert "OfflineModeIsEnabled" in last
     assert last.endswith("or use train_file or dataset_name builtin/..., which need none.")
 

@@ -7,13 +7,14 @@ import torch
 from common import TINIES, evaluations, metrics, task_of, tiny_argv
 from safetensors.torch import load_file
 
-from recipes import losses, optim, run
-from recipes.checkpoint import read
-from recipes.data import sentence_pairs, token_blocks
-from recipes.data.steps import Steps
-from recipes.order import Order
-from recipes.plan import Layout, solve_layout
-from recipes.recipe import TASKS, load
+from samestep.cut.layout import Layout, solve_layout
+from samestep.cut.order import Order
+from samestep.data import sentence_pairs, token_blocks
+from samestep.data.steps import Steps
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import TASKS, load
+from samestep.step import losses, optim
+from samestep.training.checkpoint import read
 
 # Name -> program, and flags beside its tiny model's.
 WORKLOADS = {

@@ -14,11 +14,12 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from test_checkpoint import same_weights, without_time
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, pipeline
 
-from recipes import optim, run
-from recipes.data import labelled_texts
-from recipes.errors import UsageError
-from recipes.evaluation import best_of
-from recipes.recipe import load
+from samestep.data import labelled_texts
+from samestep.errors import UsageError
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import load
+from samestep.step import optim
+from samestep.training.evaluation import best_of
 
 LEARNING = "--global_batch_size 16 --max_train_steps 60 --learning_rate 5e-3"
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"

@@ -16,9 +16,10 @@ from test_device_benchmark import benchmark
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes import accumulate, batch_norm, transformer
-from recipes.errors import exit_code
-from recipes.recipe import load
+from samestep.errors import exit_code
+from samestep.planner import transformer
+from samestep.recipe.recipe import load
+from samestep.step import accumulate, batch_norm
 
 gpu = benchmark("gpu")
 of_cases = sys.modules["gpu_cases"]

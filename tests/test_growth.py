@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import __main__ as program
-from recipes.errors import UsageError, exit_code
-from recipes.growth import grow, remarks
-from recipes.hardware import device_names, load_device
-from recipes.recipe import catalog_names, load
-from recipes.workload import of_recipe
+from samestep import cli as program
+from samestep.errors import UsageError, exit_code
+from samestep.planner.growth import grow, remarks
+from samestep.planner.hardware import device_names, load_device
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import catalog_names, load
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.errors import UsageError
-from recipes.hardware import DEVICES, Device, Hardware, device_names, load_device, parse
+from samestep.errors import UsageError
+from samestep.planner.hardware import DEVICES, Device, Hardware, device_names, load_device, parse
 
 NUMBERS = [
     field.name

@@ -9,8 +9,8 @@ import torch
 from common import TINIES, metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes import accumulate
-from recipes.recovery import Attempt
+from samestep.step import accumulate
+from samestep.training.recovery import Attempt
 
 aten = torch.ops.aten
 LOOKS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2}

@@ -18,13 +18,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
-from recipes.data import images
-from recipes.data.images import _centre_box, _random_box, _shift
-from recipes.data.steps import Steps
-from recipes.errors import RunError, UsageError
-from recipes.order import Order, sample_rng
-from recipes.plan import solve_layout
-from recipes.recipe import ImageClassification, load
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order, sample_rng
+from samestep.data import images
+from samestep.data.images import _centre_box, _random_box, _shift
+from samestep.data.steps import Steps
+from samestep.errors import RunError, UsageError
+from samestep.recipe.recipe import ImageClassification, load
 
 PLAIN = {"image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}  # pixel values stay in [0, 1]
 CHANGES = {"image_height": 16, "image_width": 16, "num_labels": 2, "augmentation": "none", "validation_fraction": 0.0}

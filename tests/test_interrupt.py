@@ -12,8 +12,11 @@ from common import ROOT, all_metrics, metrics, tiny_argv
 from test_checkpoint import DROPOUT, same_weights, without_time
 from test_recovery import HANG, launch_with
 
-from recipes import accumulate, checkpoint, interrupt, run
-from recipes.errors import UsageError
+from samestep import interrupt
+from samestep.errors import UsageError
+from samestep.recipe import run_settings as run
+from samestep.step import accumulate
+from samestep.training import checkpoint
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_a_limit_on_time_is_refused_where_the_launcher_would_start_the_run_again
 
 TWICE = """
 import sys, time
-from recipes import interrupt
+from samestep import interrupt
 interrupt.StopRequest()
 print("ready", flush=True)
 end = time.monotonic() + 30

@@ -11,8 +11,9 @@ from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_s
 from test_equivalence import parameters, relative
 from torch import nn
 
-from recipes import capacity, kernels, launch, run
-from recipes.recipe import load
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import load
+from samestep.training import capacity, kernels, launch
 
 PROGRAMS = [*TINIES]
 COMPILED = [program for program in PROGRAMS if hasattr(run.SETTINGS[task_of(program)], "torch_compile")]

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from recipes.data import labelled_texts
-from recipes.data.labelled_texts import Columns, find_classes, load_texts
-from recipes.errors import UsageError
-from recipes.recipe import load
+from samestep.data import labelled_texts
+from samestep.data.labelled_texts import Columns, find_classes, load_texts
+from samestep.errors import UsageError
+from samestep.recipe.recipe import load
 
 ROWS = [("good, I say", "yes", "b"), ('a "bad" one', "no", "a"), ("so so", "maybe", "b"), ("fine", "or not", "a")] * 8
 

@@ -19,10 +19,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from common import task_of
 
-from recipes import launch
-from recipes.errors import UsageError
-from recipes.plan import solve_layout
-from recipes.recipe import load
+from samestep.cut.layout import solve_layout
+from samestep.errors import UsageError
+from samestep.recipe.recipe import load
+from samestep.training import launch
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -66,8 +66,8 @@ import torch
 if "FAKE_GPU" in os.environ:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
-from recipes.errors import exit_code
-from recipes.launch import create_accelerator, is_sharded
+from samestep.errors import exit_code
+from samestep.training.launch import create_accelerator, is_sharded
 
 def main():
     accelerator = create_accelerator()
@@ -380,7 +380,7 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
 
 KEEPS = """
 import resource, sys, torch
-from recipes.launch import create_accelerator, keep_memory
+from samestep.training.launch import create_accelerator, keep_memory
 if sys.argv[1] == "kept":
     create_accelerator()
 def faults():

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 from common import ROOT, fresh_accelerator
 
-from recipes.audit.judge import compare
-from recipes.audit.record import Recorder
-from recipes.audit.recording import Recording
-from recipes.audit.script import BATCH, WINDOW, Variation, record
+from stepaudit.judge import compare
+from stepaudit.record import Recorder
+from stepaudit.recording import Recording
+from stepaudit.script import BATCH, WINDOW, Variation, record
 
 LOOPS = ROOT / "benchmarks" / "loops"
 MODELS = ("gpt2", "bert_mlm", "bert_pretraining", "bert_classifier", "resnet")

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recipes.losses import IGNORED, cross_entropy_sum, linear_cross_entropy, num_correct, weighted_loss
+from samestep.step.losses import IGNORED, cross_entropy_sum, linear_cross_entropy, num_correct, weighted_loss
 
 
 def test_the_sum_over_any_cut_is_the_sum_over_the_whole():

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, ViTConfig
 
-from recipes import __main__ as program
-from recipes.errors import exit_code
-from recipes.recipe import catalog_names
+from samestep import cli as program
+from samestep.errors import exit_code
+from samestep.recipe.recipe import catalog_names
 
 MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
-from recipes import losses, transformer
-from recipes.errors import UsageError
-from recipes.memory import Memory, model_of, planned_memory
-from recipes.plan import solve_layout
-from recipes.recipe import Recipe, TextPretraining, catalog_names, load
+from samestep.cut.layout import solve_layout
+from samestep.errors import UsageError
+from samestep.planner import transformer
+from samestep.planner.memory import Memory, model_of, planned_memory
+from samestep.recipe.recipe import Recipe, TextPretraining, catalog_names, load
+from samestep.step import losses
 
 SMALL = {
     "gpt2": {"n_embd": 128, "n_head": 2, "n_positions": 192, "block_size": 128, "vocab_size": 1000},

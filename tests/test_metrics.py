@@ -15,8 +15,8 @@ import scipy.stats
 import sklearn.metrics
 import torch
 
-from recipes import metrics
-from recipes.errors import UsageError
+from samestep.errors import UsageError
+from samestep.training import metrics
 
 DRAWN = np.random.default_rng(0)
 CLASSES = DRAWN.integers(0, 4, (2, 200))  # predictions, references
@@ -201,9 +201,8 @@ def test_other_names_are_asked_for_where_there_is_a_network(asked, monkeypatch):
 
 
 def test_nothing_is_imported_before_it_is_needed():
-    code = (
-        "import sys, recipes.metrics; print({'evaluate', 'datasets', 'sklearn', 'scipy', 'torch'} & set(sys.modules))"
-    )
+    heavy = {"evaluate", "datasets", "sklearn", "scipy", "torch"}
+    code = f"import sys, samestep.training.metrics; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

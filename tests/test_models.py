@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForPreTraining
 
-from recipes.errors import UsageError
-from recipes.models import initial_model
+from samestep.errors import UsageError
+from samestep.models.pretrained import initial_model
 
 SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 CONFIG = BertConfig(**SHAPE, max_position_embeddings=16)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes import networks
-from recipes.networks import CaptchaReader, GroupNorm, lay_out
-from recipes.recipe import load
+from samestep.models import networks
+from samestep.models.networks import CaptchaReader, GroupNorm, lay_out
+from samestep.recipe.recipe import load
 
 SMALL = {"num_train_samples": 16, "conv_channels": [4, 8, 8, 8], "hidden_size": 16}
 

@@ -24,8 +24,10 @@ from PIL import EpsImagePlugin, Image
 from safetensors.torch import load_file
 from transformers import AutoModelForPreTraining, AutoTokenizer, GPT2LMHeadModel
 
-from recipes import __main__, checkpoint, metrics, trace
-from recipes.errors import exit_code
+from samestep import cli as __main__
+from samestep.errors import exit_code
+from samestep.models import trace
+from samestep.training import checkpoint, metrics
 
 SMALL = "--max_train_steps 1 --global_batch_size 4"
 

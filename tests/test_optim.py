@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.optim import AccumulatingAdamW, AccumulatingSGD, adamw, of_recipe, sgd
-from recipes.recipe import load
-from recipes.scaling import Hyperparameters
+from samestep.recipe.recipe import load
+from samestep.recipe.scaling import Hyperparameters
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, adamw, of_recipe, sgd
 
 
 def test_decay_is_for_matrices_only():

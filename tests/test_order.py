@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.errors import UsageError
-from recipes.order import Order, permute, sample_rng
+from samestep.cut.order import Order, permute, sample_rng
+from samestep.errors import UsageError
 
 PRIMES = [2, 3, 7, 31, 97, 1009]
 

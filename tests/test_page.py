@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import __main__ as program
-from recipes.errors import UsageError, exit_code
-from recipes.hardware import device_names, parse
-from recipes.page import SCRIPT, STYLE, page
-from recipes.plots import plot_growth
-from recipes.recipe import catalog_names
+from samestep import cli as program
+from samestep.errors import UsageError, exit_code
+from samestep.planner.hardware import device_names, parse
+from samestep.planner.page import SCRIPT, STYLE, page
+from samestep.recipe.recipe import catalog_names
+from samestep.training.plots import plot_growth
 
 VOID = {"meta", "line", "rect", "circle", "polyline"}
 HOSTILE = "<script>alert(1)</script><img src=//x.org/y onerror=alert(2)>\"' & </style> &amp; </svg>"

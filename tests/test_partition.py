@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.errors import UsageError
-from recipes.partition import partition
-from recipes.plan import shares
+from samestep.cut.layout import shares
+from samestep.cut.partition import partition
+from samestep.errors import UsageError
 
 batches = st.lists(st.integers(1, 128), min_size=1, max_size=200)
 

@@ -9,13 +9,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import __main__ as program
-from recipes.errors import UsageError, exit_code
-from recipes.hardware import device_names, parse
-from recipes.placement import place
-from recipes.plan import shares
-from recipes.recipe import catalog_names, load
-from recipes.workload import of_recipe
+from samestep import cli as program
+from samestep.cut.layout import shares
+from samestep.errors import UsageError, exit_code
+from samestep.planner.hardware import device_names, parse
+from samestep.planner.placement import place
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import catalog_names, load
 
 
 def on(recipe: str, hardware: str, changes: dict | None = None, **asked):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes import plots
-from recipes.evaluation import predict
+from samestep.training import plots
+from samestep.training.evaluation import predict
 
 pytestmark = pytest.mark.usefixtures("drawn")
 

@@ -10,7 +10,7 @@ import pytest
 from common import ROOT, TINY, all_metrics, evaluations, fresh_accelerator, metrics
 from transformers import AutoTokenizer, BertForPreTraining
 
-from recipes.errors import UsageError, exit_code
+from samestep.errors import UsageError, exit_code
 
 EPOCHS = "--global_batch_size 64 --max_train_steps none --num_train_epochs 1.5 --epoch_end keep --validation_fraction 0"
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"

@@ -10,7 +10,7 @@ from common import TINY_GPT2, evaluations, fresh_accelerator, metrics
 from test_checkpoint import same_weights, without_time
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
-from recipes.errors import UsageError, exit_code
+from samestep.errors import UsageError, exit_code
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
@@ -163,7 +163,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(scripts, corpus, tmp_path, 
 
 
 def test_no_compiler_is_said_at_once(train, monkeypatch):
-    monkeypatch.setattr("recipes.run.which", lambda name: None)
+    monkeypatch.setattr("samestep.recipe.run_settings.which", lambda name: None)
     with pytest.raises(UsageError, match=r"torch_compile is true, but there is no C\+\+ compiler"):
         train("run", SMALL + " --torch_compile")
 
@@ -176,7 +176,7 @@ def test_dropout_is_said_to_be_inexact(train, capsys):
 
 
 def test_the_published_sizes_on_the_meta_device(scripts):
-    from recipes.recipe import load
+    from samestep.recipe.recipe import load
 
     sizes = {
         "gpt2_124m": 124_439_808,

@@ -9,7 +9,8 @@ from common import metrics
 from test_equivalence import parameters, relative
 from torch import nn
 
-from recipes import kernels, products
+from samestep.models import cpu_matmul as products
+from samestep.training import kernels
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch is built without oneDNN"

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from common import task_of
 
-from recipes import run
-from recipes.plan import solve_layout
+from samestep.cut.layout import solve_layout
+from samestep.recipe import run_settings as run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,5 +49,5 @@ def test_its_commands_exist():
 
 def test_its_map_names_every_module():
     text = README.split("## Map")[1]
-    modules = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"__init__", "__main__", "errors"}
+    modules = {path.stem for path in (ROOT / "samestep").glob("*/*.py")} - {"__init__"}
     assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()

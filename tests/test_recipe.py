@@ -6,12 +6,12 @@ import re
 import pytest
 import yaml
 
-from recipes import recipe as recipes
-from recipes import run
-from recipes.errors import UsageError
-from recipes.plan import solve_layout
-from recipes.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
-from recipes.settings import parse_flags
+from samestep.cut.layout import solve_layout
+from samestep.errors import UsageError
+from samestep.recipe import recipe as recipes
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
+from samestep.recipe.settings import parse_flags
 
 
 def parse(flags: str):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from test_checkpoint import same_weights
 from test_equivalence import parameters, relative
 
-from recipes import capacity, checkpoint, recovery, rehearsal
-from recipes.errors import RunError
+from samestep.errors import RunError
+from samestep.training import capacity, checkpoint, recovery, rehearsal
 
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
@@ -235,14 +235,14 @@ HANG = """
 import json, os, signal, sys, time
 sys.path.insert(0, {tests!r})
 from common import load_script
-from recipes import accumulate
+from samestep.step import accumulate
 seed_noise = accumulate.seed_noise
 def note(accelerator, seed, step):
     if step == 3 and accelerator.process_index == 1:
         {what}
     seed_noise(accelerator, seed, step)
 accumulate.seed_noise = note
-from recipes.errors import exit_code
+from samestep.errors import exit_code
 sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
 """
 
@@ -273,7 +273,7 @@ def test_an_owner_of_a_part_that_cannot_write_it(corpus, tmp_path, more):
     """With sharded weights process 0 hears of process 1's full disk, and makes no checkpoint of what it lacks."""
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --checkpointing_steps 2" + more)
     what = (
-        "from recipes import checkpoint\n        def full(*_): raise OSError(28, 'No space left on device')\n"
+        "from samestep.training import checkpoint\n        def full(*_): raise OSError(28, 'No space left on device')\n"
         "        checkpoint.safetensors.torch.save_file = full"
     )
     sharded = ("--config_file", str(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml"))

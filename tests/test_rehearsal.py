@@ -10,8 +10,8 @@ from test_checkpoint import same_weights, without_time
 from test_equivalence import check
 from test_recovery import memory_for
 
-from recipes import capacity, launch, rehearsal
-from recipes.errors import RunError
+from samestep.errors import RunError
+from samestep.training import capacity, launch, rehearsal
 
 
 @pytest.fixture

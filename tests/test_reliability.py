@@ -13,7 +13,8 @@ import torch
 from common import ROOT, fresh_accelerator, task_of
 from safetensors.torch import load_file, save_file
 
-from recipes import checkpoint, run
+from samestep.recipe import run_settings as run
+from samestep.training import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.errors import UsageError
-from recipes.scaling import CONSERVATIVE_RANGES, RULES, Hyperparameters, kappa, scale
+from samestep.errors import UsageError
+from samestep.recipe.scaling import CONSERVATIVE_RANGES, RULES, Hyperparameters, kappa, scale
 
 ADAM = Hyperparameters(learning_rate=1e-4, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8)
 

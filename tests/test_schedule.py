@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.errors import UsageError
-from recipes.schedule import SHAPES, Schedule, warmup_steps
+from samestep.errors import UsageError
+from samestep.recipe.schedule import SHAPES, Schedule, warmup_steps
 
 
 @st.composite

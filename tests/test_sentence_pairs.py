@@ -6,11 +6,11 @@ import torch
 from common import TINY
 from datasets import Dataset
 
-from recipes import run
-from recipes.attention import round_up
-from recipes.data import sentence_pairs
-from recipes.data.sentence_pairs import SentencePairs, _chunk
-from recipes.errors import UsageError
+from samestep.data import sentence_pairs
+from samestep.data.ragged import round_up
+from samestep.data.sentence_pairs import SentencePairs, _chunk
+from samestep.errors import UsageError
+from samestep.recipe import run_settings as run
 
 SETTINGS = {
     "seed": 1,

@@ -10,13 +10,22 @@ from common import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes import timing
-from recipes.errors import UsageError
-from recipes.hardware import Hardware, device_names, load_device, parse
-from recipes.memory import model_of
-from recipes.plan import solve_layout
-from recipes.recipe import catalog_names, load
-from recipes.timing import ALL_REDUCE, BUCKET, CALIBRATION, StepTime, all_gather, all_reduce, software_of, step_time
+from samestep.cut.layout import solve_layout
+from samestep.errors import UsageError
+from samestep.planner import timing
+from samestep.planner.hardware import Hardware, device_names, load_device, parse
+from samestep.planner.memory import model_of
+from samestep.planner.timing import (
+    ALL_REDUCE,
+    BUCKET,
+    CALIBRATION,
+    StepTime,
+    all_gather,
+    all_reduce,
+    software_of,
+    step_time,
+)
+from samestep.recipe.recipe import catalog_names, load
 
 specification = importlib.util.spec_from_file_location("benchmark_timing", ROOT / "benchmarks" / "timing.py")
 benchmark = importlib.util.module_from_spec(specification)

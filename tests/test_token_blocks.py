@@ -6,11 +6,11 @@ import torch
 from common import load_script, tiny_argv
 from datasets import Dataset
 
-from recipes import run
-from recipes.data import token_blocks
-from recipes.data.token_blocks import PackedBlocks, SeparateDocuments
-from recipes.data.tokenizer import train_byte_level_bpe
-from recipes.errors import UsageError
+from samestep.data import token_blocks
+from samestep.data.token_blocks import PackedBlocks, SeparateDocuments
+from samestep.data.tokenizer import train_byte_level_bpe
+from samestep.errors import UsageError
+from samestep.recipe import run_settings as run
 
 
 def build(corpus, flags: str = ""):
@@ -215,7 +215,7 @@ def test_blocks_are_read_across_arrow_chunks(blocks):
 
 def test_it_is_tokenized_once(corpus, monkeypatch):
     build(corpus, "--validation_split tail")
-    monkeypatch.setattr("recipes.data.token_blocks._tokenize", lambda *_, **__: pytest.fail("tokenized twice"))
+    monkeypatch.setattr("samestep.data.token_blocks._tokenize", lambda *_, **__: pytest.fail("tokenized twice"))
     build(corpus, "--validation_split tail")
 
 

@@ -6,8 +6,8 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from recipes.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
-from recipes.errors import UsageError
+from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
+from samestep.errors import UsageError
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the same words, twice over." * 9]
 
@@ -32,7 +32,7 @@ def test_the_same_documents_give_the_same_vocabulary(tmp_path, monkeypatch):
 
 def test_it_is_trained_once(monkeypatch):
     train()
-    monkeypatch.setattr("recipes.data.tokenizer._wordpiece", lambda *arguments: pytest.fail("trained twice"))
+    monkeypatch.setattr("samestep.data.tokenizer._wordpiece", lambda *arguments: pytest.fail("trained twice"))
     train()
 
 

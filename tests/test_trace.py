@@ -12,15 +12,16 @@ from test_memory import NUM_SAMPLES, peak, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes import optim, trace
-from recipes.configs import read_config, shape_of
-from recipes.errors import UsageError
-from recipes.memory import model_of, planned_memory
-from recipes.plan import solve_layout
-from recipes.recipe import Recipe, catalog_names, load
-from recipes.timing import work_of
-from recipes.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step, traced_model
-from recipes.workload import of_recipe
+from samestep.cut.layout import solve_layout
+from samestep.errors import UsageError
+from samestep.models import trace
+from samestep.models.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step, traced_model
+from samestep.planner.configs import read_config, shape_of
+from samestep.planner.memory import model_of, planned_memory
+from samestep.planner.timing import work_of
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import Recipe, catalog_names, load
+from samestep.step import optim
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 PIXELS = {key: value for key, value in TINY.items() if key != "vocab_size"} | {"image_size": 32, "patch_size": 8}

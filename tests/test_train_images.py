@@ -11,10 +11,10 @@ from PIL import Image
 from test_checkpoint import same_weights, without_time
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from recipes.data import captchas, images
-from recipes.errors import UsageError
-from recipes.networks import CaptchaReader, GroupNorm
-from recipes.recipe import load
+from samestep.data import captchas, images
+from samestep.errors import UsageError
+from samestep.models.networks import CaptchaReader, GroupNorm
+from samestep.recipe.recipe import load
 
 PROGRAMS = ["train_image_classifier", "train_captcha"]
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"

@@ -6,9 +6,9 @@ import sys
 import pytest
 import yaml
 
-from recipes import __main__ as program
-from recipes.errors import exit_code
-from recipes.hardware import DEVICES, load_device
+from samestep import cli as program
+from samestep.errors import exit_code
+from samestep.planner.hardware import DEVICES, load_device
 
 
 def plan(monkeypatch, capsys, line: str) -> dict:

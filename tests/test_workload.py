@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from recipes import timing
-from recipes.configs import shape_of
-from recipes.errors import UsageError
-from recipes.hardware import parse
-from recipes.placement import place
-from recipes.recipe import load
-from recipes.workload import of_model, of_recipe
+from samestep.errors import UsageError
+from samestep.planner import timing
+from samestep.planner.configs import shape_of
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import of_model, of_recipe
+from samestep.recipe.recipe import load
 
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "vocab_size": 100, "hidden_size": 32}
 BERT |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}

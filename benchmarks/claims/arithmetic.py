@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from verdicts import Case, Claim, Experiment, column, equal, near, rounds, so, spread, within
 
-from recipes import plan, scaling
-from recipes.schedule import Schedule
+from samestep.cut import layout as plan
+from samestep.recipe import scaling
+from samestep.recipe.schedule import Schedule
 
 HERE = (sys.modules[__name__],)
 Result = dict[str, Any]
@@ -335,7 +336,7 @@ ACCURACY = (84.2, 84.6, 85.1, 85.3)  # as told: as it was, the coefficient alone
 
 
 def examples(settings: Result, seed: int) -> Result:
-    """The arithmetic of the worked examples, by recipes.plan, recipes.scaling and recipes.schedule."""
+    """The arithmetic of the worked examples, by samestep.cut.layout, samestep.recipe.scaling and samestep.recipe.schedule."""
     batches = {
         name: plan.solve_layout(
             num_processes=n, per_device_train_batch_size=b, gradient_accumulation_steps=k
@@ -667,7 +668,7 @@ EXPERIMENTS = [
     Experiment(
         "examples",
         "Numbers of the worked examples",
-        "Arithmetic of recipes.plan, recipes.scaling and recipes.schedule.",
+        "Arithmetic of samestep.cut.layout, samestep.recipe.scaling and samestep.recipe.schedule.",
         {},
         examples,
         example_claims,

@@ -10,7 +10,7 @@ from drawing import COLOURS, canvas, png
 from torch import nn
 from verdicts import Claim, Experiment, column, equal, spread
 
-from recipes.optim import AccumulatingAdamW, accumulating
+from samestep.step.optim import AccumulatingAdamW, accumulating
 
 HERE = (sys.modules[__name__], accumulating)
 Result = dict[str, Any]
@@ -127,7 +127,7 @@ def second_moment_claims(results: list[Result]) -> list[Claim]:
             ),
         ),
         Claim(
-            "The unbiased estimate of recipes.optim has Adam's second moment at every noise (5 %).",
+            "The unbiased estimate of samestep.step.optim has Adam's second moment at every noise (5 %).",
             tuple(
                 equal(f"{signal}, k {k}", off(signal, "unbiased", "v", k), 0.05) for signal in SIGNALS for k in sizes
             ),

@@ -20,10 +20,12 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, PreTrainedM
 from transformers.utils import logging
 from verdicts import Claim, Experiment, column, near, rounds, so, within
 
-from recipes import hardware, memory, placement, plan, timing, trace
-from recipes.optim import AccumulatingSGD, accumulating
-from recipes.recipe import load
-from recipes.workload import of_recipe
+from samestep.cut import layout as plan
+from samestep.models import trace
+from samestep.planner import hardware, memory, placement, timing
+from samestep.planner.workload import of_recipe
+from samestep.recipe.recipe import load
+from samestep.step.optim import AccumulatingSGD, accumulating
 
 HERE = (sys.modules[__name__],)
 Result = dict[str, Any]
@@ -614,7 +616,7 @@ def larger_table(results: list[Result]) -> str:
     rows = "".join(f"| {name} | {hours:,.0f} | {20 * hours:,.0f} |\n" for name, hours in of.items())
     return (
         "| told experiment | hours of one run | of 4 variants, 5 seeds |\n|---|---|---|\n"
-        f"{rows}\nOn one A100-80 in bf16, predicted by recipes.timing at one learning rate per variant; a choice of rates "
+        f"{rows}\nOn one A100-80 in bf16, predicted by planner.timing at one learning rate per variant; a choice of rates "
         "multiplies "
         "it. ResNet-18 on CIFAR-10 for 20 epochs is minutes on a GPU, but its data need a network.\n\n"
         "Told with numbers, and not checked here: accuracies on MNLI (+0.4, +0.9, +1.1 points) and of next sentences (98.1 "
@@ -686,7 +688,7 @@ EXPERIMENTS = [
     Experiment(
         "fits",
         "What fits",
-        "Bytes at the fullest moment of a step: by recipes.memory's formula for the programs of this repository, and traced "
+        "Bytes at the fullest moment of a step: by planner.memory's formula for the programs of this repository, and traced "
         "on fake "
         f"tensors for transformers' own model and loss. Of the card {placement.RESERVED / 1e9:g} GB are left for the CUDA "
         "context.",
@@ -712,7 +714,7 @@ EXPERIMENTS = [
     Experiment(
         "collectives",
         "Broadcasts and all-reduces",
-        "A simulation in which a node sends one message at a time, and recipes.timing's formulas.",
+        "A simulation in which a node sends one message at a time, and samestep.planner.timing's formulas.",
         SETTINGS["collectives"],
         collectives,
         collectives_claims,
@@ -722,7 +724,7 @@ EXPERIMENTS = [
     Experiment(
         "communication",
         "Communication that is saved",
-        "Bytes: DistributedDataParallel on one gloo process, counted by a communication hook. Hours: recipes.timing.",
+        "Bytes: DistributedDataParallel on one gloo process, counted by a communication hook. Hours: samestep.planner.timing.",
         SETTINGS["communication"],
         communication,
         communication_claims,
@@ -734,7 +736,7 @@ EXPERIMENTS = [
         "Time of accumulation",
         "128 samples in one piece and in 4, an MLP of 1.3M parameters with AdamW, medians of 15 steps each in turns; "
         "ResNet-50 in fp16 "
-        "by recipes.timing.",
+        "by samestep.planner.timing.",
         SETTINGS["slower"],
         slower,
         slower_claims,
@@ -744,7 +746,7 @@ EXPERIMENTS = [
     Experiment(
         "larger",
         "What a larger run would take",
-        "Arithmetic of recipes.timing.",
+        "Arithmetic of samestep.planner.timing.",
         {},
         larger,
         larger_claims,

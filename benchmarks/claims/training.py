@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
-from recipes.attention import bert_wanted, unpad
-from recipes.data import images, sentence_pairs
-from recipes.optim import AccumulatingAdamW, AccumulatingSGD
-from recipes.order import Order
-from recipes.recipe import load
-from recipes.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.cut.order import Order
+from samestep.data import images, sentence_pairs
+from samestep.models.attention import bert_wanted, unpad
+from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.recipe.recipe import load
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD
 
 Result = dict[str, Any]
 Cell = dict[str, Tensor]

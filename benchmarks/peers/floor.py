@@ -12,9 +12,10 @@ import sys
 import torch
 from clock import Clock
 
-from recipes import launch, losses
-from recipes.data.steps import Steps
-from recipes.recipe import Recipe, load
+from samestep.data.steps import Steps
+from samestep.recipe.recipe import Recipe, load
+from samestep.step import losses
+from samestep.training import launch
 
 NUM_STEPS, NUM_STEPS_OF_IMAGES, LEARNING_RATE = 500, 20, 1e-6
 

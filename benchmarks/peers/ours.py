@@ -6,7 +6,7 @@ import sys
 import torch
 from clock import Clock
 
-from recipes import report
+from samestep.training import report
 
 
 def stamp(clock: Clock) -> None:

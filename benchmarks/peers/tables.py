@@ -4,9 +4,9 @@ SCRIPT FLAGS."""
 import runpy
 import sys
 
-from recipes import attention
+from samestep.data import ragged
 
 if __name__ == "__main__":
-    attention.TABLE = 0
+    ragged.TABLE = 0
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -30,8 +30,8 @@ from transformers import (
     default_data_collator,
 )
 
-from recipes.data import images, labelled_texts, sentence_pairs, token_blocks
-from recipes.recipe import Recipe, load
+from samestep.data import images, labelled_texts, sentence_pairs, token_blocks
+from samestep.recipe.recipe import Recipe, load
 
 SOURCES = {
     "bert_pretraining": sentence_pairs,

@@ -1,0 +1,336 @@
+"""`python -m recipes list | plan RECIPE | scale RECIPE | audit-script`; all but the last answer without torch.
+
+Exit code 0 fine, 1 a check failed, 2 bad usage.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from samestep.cut import layout as layouts
+from samestep.errors import UsageError, exit_code, nearest
+from samestep.planner import answer, text
+from samestep.planner.configs import IMAGE, has_formula, read_config, shape_of
+from samestep.planner.hardware import MOST, load_device, parse
+from samestep.planner.memory import MOMENTS
+from samestep.planner.page import page
+from samestep.planner.placement import place
+from samestep.planner.workload import Workload, of_model, of_recipe
+from samestep.recipe import recipe as recipes
+from samestep.recipe import scaling
+from samestep.recipe.reading import named
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.scaling import RULES, Hyperparameters
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, at_most, build, one_of, parse_flags, setting
+from samestep.training.plots import plot_growth
+
+USAGE = """usage: python -m recipes list
+       python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] [--html FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
+       python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
+                                     [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
+                                     [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
+       python -m recipes plan --model_name_or_path PATH [--seq_len T] --global_batch_size B [--on HARDWARE] ...
+       python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--plot FILE] [--json] [--FIELD VALUE ...]
+       python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
+UP_TO = 4096
+CRITICAL = "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How many processes, how the step is cut, and what else decides the memory of one process."""
+
+    on: str | None = setting(
+        "hardware, as [NODESx]COUNTxNAME: chooses N, b, k, precision and how it fits", default=None
+    )
+    write_config: str | None = setting("launch file to write for it", default=None)
+    html: str | None = setting("page to write about it, with charts", default=None)
+    num_processes: int | None = setting("N [1]; not with --on", at_most(MOST), default=None)
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
+    gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
+    mixed_precision: str | None = setting(
+        "of the launch [bf16, or the best that the hardware has]", one_of("no", "bf16", "fp16"), default=None
+    )
+    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    attn_implementation: str = setting(
+        "attention of transformers: sdpa, or eager, which stores every pair of tokens",
+        one_of("sdpa", "eager"),
+        default="sdpa",
+    )
+    sharded: bool = setting(
+        "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
+        default=False,
+    )
+    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    trace: bool = setting(
+        "trace the memory with torch, too: slower, needs no GPU; any model of transformers", default=False
+    )
+    json: bool = setting("print one JSON object", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What a recipe may not know of its data."""
+
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A model of Hugging Face without a recipe, and what its training shall be."""
+
+    model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
+    seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
+    optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
+    learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
+    learning_rate_batch_size: int | None = setting(
+        "global batch that it was tuned at [this one]", POSITIVE, default=None
+    )
+    lr_scaling_rule: str = setting("how it changes for another batch", one_of(*RULES), default="none")
+    max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
+    num_train_epochs: float | None = setting("or in epochs of num_train_samples", POSITIVE, default=None)
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.max_train_steps is not None and self.num_train_epochs is not None:
+            problems.append("max_train_steps and num_train_epochs are both given: leave one out")
+        if self.num_train_epochs is not None and self.num_train_samples is None:
+            problems.append("num_train_epochs needs num_train_samples, to count steps")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleSettings:
+    """Devices of one kind, more and more of them."""
+
+    on: str = setting("device")
+    up_to: int = setting("largest number of devices", at_most(MOST), default=UP_TO)
+    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    plot: str | None = setting("PNG file to draw it in", default=None)
+    json: bool = setting("print one JSON object", default=False)
+
+
+def list_recipes() -> None:
+    for name in recipes.catalog_names():
+        recipe = recipes.load(name)
+        print(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
+
+
+def plan(name: str, argv: list[str]) -> None:
+    recipe, settings, data = _read(name, argv, PlanSettings)
+    workload = of_recipe(
+        recipe,
+        attention=settings.attn_implementation,
+        num_train_samples=data.num_train_samples,
+        critical_batch_size=settings.critical_batch_size,
+    )
+    known = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source, "expect": recipe.expect}
+    known |= {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled())
+    _plan(workload, settings, known, lambda *arguments, **options: _trace().trace_recipe(recipe, *arguments, **options))
+
+
+def _trace():
+    from samestep.models import trace  # here: it imports torch
+
+    return trace
+
+
+def plan_model(argv: list[str]) -> None:
+    settings, of = _parse(argv, [PlanSettings, ModelSettings])
+    workload = _workload_of_model(of, settings.critical_batch_size, settings.attn_implementation, traced=settings.trace)
+    known: dict[str, Any] = {"recipe": workload.name, "description": of.model_name_or_path}
+    known |= {"source": "the model's configuration, and what was given with it"}
+    if of.learning_rate is not None:
+        adam = (0.9, 0.999, 1e-8) if of.optimizer == "adamw" else (None, None, None)
+        tuned = Hyperparameters(of.learning_rate, *adam)
+        batch = of.learning_rate_batch_size or of.global_batch_size
+        known |= dataclasses.asdict(scaling.scale(of.lr_scaling_rule, tuned, batch, of.global_batch_size))
+
+    def trace(b: int, **options: Any) -> Any:
+        length = of.seq_len or IMAGE
+        return _trace().trace_config(of.model_name_or_path, b, length, optimizer=of.optimizer, **options)
+
+    _plan(workload, settings, known, trace)
+
+
+def _workload_of_model(
+    of: ModelSettings, critical_batch_size: float | None, attention: str = "sdpa", *, traced: bool = False
+) -> Workload:
+    config, name = _config(of.model_name_or_path), Path(of.model_name_or_path).name or of.model_name_or_path
+    if traced and not has_formula(config):
+        model = _trace().traced_model(of.model_name_or_path, of.seq_len or IMAGE, attention)
+        attention = "sdpa"  # it is in the trace
+    else:
+        model = shape_of(config, of.seq_len, name=name)
+    per_epoch, num_steps = None, of.max_train_steps
+    if of.num_train_samples is not None:
+        per_epoch = layouts.steps_per_epoch(of.num_train_samples, of.global_batch_size, "carry")
+        num_steps = num_steps or (of.num_train_epochs and layouts.num_steps(per_epoch, of.num_train_epochs))
+    return of_model(
+        model,
+        name,
+        global_batch_size=of.global_batch_size,
+        optimizer=of.optimizer,
+        num_steps=num_steps,
+        steps_per_epoch=None if per_epoch is None else float(per_epoch),
+        attention=attention,
+        critical_batch_size=critical_batch_size,
+    )
+
+
+def _config(name: str) -> dict[str, Any]:
+    """The configuration of a model here, or on the hub."""
+    if os.path.exists(name) or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return read_config(name)
+    from huggingface_hub import hf_hub_download  # here: it takes its time
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return read_config(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UsageError(
+            f"model_name_or_path {named(name)} is no file here, and the hub does not give its config.json: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], trace: Callable[..., Any]) -> None:
+    """Answer `plan`, beginning with what is known already; `trace` traces so many samples."""
+    cut = {
+        "per_device_train_batch_size": settings.per_device_train_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+    }
+    options = {
+        "mixed_precision": settings.mixed_precision,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "sharded": settings.sharded,
+    }
+    if settings.on is None:
+        for flag in ("write_config", "html"):
+            if getattr(settings, flag) is not None:
+                raise UsageError(f"--{flag} needs hardware to write it for: add --on HARDWARE")
+        batch, num_processes = workload.global_batch_size, settings.num_processes or 1
+        layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
+        options["mixed_precision"] = settings.mixed_precision or "bf16"
+        memory = workload.memory(layout, **options)
+        found = known | answer.planned(workload, layout, memory, options)
+        placement = None
+    else:
+        if settings.num_processes is not None:
+            raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
+        placement = place(workload, parse(settings.on), **cut, **options)
+        if settings.write_config is not None:
+            _write("write_config", settings.write_config, placement.config)
+        options = {option: getattr(placement, option) for option in options}
+        layout = placement.layout
+        found = known | answer.planned(workload, layout, placement.memory, options)
+        found |= answer.placed(placement, placement.command(settings.write_config))
+    if settings.trace:
+        asked = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
+        b = min(layout.per_device_train_batch_size, layout.shares[0])
+        traced = trace(b, **asked, attn_implementation=settings.attn_implementation)
+        found |= answer.traced(traced, workload, layout, options)
+    if placement is not None and settings.html is not None:
+        growth = answer.scaled(workload, placement.hardware.device, max(UP_TO, placement.hardware.num_processes))
+        _write("html", settings.html, page(found | {"scale": growth}))
+    if settings.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(text.plan_lines(found)))
+
+
+def scale(name: str, argv: list[str]) -> None:
+    recipe, settings, _ = _read(name, argv, ScaleSettings)
+    _scale(of_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
+
+
+def scale_model(argv: list[str]) -> None:
+    settings, of = _parse(argv, [ScaleSettings, ModelSettings])
+    _scale(_workload_of_model(of, settings.critical_batch_size), settings)
+
+
+def _scale(workload: Workload, settings: ScaleSettings) -> None:
+    found = answer.scaled(workload, load_device(settings.on), settings.up_to)
+    if settings.plot is not None:
+        _write("plot", settings.plot, plot_growth(found))
+    if settings.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(text.scale_lines(found)))
+
+
+def _parse(argv: list[str], classes: list[type]) -> list[Any]:
+    """One settings object of each class, from their flags."""
+    return _build(parse_flags(classes, argv, USAGE), classes)
+
+
+def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
+    names = [{field.name for field in dataclasses.fields(kind)} for kind in classes]
+    return [
+        build(kind, {key: flags[key] for key in flags.keys() & of}, "flags")
+        for kind, of in zip(classes, names, strict=True)
+    ]
+
+
+def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
+    """The recipe with its flags, the settings of a command, and the settings that the recipe does not have itself."""
+    cls = type(recipes.load(name))
+    own = {field.name for field in dataclasses.fields(cls)}
+    classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
+    flags = parse_flags([*classes, cls], argv, USAGE)
+    built = _build(flags, classes)
+    recipe = recipes.load(name, {key: value for key, value in flags.items() if key in own})
+    return recipe, *built, *([DataSettings()] * (2 - len(built)))
+
+
+def _write(flag: str, name: str, content: str | bytes) -> None:
+    path = Path(name)
+    if os.path.exists(path):
+        raise UsageError(f"--{flag} {named(name)}: it exists already, and is left alone: give another name")
+    try:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise UsageError(f"--{flag} {named(name)}: {error.strerror}") from None
+
+
+def main() -> int | None:
+    match sys.argv[1:]:
+        case ["list"]:
+            list_recipes()
+        case ["audit-script", *argv]:
+            from stepaudit.script import audit_script  # here: it imports torch
+
+            return audit_script(argv)
+        case ["plan", name, *argv] if not name.startswith("-"):
+            plan(name, argv)
+        case ["scale", name, *argv] if not name.startswith("-"):
+            scale(name, argv)
+        case ["plan", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
+            plan_model(argv)
+        case ["scale", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
+            scale_model(argv)
+        case ["list", *_]:
+            raise UsageError("python -m recipes list takes no further words: it lists all recipes")
+        case [] | ["-h"] | ["--help"]:
+            print(USAGE)
+        case [command, *_]:
+            commands = ["list", "plan", "scale", "audit-script"]
+            hint = "it needs a recipe" if command in ("plan", "scale") else nearest(command, commands)
+            raise UsageError(f"python -m recipes {command}: {hint}\n{USAGE}")
+    return None
+
+
+def console() -> None:
+    """Run the console command `accelerate-recipes`."""
+    sys.exit(exit_code(main))
+
+
+if __name__ == "__main__":
+    console()

@@ -1,0 +1,145 @@
+"""The layout: how N processes, micro-batches of at most b samples and k micro-steps cut a global batch of B.
+
+And how many steps an epoch has.
+"""
+
+import dataclasses
+import fractions
+import math
+
+from samestep.errors import UsageError
+
+LOGITS_AT_ONCE = 2**26
+"""Logits that GPT-2's head holds at once, whatever the micro-batch: 256 MiB in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A cut of every optimizer step. All sizes are samples.
+
+    Attributes:
+        global_batch_size: B, samples per optimizer step.
+        num_processes: N.
+        per_device_train_batch_size: b, the most samples one forward may hold.
+        gradient_accumulation_steps: k, micro-steps of the process with the largest share: ceil(ceil(B / N) / b).
+    """
+
+    global_batch_size: int
+    num_processes: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+    def __str__(self) -> str:
+        shares = self.shares
+        sizes = f"{shares[0]}" if shares[0] == shares[-1] else f"{shares[-1]} to {shares[0]}"
+        return (
+            f"global batch {self.global_batch_size} = {self.num_processes} process(es) x {sizes} samples, "
+            f"cut into {self.gradient_accumulation_steps} micro-step(s) of at most {self.per_device_train_batch_size}"
+        )
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each process in one step."""
+        return shares(self.global_batch_size, self.num_processes)
+
+
+def shares(num_samples: int, num_parts: int) -> tuple[int, ...]:
+    """Cut `num_samples` into `num_parts` whole shares that differ by at most one, larger ones first.
+
+    >>> shares(10, 3), shares(2, 3)
+    ((4, 3, 3), (1, 1, 0))
+    """
+    small, num_large = divmod(num_samples, num_parts)
+    return (small + 1,) * num_large + (small,) * (num_parts - num_large)
+
+
+def solve_layout(
+    *,
+    num_processes: int,
+    global_batch_size: int | None = None,
+    per_device_train_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+) -> Layout:
+    """The layout that follows from two of B, b and k, or from B alone (each process's share in one piece).
+
+        k = ceil(ceil(B / N) / b),   b = ceil(ceil(B / N) / k),   B = N b k
+
+    >>> solve_layout(num_processes=1, global_batch_size=32, per_device_train_batch_size=8).gradient_accumulation_steps
+    4
+    >>> solve_layout(num_processes=3, global_batch_size=10, gradient_accumulation_steps=2).per_device_train_batch_size
+    2
+    >>> solve_layout(num_processes=8, per_device_train_batch_size=4, gradient_accumulation_steps=16).global_batch_size
+    512
+
+    Raises:
+        UsageError: a value below 1, too few values, or three that contradict each other, with the arithmetic.
+    """
+    n, b_total, b, k = num_processes, global_batch_size, per_device_train_batch_size, gradient_accumulation_steps
+    named = {
+        "num_processes": n,
+        "global_batch_size": b_total,
+        "per_device_train_batch_size": b,
+        "gradient_accumulation_steps": k,
+    }
+    problems = [
+        f"{name} is {value}, must be 1 or more" for name, value in named.items() if value is not None and value < 1
+    ]
+    if problems:
+        raise UsageError(problems)
+    if b_total is None:
+        if b is None or k is None:
+            raise UsageError(
+                "give two of global_batch_size, per_device_train_batch_size and gradient_accumulation_steps, "
+                "or global_batch_size alone"
+            )
+        return Layout(n * b * k, n, b, k)
+    share = -(-b_total // n)
+    if b is None:
+        b = -(-share // (k or 1))
+    needed = -(-share // b)
+    if k is not None and k != needed:
+        raise UsageError(
+            f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {n} process(es) is {share} samples "
+            f"each, and micro-batches of at most {b} need {needed} micro-step(s) ({n} x {b} x {k} = {n * b * k}): "
+            f"leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
+        )
+    return Layout(b_total, n, b, needed)
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) -> fractions.Fraction:
+    """Optimizer steps per epoch; not whole for `carry` when B does not divide the samples.
+
+    Args:
+        num_samples: of an epoch.
+        global_batch_size: B.
+        epoch_end: carry, keep or drop, as in `order.Order`.
+
+    Raises:
+        UsageError: numbers below 1, another end, or `drop` with a batch that no epoch fills.
+
+    >>> [float(steps_per_epoch(50_030, 3072, end)) for end in ("keep", "drop")]
+    [17.0, 16.0]
+    """
+    if num_samples < 1 or global_batch_size < 1:
+        raise UsageError(
+            f"num_samples is {num_samples} and global_batch_size is {global_batch_size}: both must be 1 or more"
+        )
+    if epoch_end not in ("carry", "keep", "drop"):
+        raise UsageError(f"epoch_end is {epoch_end!r}, must be carry, keep or drop")
+    if epoch_end == "drop" and global_batch_size > num_samples:
+        raise UsageError(
+            f"global_batch_size {global_batch_size} exceeds the {num_samples} samples of an epoch, and "
+            "epoch_end drop leaves every incomplete batch out: use carry or keep, or a smaller batch"
+        )
+    exact = fractions.Fraction(num_samples, global_batch_size)
+    whole = {"keep": math.ceil, "drop": math.floor}.get(epoch_end)
+    return exact if whole is None else fractions.Fraction(whole(exact))
+
+
+def num_steps(per_epoch: fractions.Fraction, num_epochs: float) -> int:
+    """Steps that so many epochs take, rounded up.
+
+    >>> num_steps(steps_per_epoch(50_030, 3072, "drop"), 150)
+    2400
+    """
+    return math.ceil(per_epoch * fractions.Fraction(num_epochs).limit_denominator(10**6))

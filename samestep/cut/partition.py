@@ -1,0 +1,59 @@
+"""The cut of one step's samples into cells: which process computes which sample in which micro-step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from samestep.errors import UsageError
+
+
+def partition(
+    lengths: Sequence[int] | np.ndarray, num_processes: int, max_samples: int, max_tokens: int | None = None
+) -> list[list[np.ndarray]]:
+    """Cut a global batch into cells, a pure function of its arguments, so that all processes agree without talking.
+
+    The samples are sorted by length, longest first (ties by place), and dealt to the processes to and fro (2 1 0 0 1 2
+    2 ...), the last round forwards: sizes are those of `plan.shares`, tokens differ by at most one sample's length. Each
+    process's share, sorted as it is, is filled into micro-batches up to the caps, so that samples of one micro-batch have
+    about the same length and little is padded.
+
+    Args:
+        lengths: tokens of each sample of the global batch, [B].
+        num_processes: N.
+        max_samples: most samples in a cell.
+        max_tokens: most tokens in a cell, padding included (samples x longest length); None: no such cap.
+
+    Returns:
+        For each process a list of cells; a cell is an int64 array of places in the global batch. Every place is in exactly
+        one cell. A process without samples (B < N) has one empty cell, so that it takes part in the reduction.
+
+    Raises:
+        UsageError: a cap below 1, or a sample longer than max_tokens.
+
+    >>> [[cell.tolist() for cell in cells] for cells in partition([5, 9, 1, 7], num_processes=2, max_samples=1)]
+    [[[3], [0]], [[1], [2]]]
+    >>> [[cell.tolist() for cell in cells] for cells in partition([3], num_processes=2, max_samples=8)]
+    [[[0]], [[]]]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if max_samples < 1 or num_processes < 1:
+        raise UsageError(f"max_samples is {max_samples} and num_processes is {num_processes}: both must be 1 or more")
+    if max_tokens is not None and len(lengths) and lengths.max() > max_tokens:
+        raise UsageError(
+            f"max_tokens is {max_tokens}, but a sample has {lengths.max()} tokens: raise it to that or more"
+        )
+    by_length = np.argsort(-lengths, kind="stable")
+    turn, offset = np.divmod(np.arange(len(lengths)), num_processes)
+    forwards = (turn[-1:] - turn) % 2 == 0
+    process = np.where(forwards, offset, num_processes - 1 - offset)
+    return [_fill(by_length[process == rank], lengths, max_samples, max_tokens) for rank in range(num_processes)]
+
+
+def _fill(share: np.ndarray, lengths: np.ndarray, max_samples: int, max_tokens: int | None) -> list[np.ndarray]:
+    """Cells of one process: `share` (places, longest sample first) cut where a cap is reached."""
+    cells, first = [], 0
+    while first < len(share):
+        size = max_samples if max_tokens is None else min(max_samples, max_tokens // max(1, lengths[share[first]]))
+        cells.append(share[first : first + size])
+        first += size
+    return cells or [share]

@@ -1,0 +1,346 @@
+"""Captchas to learn reading from: images that the package `captcha` draws, each decided by a seed and its number.
+
+Drawn once, in several processes, into one file per split in the cache of `datasets`, from which cells are read as a memory
+map. The file begins with the SHA-256 of what it holds, and is drawn anew when that is not right.
+
+`captcha` takes its random numbers from the module `secrets`, which nobody can seed. `draw_captcha` runs a copy of
+captcha.image of our own, in which `secrets` is a `Seeded`. So all that the package draws is decided by a seed, whichever of
+its functions draws it; the module that others import keeps its secrets; and a package that draws from elsewhere is noticed,
+because some captchas are drawn twice before the first one is used.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import types
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+import PIL
+import torch
+from tqdm import tqdm
+
+from samestep.cut.order import sample_rng
+from samestep.data.pixels import pixel_values
+from samestep.errors import RunError, UsageError
+from samestep.recipe.recipe import CaptchaRecognition
+
+CAPTCHAS = 5  # stream of random numbers (see order.sample_rng)
+SPLITS = ("train", "validation")
+TESTED = "0.7.1"  # version of captcha
+# Images drawn twice before the first one is used. Of two images that one number decides, not seeded, and which a seed decides
+# otherwise, 0.46 were equal for the number that shows least: 24 pairs are all equal once in 10^8 times.
+NUM_CHECKED = 24
+AT_ONCE = 32  # images that a process draws before it hands them over
+DIGEST_SIZE = 32  # bytes, the first of a file
+DAY = 24 * 3600  # seconds
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one captcha
+
+
+class Seeded:
+    """What captcha.image uses of the module `secrets`, drawn from a seed.
+
+    Only raw numbers of the bit generator are used: numpy promises that those never change, unlike what it derives from them.
+
+    Args:
+        bits: where the numbers come from, 64 bits each.
+    """
+
+    def __init__(self, bits: np.random.BitGenerator):
+        self.bits = bits
+
+    def randbits(self, k: int) -> int:
+        """A number of `k` random bits, 64 at most."""
+        return int(self.bits.random_raw()) >> (64 - k)
+
+    def randbelow(self, n: int) -> int:
+        """A number in [0, n); no number is likelier than another by more than n / 2^64."""
+        return int(self.bits.random_raw()) % n
+
+    def choice(self, sequence: Any) -> Any:
+        """One of the elements."""
+        return sequence[self.randbelow(len(sequence))]
+
+
+def draw_captcha(recipe: CaptchaRecognition, sample_id: int, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The captcha of a number: a pure function of its arguments and the versions of captcha and pillow.
+
+    Args:
+        recipe: its seed, image size, alphabet and number of characters.
+        sample_id: 0 or more.
+        split: train or validation.
+
+    Returns:
+        The image, uint8 [height, width, 3], red, green and blue; and which character of the alphabet each one in it is,
+        int64 [num_characters].
+
+    Raises:
+        UsageError: captcha is not installed, or of a version that draws from something that is not seeded.
+    """
+    seeded = Seeded(sample_rng(recipe.seed, CAPTCHAS, SPLITS.index(split), sample_id).bit_generator)
+    label = [seeded.randbelow(len(recipe.alphabet)) for _ in range(recipe.num_characters)]
+    text = "".join(recipe.alphabet[place] for place in label)
+    return _draw(text, recipe.image_width, recipe.image_height, seeded), np.array(label, np.int64)
+
+
+def _draw(text: str, width: int, height: int, seeded: Seeded) -> np.ndarray:
+    module = _module()
+    module.secrets = seeded
+    return np.array(_painter(module, width, height).generate_image(text))
+
+
+@functools.lru_cache
+def _painter(module: types.ModuleType, width: int, height: int) -> Any:
+    """The module's ImageCaptcha, which keeps its fonts."""
+    return module.ImageCaptcha(width=width, height=height)
+
+
+@functools.lru_cache
+def _module() -> types.ModuleType:
+    """A copy of the module captcha.image, found to draw from its `secrets` alone."""
+    version = _captcha_version()
+    try:
+        spec = importlib.util.find_spec("captcha.image")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        painter, drawn = module.ImageCaptcha(), []
+        for seed in [*range(NUM_CHECKED)] * 2:
+            module.secrets = Seeded(np.random.Philox(seed))
+            drawn.append(painter.generate_image(f"{seed}aM8").tobytes())
+    except Exception as error:
+        raise UsageError(_not_seeded(version, f"it fails ({type(error).__name__}: {error})")) from error
+    if drawn[:NUM_CHECKED] != drawn[NUM_CHECKED:]:
+        raise UsageError(_not_seeded(version, "the same numbers give two images"))
+    return module
+
+
+def _captcha_version() -> str:
+    try:
+        import captcha
+    except ImportError:
+        raise UsageError(f"captchas are drawn by the package captcha: pip install captcha=={TESTED}") from None
+    return captcha.__version__
+
+
+def _not_seeded(version: str, what: str) -> str:
+    return f"captcha {version} cannot be seeded: {what} with random numbers of ours. pip install captcha=={TESTED}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the source of samples
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Captcha:
+    """One sample: which image. All count the same."""
+
+    sample_id: int
+    length: ClassVar[int] = 1
+
+
+class Captchas:
+    """The captchas of a file, the same in every epoch.
+
+    Args:
+        file: as `build` writes it.
+        num_samples: images in it.
+        shape: height and width in pixels.
+        num_characters: of an image.
+        digest: SHA-256 of its content, hexadecimal.
+    """
+
+    max_length = 1
+
+    def __init__(self, file: Path, num_samples: int, shape: tuple[int, int], num_characters: int, digest: str):
+        self.file, self.num_samples, self.shape, self.num_characters = file, num_samples, shape, num_characters
+        self.fingerprints = {"captchas": digest[:16]}
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the open file: whoever gets a copy, a worker of the DataLoader, opens it anew."""
+        return {name: value for name, value in vars(self).items() if name != "rows"}
+
+    @functools.cached_property
+    def rows(self) -> np.memmap:
+        """[images] of `image` uint8 [height, width, 3] and `label` int64 [num_characters]."""
+        try:
+            row = _row(self.shape, self.num_characters)
+            return np.memmap(self.file, row, "r", offset=DIGEST_SIZE, shape=(self.num_samples,))
+        except (OSError, ValueError) as error:
+            raise RunError(f"captchas {self.file} cannot be read any more ({error}): start again") from error
+
+    def draw(self, epoch: int, sample_id: int) -> Captcha:
+        """The sample of that number; nothing is read."""
+        return Captcha(sample_id)
+
+    def longest(self) -> Captcha:
+        """Any sample: they cost the same."""
+        return Captcha(0)
+
+    def collate(self, samples: list[Captcha]) -> dict[str, torch.Tensor]:
+        """A cell of S samples; none make one of no rows.
+
+        Returns:
+            pixel_values: float32 [S, 3, height, width] in [-1, 1], in memory channels last.
+            labels: int64 [S, num_characters].
+            counts: int64 [2], S x num_characters and S.
+        """
+        places = np.array([sample.sample_id for sample in samples], np.int64)
+        images, labels = (torch.from_numpy(np.asarray(self.rows[name][places])) for name in ("image", "label"))
+        return {
+            "pixel_values": pixel_values(images),
+            "labels": labels,
+            "counts": torch.tensor([len(samples) * self.num_characters, len(samples)]),
+        }
+
+    def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
+        """float [S, height, width, 3] in [0, 1], to look at, of a cell's pixel_values."""
+        return ((pixel_values + 1) / 2).permute(0, 2, 3, 1).numpy()
+
+
+def _row(shape: tuple[int, int], num_characters: int) -> np.dtype:
+    return np.dtype([("image", np.uint8, (*shape, 3)), ("label", "<i8", (num_characters,))])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the files
+
+
+def build(recipe: CaptchaRecognition, num_workers: int | None = None) -> tuple[Captchas, Captchas]:
+    """The recipe's training and held-out captchas, drawn if they are not in the cache or not whole there.
+
+    Args:
+        recipe: its seed, image size, alphabet, number of characters, and numbers of images.
+        num_workers: processes that draw; None: as many as there are processors.
+
+    Raises:
+        UsageError: see `draw_captcha`.
+        RunError: the cache cannot be written, or a process that draws was killed.
+    """
+    return _build(recipe, "train", num_workers), _build(recipe, "validation", num_workers)
+
+
+def _build(recipe: CaptchaRecognition, split: str, num_workers: int | None) -> Captchas:
+    num_samples = recipe.num_train_samples if split == "train" else recipe.num_validation_samples
+    names = ("seed", "image_height", "image_width", "alphabet", "num_characters")
+    decisive = {name: getattr(recipe, name) for name in names}
+    decisive |= {"split": split, "num_samples": num_samples, "captcha": _captcha_version(), "pillow": PIL.__version__}
+    key = hashlib.sha256(Path(__file__).read_bytes() + json.dumps(decisive).encode()).hexdigest()[:16]
+    file = Path(datasets.config.HF_DATASETS_CACHE) / "captchas" / f"{split}-{key}"
+    shape = recipe.image_height, recipe.image_width
+    digest = _digest(file) or _write(file, recipe, split, num_samples, num_workers)
+    return Captchas(file, num_samples, shape, recipe.num_characters, digest)
+
+
+def _digest(file: Path) -> str | None:
+    """SHA-256 of the file's content, hexadecimal; None unless it is there and begins with this SHA-256."""
+    try:
+        with open(file, "rb") as stream:
+            recorded = stream.read(DIGEST_SIZE)
+            digest = hashlib.file_digest(stream, "sha256")
+            return digest.hexdigest() if digest.digest() == recorded else None
+    except OSError:
+        return None
+
+
+def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int | None) -> str:
+    """Draw a split into the file, which appears when it is whole. Returns the SHA-256 of its content, hexadecimal."""
+    digest = hashlib.sha256()
+    part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")  # of our own: another job may be drawing the same
+    seconds = 0.2 if sys.stderr.isatty() else 10
+    progress = tqdm(total=num_samples, desc=f"Drawing captchas ({split})", unit="image", mininterval=seconds)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(file.parent)
+        with open(part, "xb") as stream:
+            stream.write(bytes(DIGEST_SIZE))
+            for rows in _draw_all(recipe, split, num_samples, num_workers or os.cpu_count()):
+                stream.write(rows)
+                digest.update(rows)
+                progress.update(len(rows))
+            stream.seek(0)
+            stream.write(digest.digest())
+        part.replace(file)
+        return digest.hexdigest()
+    except OSError as error:
+        size = num_samples * _row((recipe.image_height, recipe.image_width), recipe.num_characters).itemsize
+        raise RunError(
+            f"captchas cannot be written to {file.parent} ({error.strerror or error}): {size / 1e6:,.1f} MB must fit there, or "
+            "set HF_DATASETS_CACHE to another folder"
+        ) from error
+    finally:
+        progress.close()
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what jobs that were killed left unfinished: nobody has written to it for a day."""
+    for part in folder.glob("*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > DAY:
+                part.unlink()
+
+
+def _draw_all(recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int) -> Iterator[np.ndarray]:
+    """All rows of a split in order, AT_ONCE at a time; a few are drawn ahead, not all, so that memory holds them."""
+    _module()  # what is wrong with the package is said here, not by a worker
+    parts = [(recipe, split, first, min(first + AT_ONCE, num_samples)) for first in range(0, num_samples, AT_ONCE)]
+    num_workers = min(num_workers, len(parts))
+    if num_workers == 1:
+        yield from (_draw_part(*part) for part in parts)
+        return
+    pending: collections.deque = collections.deque()
+    with ProcessPoolExecutor(num_workers, initializer=_begin_worker) as pool:
+        try:
+            for part in parts:
+                pending.append(pool.submit(_draw_part, *part))
+                if len(pending) > 4 * num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process that draws captchas was killed, perhaps for its memory: lower --preprocessing_num_workers"
+            ) from error
+
+
+def _draw_part(recipe: CaptchaRecognition, split: str, first: int, last: int) -> np.ndarray:
+    """Rows `first` to `last` - 1 of a split."""
+    rows = np.empty(last - first, _row((recipe.image_height, recipe.image_width), recipe.num_characters))
+    for row, sample_id in zip(rows, range(first, last), strict=True):
+        row["image"], row["label"] = draw_captcha(recipe, sample_id, split)
+    return rows
+
+
+def _begin_worker() -> None:
+    """Leave the interrupt key to the process that we work for, end when told to, and when that process is no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

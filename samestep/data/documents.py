@@ -1,0 +1,554 @@
+"""Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
+
+import ast
+import csv
+import glob
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+from datasets import Dataset, Features, Value
+
+from samestep.errors import UsageError, is_utf8, nearest, reason
+from samestep.recipe.recipe import TextPretraining
+
+FEATURES = Features({"text": Value("string")})
+MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
+MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
+MOST_NAMES, MOST_SHOWN = 20, 60  # names and characters in a message
+MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
+
+
+def load_documents(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    txt_documents: str = "blocks",
+    num_proc: int | None = None,
+) -> Dataset:
+    """Documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
+
+    Documents without a visible character are dropped; the others are kept as they are.
+
+    Args:
+        train_file: paths and globs (`data/*.txt`, `data/**/*.jsonl`), read in the order given, each glob sorted by
+            path; a file named twice is read once. Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
+
+            - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
+              needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
+              every title and every paragraph is a document of its own. With `txt_documents` files, the whole file is
+              one document, to the last character.
+            - `.jsonl`, `.json`: one object per line, the document in its key `text_column`.
+            - `.csv`: a header line, the document in column `text_column`.
+            - `.parquet`: the document in the string column `text_column`.
+        dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
+            and the standard library's docstrings of the running Python, some 450 documents, no network needed.
+        dataset_config_name: the configuration of a dataset on the hub.
+        split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
+        text_column: the column that holds the document. Text files and built-in documents have no columns.
+        txt_documents: blocks, or files.
+        num_proc: processes that read; more than there are files are of no use.
+
+    Returns:
+        A memory-mapped dataset with one string column `text`, at least one row. Files are read as a stream and cached
+        by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
+
+    Raises:
+        UsageError: neither or both sources; a file that is missing, a directory, of unknown kind, without a document,
+            not UTF-8 or malformed; no such column; a dataset that cannot be reached or has no such configuration.
+    """
+    if (not train_file) == (not dataset_name):
+        given = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
+        raise UsageError(
+            f"give exactly one of train_file and dataset_name, not {given}; builtin/python_docs needs no download."
+        )
+    builtin = dataset_name is not None and dataset_name.startswith("builtin/")
+    if builtin and dataset_name not in BUILTIN:
+        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, BUILTIN)}.")
+    if (train_file or builtin) and (dataset_config_name is not None or split != "train"):
+        raise UsageError(
+            f"dataset_config_name={dataset_config_name!r} and split={split!r} select a part of a dataset on the hub; "
+            f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
+        )
+    if builtin:
+        return cached(BUILTIN[dataset_name], FEATURES, key=sys.version)
+    if train_file:
+        files, key = find_files(train_file, READERS)
+        workers = min(num_proc or 1, len(files))
+        how = {"text_column": text_column, "txt_documents": txt_documents}
+        return cached(_read, FEATURES, key=(key, how), num_proc=workers, files=files, **how)
+    return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
+
+
+def split_documents(
+    documents: Dataset, validation_fraction: float, seed: int, how: str = "random"
+) -> tuple[Dataset, Dataset]:
+    """Training and held-out documents, both in their old order.
+
+    Args:
+        documents: one row per document, column `text`.
+        validation_fraction: share to hold out, in [0, 1). 0 holds out none: the second dataset is empty.
+        seed: a whole number >= 0.
+        how: `random` holds out whole documents, a function of the seed and the number of documents: the share rounded,
+            and at least 2 (a false next sentence needs a second one). `tail` holds out the end of the text: the training
+            part is its first int((1 - share) * characters), and a document that this cuts is in both parts.
+
+    Raises:
+        UsageError: the fraction is out of range, leaves too little to train on, or holds out nothing.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise UsageError(f"validation_fraction {validation_fraction} must be at least 0 and less than 1.")
+    if validation_fraction == 0:
+        return documents, documents.select([])
+    if how == "tail":
+        return _split_tail(documents, validation_fraction)
+    num_validation = max(2, round(len(documents) * validation_fraction))
+    if len(documents) - num_validation < 2:
+        raise UsageError(
+            f"validation_fraction {validation_fraction} of {len(documents)} documents leaves fewer than 2 to train on "
+            f"({num_validation} held out, 2 at least). Lower it, set it to 0, set validation_split to tail, or give more "
+            "documents; in a .txt file a blank line ends a document."
+        )
+    order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(documents))
+    validation, train = np.sort(order[:num_validation]), np.sort(order[num_validation:])
+    return documents.select(train), documents.select(validation)
+
+
+def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
+    ends = np.cumsum(pyarrow.compute.utf8_length(documents.with_format("arrow")[:]["text"]).to_numpy())
+    cut = int(ends[-1] * (1 - validation_fraction))
+    row = min(int(np.searchsorted(ends, cut, side="right")), len(documents) - 1)
+    text = documents[row]["text"]
+    place = cut - int(ends[row]) + len(text)
+    first, second = (
+        Dataset.from_dict({"text": [part] if _visible(part) else []}, features=FEATURES)
+        for part in (text[:place], text[place:])
+    )
+    before, after = (documents.select(rows or []) for rows in (range(row), range(row + 1, len(documents))))
+    train, validation = datasets.concatenate_datasets([before, first]), datasets.concatenate_datasets([second, after])
+    if not len(train) or not len(validation):
+        remedy = "hold out: raise it, or set it to 0" if len(train) else "train on: lower it"
+        raise UsageError(
+            f"validation_fraction {validation_fraction} of {ends[-1]} characters leaves no text to {remedy}."
+        )
+    return train, validation
+
+
+def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Dataset, Dataset]:
+    """The recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
+
+    Raises:
+        UsageError: data that cannot be used.
+    """
+    source = {"text_column": recipe.text_column, "txt_documents": recipe.txt_documents, "num_proc": num_proc}
+    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    documents = load_documents(train_file=recipe.train_file, **hub, **source)
+    if recipe.validation_file is None:
+        return split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+    return documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
+
+
+# A segment starts after a blank line and at a list item; it ends after a full stop (not that of an initial), with its
+# closing quotes, before a new line, an upper-case letter, a digit or a quote; the CJK full stop needs no space.
+_ITEM = r"[^\S\n]*(?:[-*+•‣]|\d{1,3}[.)])\s"
+_ITEM_START = re.compile(_ITEM)
+_BREAK = re.compile(rf"\n(?=[^\S\n]*\n|{_ITEM})")
+_SENTENCE_END = re.compile(
+    r"""(?:(?<!\b[A-Za-z])\.|[!?…])["'”’»)\]]*(?:[^\S\n]*\n|\s+(?=["'“‘«(\[]*[^\W_a-z]))|[。！？]["'”’」』）]*"""
+)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The segments of a document from which sentence pairs are made, without losing a visible character.
+
+    Paragraphs (blank lines) and list items stay apart, the hard-wrapped lines of one paragraph are joined, and white
+    space becomes single spaces. Rules, not a model: abbreviations before a capital ("Dr. Who") end a sentence, one
+    that starts with a lower-case letter is found only after a line end, and a list's last item takes in the lines that
+    follow it without a blank one.
+
+    >>> split_sentences("One sentence\\nin two lines. Another by J. Smith!\\n\\n- an item\\n- 2. and another")
+    ['One sentence in two lines.', 'Another by J. Smith!', '- an item', '- 2. and another']
+    """
+    segments = []
+    for block in _BREAK.split(text):
+        item = _ITEM_START.match(block)
+        start = 0
+        for end in _SENTENCE_END.finditer(block, item.end() if item else 0):
+            segments.append(block[start : end.end()])
+            start = end.end()
+        segments.append(block[start:])
+    return [" ".join(segment.split()) for segment in segments if segment.strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sources
+
+
+def cached(
+    generate: Callable[..., Iterator[dict]], features: Features, key: object, num_proc: int = 1, **kwargs
+) -> Dataset:
+    """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text.
+
+    Raises:
+        UsageError: of `generate`, free of what `datasets` and its workers wrap it in.
+    """
+    fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
+    try:
+        return Dataset.from_generator(
+            generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
+        )
+    except datasets.exceptions.DatasetGenerationError:
+        for _ in generate(**kwargs):  # meet the user's error again
+            pass
+        raise
+
+
+def load_hub(
+    name: str, config: str | None, split: str | None, num_proc: int | None, other: str = "train_file"
+) -> Dataset | datasets.DatasetDict:
+    """A split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
+
+    Args:
+        other: field that names data without the hub.
+
+    Raises:
+        UsageError: it cannot be reached, or has no such configuration or split.
+    """
+    for folder, _, files in os.walk(name):
+        for file in files:
+            if problem := _not_regular(os.path.join(folder, file)):
+                raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
+    try:
+        return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+    except Exception as error:  # of any kind: what is read was written by others
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        raise UsageError(
+            f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "
+            f"network, or use {other} or dataset_name builtin/..., which need none."
+        ) from error
+
+
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+    documents = load_hub(name, config, split, num_proc)
+    if text_column not in documents.column_names:
+        raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
+    documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
+    found = documents.features["text"]
+    if found not in (Value("string"), Value("large_string")):
+        raise UsageError(f"dataset_name {name!r}: column {text_column!r} holds {found}, not text.")
+    if documents.features != FEATURES:
+        documents = documents.cast(FEATURES)
+    visible = documents.filter(_visible, input_columns="text", num_proc=num_proc)
+    if not len(visible):
+        raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
+    return documents if len(visible) == len(documents) else visible
+
+
+def _visible(text: str | None) -> bool:
+    if text is not None and "\0" in text:
+        text = text.replace("\0", " ")
+    return text is not None and text != "" and not text.isspace()
+
+
+def _no_column(where: str, text_column: str, columns: Sequence[str]) -> str:
+    hint = nearest(text_column, map(shown, columns))
+    return f"{where} has no column {text_column!r}, only {listed(columns)}. Set text_column: {hint}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of columns or the like, in a message: as many and as much of each as one reads."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(repr(shown(name)) for name in names[:MOST_NAMES]) + more
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, in a message."""
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """The files that paths and globs name, in order, each once; and their paths, sizes and times, to cache under.
+
+    Args:
+        patterns: each glob is sorted by path.
+        kinds: suffixes (`.csv`) that can be read.
+
+    Raises:
+        UsageError: a file that is missing, a directory, or of unknown kind; all of them at once.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    files, problems = [], []
+    for pattern in map(os.path.expanduser, patterns):
+        found = [pattern]
+        if not os.path.exists(pattern):  # so that a bracket or a star in an existing file's name is no pattern
+            found = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
+            if not found:
+                rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
+                problems.append(f"data file {pattern}: {rule} in {os.getcwd()}. Check the path.")
+        for file in found:
+            kind = Path(file).suffix.lower()
+            if os.path.isdir(file):
+                problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
+            elif kind not in kinds:
+                problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
+            elif problem := _not_regular(file):
+                problems.append(f"data file {file} {problem}")
+        files += found
+    if problems:
+        raise UsageError(problems)
+    files = list(dict.fromkeys(files))
+    return files, [(os.path.abspath(file), (found := os.stat(file)).st_size, found.st_mtime_ns) for file in files]
+
+
+def _not_regular(file: str) -> str | None:
+    """What is wrong with a path that does not lead to a file with an end; opening it could wait for ever."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}. Check the path and its permissions."
+    return (
+        None
+        if stat.S_ISREG(mode)
+        else "is a device, a pipe or a socket, not a regular file. Copy what it gives into one."
+    )
+
+
+def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
+    """The documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
+    for file in files:
+        empty = True
+        try:
+            for number, text in readers[Path(file).suffix.lower()](file, text_column):
+                if text is not None and not isinstance(text, str):
+                    raise UsageError(f"{file}:{number}: {text_column!r} holds {type(text).__name__}, not text.")
+                if _visible(text):
+                    yield {"text": text}
+                    empty = False
+        except UsageError:
+            raise
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+            raise UsageError(
+                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
+            ) from error
+        if empty:
+            raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
+
+
+def read_lines(file: str) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1 and lines; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
+    with open(file, "rb") as stream:
+        offset = 0
+        for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
+            if len(line) > MAX_LINE:
+                raise UsageError(f"{file}:{number}: a line of more than {MAX_LINE:,} bytes. Cut it into several.")
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{file}:{number}: not UTF-8 at byte offset {offset + error.start} "
+                    f"(0x{line[error.start]:02x}). Convert it: iconv -f ENCODING -t UTF-8"
+                ) from error
+            offset += len(line)
+            yield number, (text.removeprefix("\ufeff") if number == 1 else text).replace("\r\n", "\n")
+
+
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
+        if not blank:
+            number, text = _join(
+                file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
+            )
+            yield number, text.removesuffix("\n")
+
+
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    yield _join(
+        file, read_lines(file), "no end", "with txt_documents files it is one document. Cut it into several files"
+    )
+
+
+def _join(file: str, lines: Iterable[tuple[int, str]], found: str, rule: str) -> tuple[int, str]:
+    """The number of the last line and the text of all lines, as long as they fit into the memory."""
+    block, size, number = [], 0, 0
+    for number, line in lines:
+        block.append(line)
+        size += len(line)
+        if size > MAX_BLOCK:
+            raise UsageError(f"{file}:{number}: {found} in {MAX_BLOCK:,} characters, but {rule}, or use .jsonl.")
+    return number, "".join(block)
+
+
+def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
+    """Line numbers and objects. Raises UsageError where a line is no JSON object."""
+    for number, line in read_lines(file):
+        if not _visible(line):
+            continue
+        try:
+            row = json.loads(line.rstrip("\n"))
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
+            ) from error
+        except ValueError as error:
+            most = sys.get_int_max_str_digits()
+            raise UsageError(
+                f"{file}:{number}: a number of more than {most:,} digits. Shorten it, or put it into quotation marks."
+            ) from error
+        except RecursionError as error:
+            raise UsageError(f"{file}:{number}: lists or objects nested too deep. Flatten or remove them.") from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
+        yield number, row
+
+
+def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+    for number, row in read_json_lines(file):
+        if text_column not in row:
+            raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
+        check_text(f"{file}:{number}", row[text_column])
+        yield number, row[text_column]
+
+
+def check_text(where: str, value: object) -> None:
+    """Raise UsageError for a text that no file of UTF-8 can hold."""
+    if isinstance(value, str) and not value.isascii() and not is_utf8(value):
+        raise UsageError(f"{where}: half of a surrogate pair in {shown(value)!r}. Remove it.")
+
+
+def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
+    """Line numbers and rows of .csv or .tsv, in which a quotation mark is a character, as in GLUE's files.
+
+    Raises:
+        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not closed.
+    """
+    csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
+    done = 0  # lines
+    try:
+        names = next(rows, None)
+        done = rows.line_num
+        if names is not None and (not names or len(set(names)) < len(names)):
+            found = f"names a column twice ({listed(names)})" if names else "is blank"
+            raise UsageError(f"{file}:1: the first line {found}, must name each column once. Mend it.")
+        for row in filter(None, rows):
+            if len(row) != len(names):
+                raise UsageError(
+                    f"{file}:{rows.line_num}: {len(row)} fields, but the header names {len(names)}: put quotation marks around "
+                    "a text with commas, or mend the row"
+                )
+            done = rows.line_num
+            yield done, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise UsageError(
+            f"{file}: the row after line {done} is not CSV: {error}. Close its quotation marks, or mend it."
+        ) from error
+
+
+def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+    for number, row in read_delimited(file):
+        if text_column not in row:
+            raise UsageError(_no_column(file, text_column, list(row)))
+        yield number, row[text_column]
+
+
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        if text_column not in table.schema_arrow.names:
+            raise UsageError(_no_column(file, text_column, table.schema_arrow.names))
+        number = 0
+        for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
+            for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020
+                yield number, text
+
+
+READERS = {
+    ".txt": _blocks,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the documentation that ships with Python
+
+_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
+_RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
+
+
+def python_pages() -> Iterator[tuple[str, str]]:
+    """Every topic of the language reference, then every module of the standard library, sorted by name.
+
+    A module's page is its docstring and those of its classes and functions in source order, read from the source: nothing is
+    imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. Left out are topics that another
+    quotes whole: held out, they would be known.
+
+    Yields:
+        `reference`, or the package or module that a file belongs to (`asyncio`), and the text.
+    """
+    from pydoc_data.topics import topics
+
+    pages = [_prose(text) for _, text in sorted(topics.items())]
+    yield from (("reference", p) for p in pages if not any(p in other and p != other for other in pages))
+    root = sysconfig.get_path("stdlib")
+    sources = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED
+        sources += [Path(folder, file) for file in files if file.endswith(".py")]
+    for source in sorted(sources, key=lambda source: source.relative_to(root).with_suffix("").parts):
+        part = source.relative_to(root).with_suffix("").parts[0]
+        yield part, _prose("\n\n".join(_docstrings(source.read_bytes())))
+
+
+def _python_docs() -> Iterator[dict[str, str]]:
+    """A document per page of `python_pages` of `MIN_BUILTIN` characters or more."""
+    yield from ({"text": page} for _, page in python_pages() if len(page) >= MIN_BUILTIN)
+
+
+def _docstrings(source: bytes) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in someone else's source
+        nodes = list(_statements(ast.parse(source)))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
+    yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield from _statements(child)
+
+
+def _prose(text: str) -> str:
+    text = _RULER.sub("", _DOCTEST.sub("", text.expandtabs()))
+    return re.sub(r"\n\s*\n", "\n\n", text).strip()
+
+
+BUILTIN = {"builtin/python_docs": _python_docs}

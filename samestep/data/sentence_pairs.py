@@ -1,0 +1,290 @@
+"""Documents to BERT's pretraining samples: pairs of segments with masked tokens (Devlin et al. 2019, 1810.04805).
+
+Built once with `datasets`: every document tokenized into sentences, and cut into chunks of consecutive sentences of about
+`max_seq_length` tokens. A chunk is a sample. Drawn anew in every epoch from (seed, epoch, sample id): where the chunk is cut
+into segments A and B, whether B is replaced by a passage of another document, how a pair that is too long is truncated,
+which tokens are masked. So no pair is seen twice, nothing need be stored, and any epoch can be had at once.
+
+The passage that replaces B has as many sentences as come nearest to B's length. It cannot have exactly that length, so a
+pair's length says something about whether B follows: on the built-in documentation at length 128, a threshold on it alone is
+right for 0.62 of the training pairs and 0.66 of the held-out ones. Read next-sentence accuracies beside that.
+"""
+
+import dataclasses
+import functools
+import hashlib
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from samestep.cut.order import sample_rng
+from samestep.data.arrow import ListColumn
+from samestep.data.documents import load_split, split_sentences
+from samestep.data.ragged import cell_of, filled
+from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
+from samestep.errors import UsageError
+from samestep.recipe.recipe import BertPretraining
+from samestep.step.losses import IGNORED
+
+# Streams of random numbers (see order.sample_rng).
+CHUNKS, PAIRS, MASKS = 1, 2, 3
+NEEDED = ("cls_token", "sep_token", "mask_token", "pad_token")
+NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One sample of one epoch, before masking.
+
+    Attributes:
+        epoch, sample_id: which.
+        first, second: token ids of segments A and B, int32 views.
+        is_random: 0 when B follows A, 1 when it comes from another document (the label of `BertForPreTraining`).
+    """
+
+    epoch: int
+    sample_id: int
+    first: np.ndarray
+    second: np.ndarray
+    is_random: int
+
+    @property
+    def length(self) -> int:
+        """Tokens with [CLS] and both [SEP]."""
+        return len(self.first) + len(self.second) + NUM_SPECIAL
+
+
+class SentencePairs:
+    """The samples of a corpus.
+
+    Args:
+        documents: one row per document, column `text`.
+        tokenizer: with [CLS], [SEP], [MASK] and [PAD].
+        seed: decides every draw.
+        max_seq_length: tokens per sample at most.
+        short_seq_probability: share of the chunks cut to a random shorter length.
+        next_sentence_probability: share of the pairs whose B follows A.
+        mlm_probability: share of a sample's ordinary tokens that are to be predicted (rounded, at least one).
+        num_proc: processes that tokenize.
+        what: names the corpus in messages.
+
+    Raises:
+        UsageError: fewer than two documents, so that no passage of another document can be drawn.
+    """
+
+    def __init__(
+        self,
+        documents: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        max_seq_length: int,
+        short_seq_probability: float,
+        next_sentence_probability: float,
+        mlm_probability: float,
+        num_proc: int | None = None,
+        what: str = "the corpus",
+    ):
+        self.seed, self.tokenizer = seed, tokenizer
+        self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
+        self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
+        self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+        self.is_special = np.zeros(len(tokenizer), bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.ordinary = np.flatnonzero(~self.is_special)
+        vocabulary = tokenizer.backend_tokenizer.to_str()
+        built = documents.map(
+            _tokenize,
+            batched=True,
+            with_indices=True,
+            remove_columns=documents.column_names,
+            fn_kwargs={
+                "tokenizer": tokenizer,
+                "seed": seed,
+                "max_tokens": self.max_tokens,
+                "short_seq_probability": short_seq_probability,
+            },
+            num_proc=num_proc,
+            desc=f"Tokenizing {what}",
+            new_fingerprint=_hash(documents._fingerprint, vocabulary, seed, self.max_tokens, short_seq_probability),
+        )
+        self.tokens, self.ends, self.cuts = (ListColumn(built, name) for name in ("tokens", "ends", "cuts"))
+        if len(self.tokens) < 2:
+            raise UsageError(
+                f"{what} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so that B "
+                "can come from another document (in a .txt file, blank lines separate documents)"
+            )
+
+    def __len__(self) -> int:
+        """Chunks: the gaps between neighbouring cuts of a document."""
+        return self.cuts.num_values - len(self.cuts)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_values
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what the samples are made: the tokenizer, the documents' tokens, and their chunks."""
+        first_samples = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
+        documents = _hash(self.tokens.digest(), first_samples.tobytes())
+        return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
+
+    def draw(self, epoch: int, sample_id: int) -> Pair:
+        """The pair of a sample in an epoch."""
+        rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
+        row, chunk = self.cuts.find_gap(sample_id)
+        tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
+        first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
+        start, middle, stop = (
+            ends[place - 1] if place else 0 for place in (first, int(rng.integers(first + 1, last)), last)
+        )
+        a, b = tokens[start:middle], tokens[middle:stop]
+        is_random = rng.random() >= self.next_sentence_probability
+        if is_random:
+            other = int(rng.integers(len(self.tokens) - 1))
+            other += other >= row
+            tokens, ends = self.tokens[other], self.ends[other]
+            place = int(rng.integers(len(ends)))
+            start = ends[place - 1] if place else 0
+            lengths = ends[place:] - start
+            b = tokens[start : start + lengths[np.abs(lengths - len(b)).argmin()]]
+        a, b = self._truncate(a, b, rng)
+        return Pair(int(epoch), int(sample_id), a, b, int(is_random))
+
+    def longest(self) -> Pair:
+        """A pair of max_seq_length tokens."""
+        tokens = np.full(self.max_tokens, self.tokenizer.unk_token_id, np.int32)
+        return Pair(0, 0, tokens[:1], tokens[1:], 0)
+
+    def _truncate(self, a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Cut the longer segment, at its front or back at random, token by token, until the pair fits."""
+        if len(a) + len(b) <= self.max_tokens:
+            return a, b
+        keep_a = min(len(a), max(self.max_tokens - len(b), (self.max_tokens + 1) // 2))
+        cut = []
+        for segment, keep in ((a, keep_a), (b, self.max_tokens - keep_a)):
+            front = int(rng.binomial(len(segment) - keep, 0.5))
+            cut.append(segment[front : front + keep])
+        return cut[0], cut[1]
+
+    def mask(self, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sample's tokens as the model sees them, and what it must predict.
+
+        Returns:
+            input ids int64 [length], masked places int64 [m] ascending, their true tokens int64 [m]. Of the masked tokens
+            80 % are [MASK], 10 % a random ordinary token, 10 % unchanged; special tokens are never masked.
+        """
+        tokens = np.concatenate([[self.cls], pair.first, [self.sep], pair.second, [self.sep]], dtype=np.int64)
+        rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
+        candidates = np.flatnonzero(~self.is_special[tokens])
+        num_masked = 0
+        if len(candidates) and self.mlm_probability > 0:
+            num_masked = max(1, round(len(candidates) * self.mlm_probability))
+        places = np.sort(rng.permutation(candidates)[:num_masked])
+        labels = tokens[places]
+        kind = rng.random(num_masked)
+        noise = self.ordinary[rng.integers(len(self.ordinary), size=num_masked)]
+        tokens[places] = np.where(kind < 0.8, self.mask_token, np.where(kind < 0.9, noise, labels))
+        return tokens, places, labels
+
+    def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
+        """A cell of S samples end to end, without padding; no samples make one without targets.
+
+        Returns:
+            of the tokens, the first and the masked ones of each sample wanted: see `attention.cell_of`.
+            first_index: int64 [S], places of the first tokens among the wanted.
+            masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
+            masked_labels: int64 [M'], -100 up to that size.
+            next_sentence_label: int64 [S].
+            counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
+        """
+        nothing = Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)
+        tokens, places, labels = zip(*(self.mask(pair) for pair in pairs or [nothing]), strict=True)
+        wanted = [np.concatenate([[0], of]) for of in places]
+        num_wanted = np.array([len(of) for of in wanted])
+        is_masked = np.ones(num_wanted.sum(), bool)
+        is_masked[np.cumsum(num_wanted) - num_wanted] = False
+        masked_labels = np.concatenate(labels)
+        return {
+            **cell_of(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
+            "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
+            "masked_index": filled(np.flatnonzero(is_masked)),
+            "masked_labels": filled(masked_labels, IGNORED),
+            "next_sentence_label": torch.tensor([pair.is_random for pair in pairs or [nothing]]),
+            "counts": torch.tensor([len(masked_labels), len(pairs)]),
+        }
+
+
+def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[SentencePairs, SentencePairs | None]:
+    """The recipe's training and held-out samples; None when nothing is held out.
+
+    Args:
+        recipe: its data fields.
+        num_proc: processes that read and tokenize.
+
+    Raises:
+        UsageError: data or tokenizer that cannot be used.
+    """
+    documents, held_out = load_split(recipe, num_proc)
+    name = recipe.tokenizer_name or recipe.model_name_or_path
+    if name is None:
+        tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
+    else:
+        tokenizer = load_tokenizer(name, recipe.vocab_size, NEEDED, "BERT")
+    names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
+    settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
+    train = SentencePairs(documents, tokenizer, **settings, what="training documents")
+    return train, SentencePairs(held_out, tokenizer, **settings, what="held-out documents") if len(held_out) else None
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _tokenize(
+    batch: dict[str, list],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    max_tokens: int,
+    short_seq_probability: float,
+) -> dict[str, list]:
+    """Documents to `tokens` (all of them), `ends` (of each sentence, in tokens) and `cuts` (chunk borders, in sentences)."""
+    columns: dict[str, list] = {"tokens": [], "ends": [], "cuts": []}
+    for text, index in zip(batch["text"], indices, strict=True):
+        sentences = split_sentences(text)
+        encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
+        # A sentence longer than a sample is cut; a document of one sentence is cut in the middle.
+        pieces = [ids[at : at + max_tokens] for ids in encoded for at in range(0, len(ids), max_tokens)]
+        if len(pieces) == 1 and len(pieces[0]) > 1:
+            half = len(pieces[0]) // 2
+            pieces = [pieces[0][:half], pieces[0][half:]]
+        if len(pieces) < 2:
+            continue
+        lengths = np.array([len(piece) for piece in pieces])
+        rng = sample_rng(seed, CHUNKS, 0, index)
+        columns["tokens"].append(np.concatenate(pieces).astype(np.int32))
+        columns["ends"].append(np.cumsum(lengths).astype(np.int32))
+        columns["cuts"].append(_chunk(lengths, max_tokens, short_seq_probability, rng))
+    return columns
+
+
+def _chunk(lengths: np.ndarray, max_tokens: int, short_seq_probability: float, rng: np.random.Generator) -> np.ndarray:
+    """Borders of the chunks, in sentences, int32: [0, ..., len(lengths)]; every chunk has at least two sentences."""
+    cuts, size, target = [0], 0, None
+    for place, length in enumerate(lengths):
+        if target is None:
+            short = rng.random() < short_seq_probability
+            target = int(rng.integers(2, max_tokens + 1)) if short else max_tokens
+        size += length
+        if size >= target and place - cuts[-1] >= 1 and len(lengths) - place > 2:
+            cuts.append(place + 1)
+            size, target = 0, None
+    return np.array([*cuts, len(lengths)], np.int32)

@@ -1,0 +1,210 @@
+"""Documents to GPT-2's pretraining samples: runs of tokens of which each predicts the next.
+
+Built once with `datasets`: every document is <|endoftext|> and its tokens, in a memory-mapped file of 16-bit numbers where
+the vocabulary allows it. A sample of length T is T + 1 consecutive tokens: the first T are read, the last T predicted.
+
+`PackedBlocks` writes the documents one after the other into a ring and cuts it into blocks of block_size tokens, the last
+one shorter, so that every token is predicted exactly once per epoch. Where the ring is cut open is drawn anew in every epoch
+from (seed, epoch). `SeparateDocuments` makes a sample of each document, cut off after block_size tokens.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from samestep.cut.order import sample_rng
+from samestep.data.arrow import ListColumn
+from samestep.data.documents import load_split
+from samestep.data.tokenizer import fingerprint, load_tokenizer, train_byte_level_bpe, train_characters
+from samestep.errors import UsageError
+from samestep.recipe.recipe import Gpt2Pretraining
+
+RING = 4  # stream of random numbers (see order.sample_rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One sample: `tokens` [T + 1], of which the first T are read and the last T predicted."""
+
+    tokens: np.ndarray
+
+    @property
+    def length(self) -> int:
+        """Tokens read, as many as are predicted."""
+        return len(self.tokens) - 1
+
+
+class TokenBlocks:
+    """What both kinds of samples share: the tokens and the cells made of them.
+
+    Args:
+        documents: one row per document, column `text`.
+        tokenizer: with an eos_token, which begins every document and ends the last.
+        block_size: tokens per sample at most.
+        document_mask: whether attention and positions stay inside a document.
+        seed: of the ring's cut in every epoch; None: it is never moved (held-out documents).
+        num_proc: processes that tokenize.
+        what: names the corpus in messages.
+    """
+
+    def __init__(
+        self,
+        documents: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        block_size: int,
+        document_mask: bool = False,
+        seed: int | None = None,
+        num_proc: int | None = None,
+        what: str = "the corpus",
+    ):
+        self.tokenizer, self.end_of_text = tokenizer, tokenizer.eos_token_id
+        self.max_length, self.document_mask, self.seed, self.what = block_size, document_mask, seed, what
+        dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
+        built = documents.map(
+            _tokenize,
+            batched=True,
+            batch_size=100,  # documents; more would only be more memory
+            remove_columns=documents.column_names,
+            features=Features({"tokens": List(Value(dtype))}),
+            fn_kwargs={"tokenizer": tokenizer, "dtype": dtype},
+            num_proc=num_proc,
+            desc=f"Tokenizing {what}",
+            new_fingerprint=f"{documents._fingerprint}-{fingerprint(tokenizer)}",
+        )
+        self.tokens = ListColumn(built, "tokens")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """With one <|endoftext|> per document."""
+        return self.tokens.num_values
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what the samples are made: the tokenizer and the documents' tokens."""
+        return {"tokenizer": fingerprint(self.tokenizer), "documents": self.tokens.digest()}
+
+    def longest(self) -> Run:
+        """block_size tokens."""
+        return Run(np.full(self.max_length + 1, self.end_of_text))
+
+    def collate(self, runs: list[Run]) -> dict[str, torch.Tensor | None]:
+        """A cell of S samples, padded on the right to their longest T; no samples make one row without targets.
+
+        Causal attention looks left only, so nothing that is predicted sees the padding, and no mask is needed for it.
+
+        Returns:
+            input_ids: int64 [S, T].
+            position_ids: int64 [S, T], anew from 0 at every <|endoftext|>; None unless document_mask: 0, 1, ...
+            labels: int64 [M], the next token of each token that is not padding.
+            label_index: int64 [M], their places in the flattened [S * T]; None when nothing is padded.
+            counts: int64 [1], M.
+        """
+        lengths = np.array([run.length for run in runs] or [0])
+        shape = (len(lengths), max(1, lengths.max()))
+        input_ids = np.full(shape, self.end_of_text, np.int64)
+        for row, run in zip(input_ids, runs, strict=False):
+            row[: run.length] = run.tokens[:-1]
+        labels = np.concatenate([np.zeros(0, np.int64), *(run.tokens[1:] for run in runs)], dtype=np.int64)
+        place = np.arange(shape[1])
+        label_index = position_ids = None
+        if lengths.min() < shape[1]:
+            label_index = torch.from_numpy(np.flatnonzero(place < lengths[:, None]))
+        if self.document_mask:
+            starts = np.where(input_ids == self.end_of_text, place, 0)
+            position_ids = torch.from_numpy(place - np.maximum.accumulate(starts, axis=1))
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "position_ids": position_ids,
+            "labels": torch.from_numpy(labels),
+            "label_index": label_index,
+            "counts": torch.tensor([len(labels)]),
+        }
+
+
+class PackedBlocks(TokenBlocks):
+    """Blocks of a ring of all documents.
+
+    Raises:
+        UsageError: training documents (seed is not None) of fewer than block_size tokens.
+    """
+
+    def __init__(self, documents: Dataset, tokenizer: PreTrainedTokenizerBase, **settings):
+        super().__init__(documents, tokenizer, **settings)
+        if self.seed is not None and self.num_tokens < self.max_length:
+            raise UsageError(
+                f"block_size is {self.max_length}, but {self.what} have {self.num_tokens} tokens in all: lower --block_size to "
+                "that or less, or give more text"
+            )
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.max_length)
+
+    def first_token(self, epoch: int) -> int:
+        """Where the ring is cut open in `epoch`."""
+        return 0 if self.seed is None else _cut(self.seed, self.num_tokens, epoch)
+
+    def draw(self, epoch: int, sample_id: int) -> Run:
+        """Block `sample_id` of the ring as it is cut in `epoch`."""
+        size, place = self.num_tokens, sample_id * self.max_length
+        start = self.first_token(epoch) + place
+        stop = start + min(self.max_length, size - place) + 1
+        parts = [(start, min(stop, size)), (max(start, size) - size, stop - size)]  # before and after the ring's seam
+        read = [self.tokens.read(*part) for part in parts if part[0] < part[1]]
+        return Run(read[0] if len(read) == 1 else np.concatenate(read))
+
+
+class SeparateDocuments(TokenBlocks):
+    """One sample per document, cut off after block_size tokens, of the documents' own length otherwise."""
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def draw(self, epoch: int, sample_id: int) -> Run:
+        """The start of document `sample_id`; a whole document ends with <|endoftext|>."""
+        tokens = self.tokens[sample_id]
+        if len(tokens) > self.max_length:
+            return Run(tokens[: self.max_length + 1])
+        return Run(np.append(tokens, tokens.dtype.type(self.end_of_text)))
+
+
+@functools.lru_cache(maxsize=4)
+def _cut(seed: int, num_tokens: int, epoch: int) -> int:
+    return int(sample_rng(seed, RING, epoch, 0).integers(num_tokens))
+
+
+def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
+    """The recipe's training and held-out samples; None when nothing is held out.
+
+    Args:
+        recipe: its data fields.
+        num_proc: processes that read and tokenize.
+
+    Raises:
+        UsageError: data or tokenizer that cannot be used.
+    """
+    documents, held_out = load_split(recipe, num_proc)
+    name = recipe.tokenizer_name or recipe.model_name_or_path
+    if name is not None:
+        tokenizer = load_tokenizer(name, recipe.vocab_size, ["eos_token"], "GPT-2")
+    else:
+        train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
+        tokenizer = train(documents, recipe.vocab_size)
+    kind = PackedBlocks if recipe.packing else SeparateDocuments
+    settings = {"block_size": recipe.block_size, "document_mask": recipe.document_mask, "num_proc": num_proc}
+    blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, what="training documents")
+    return blocks, kind(held_out, tokenizer, **settings, what="held-out documents") if len(held_out) else None
+
+
+def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, dtype: str) -> dict[str, list]:
+    """Documents to `tokens`. The text <|endoftext|> inside a document is text: only documents' borders are marked."""
+    encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return {"tokens": [np.array([tokenizer.eos_token_id, *ids], dtype) for ids in encoded]}

@@ -1,0 +1,192 @@
+"""Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded."""
+
+import hashlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import datasets
+import tokenizers
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from samestep.errors import UsageError, reason
+
+MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
+END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
+    """Train BERT's WordPiece tokenizer (Devlin et al. 2019, 1810.04805), once: it is kept in the datasets' cache.
+
+    The same documents give the same vocabulary. A small corpus may fill fewer than `vocab_size` entries; the model's
+    embedding keeps `vocab_size` rows all the same, so that the recipe alone decides its shape.
+
+    Args:
+        documents: one row per document, column `text`.
+        vocab_size: most entries.
+        do_lower_case: lower-case and strip accents.
+    """
+    return _once(
+        "wordpiece", documents, lambda texts: _wordpiece(texts, vocab_size, do_lower_case), vocab_size, do_lower_case
+    )
+
+
+def train_byte_level_bpe(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train GPT-2's byte-level BPE tokenizer (Radford et al. 2019), once. Any text can be written in it, and read back.
+
+    Args, and what is the same and kept: as in `train_wordpiece`. The 256 bytes and <|endoftext|> are always in it.
+
+    Raises:
+        UsageError: vocab_size is below 257.
+    """
+    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < least:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {least} or more"
+        )
+    return _once("byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size), vocab_size)
+
+
+def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of single characters, in the order of their code points; as `train_wordpiece` otherwise.
+
+    The vocabulary is <|endoftext|>, <|unknown|> for characters that the documents lack, and the documents' most frequent
+    `vocab_size` - 2 characters.
+    """
+    return _once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
+
+
+def _once(
+    kind: str,
+    documents: Dataset,
+    train: Callable[[Iterable[str]], PreTrainedTokenizerBase],
+    vocab_size: int,
+    *settings: object,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that `train` makes of the documents, from the cache if it was made before.
+
+    Raises:
+        UsageError: it has more than `vocab_size` entries, because the least that it needs are more.
+    """
+    key = repr((documents._fingerprint, vocab_size, *settings, tokenizers.__version__))
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        train(documents["text"]).save_pretrained(partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # another run was first, with the same result
+            shutil.rmtree(partial)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if len(tokenizer) > vocab_size:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but the special tokens and characters of the training text alone are "
+            f"{len(tokenizer)}: set it to {len(tokenizer)} or more"
+        )
+    return tokenizer
+
+
+def _byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+
+
+def _characters(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    counts = Counter()
+    for text in texts:
+        counts.update(text)
+    kept = sorted(sorted(counts, key=lambda c: (-counts[c], c))[: max(0, vocab_size - 2)])
+    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *kept])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=UNKNOWN
+    )
+
+
+def _wordpiece(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
+    """`tokenizers`' trainer, made deterministic.
+
+    The trainer numbers the characters inside words (##a, ##b, ...) in the order of a randomly seeded hash map, and breaks
+    ties between merges by these numbers, so that two trainings on the same texts differ. Here they are numbered first.
+    """
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=do_lower_case)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    counts = Counter()
+    for text in texts:
+        counts.update(tokenizer.normalizer.normalize_str(text))
+    characters = sorted((c for c in counts if not c.isspace()), key=lambda c: (-counts[c], c))[:MAX_CHARACTERS]
+    inside_words = [f"##{c}" for c in characters if len(tokenizer.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS + inside_words,
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # A new tokenizer of the same vocabulary, in which ##a is no special token.
+    vocabulary = tokenizer.get_vocab()
+    trained = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    trained.normalizer, trained.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    trained.decoder = decoders.WordPiece(prefix="##")
+    trained.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    return BertTokenizerFast(tokenizer_object=trained, do_lower_case=do_lower_case)
+
+
+def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], like: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the hub.
+
+    Args:
+        name_or_path: a folder, or a name on the hub.
+        vocab_size: rows of the model's embedding.
+        needed: special tokens that it must have ("mask_token", "eos_token", ...).
+        like: names, in the message, a model whose tokenizer would do.
+
+    Raises:
+        UsageError: it cannot be loaded, lacks a needed token, or has more than `vocab_size` entries.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        entries = tokenizer.backend_tokenizer.get_vocab()
+    except Exception as error:  # of any kind: the files were written by others
+        raise UsageError(
+            f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
+        ) from None
+    missing = [name for name in needed if getattr(tokenizer, name) is None]
+    if missing:
+        raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing)}: give one like {like}'s")
+    if entries.keys() <= set(tokenizer.all_special_tokens):  # what transformers makes of a folder that lacks it
+        raise UsageError(
+            f"tokenizer {name_or_path} has no vocabulary: it must hold tokenizer.json, or what it is made of"
+        )
+    num_entries = max(len(tokenizer), 1 + max(entries.values()))
+    if num_entries > vocab_size:
+        raise UsageError(
+            f"vocab_size is {vocab_size}, but tokenizer {name_or_path} has {num_entries} entries: set --vocab_size to "
+            f"{num_entries} or more"
+        )
+    return tokenizer
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits (SHA-256) of everything that decides how it cuts text."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]

@@ -1,0 +1,148 @@
+"""What the scripts share about transformers' models: their first weights, and what they say when trained."""
+
+import pickle
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from samestep.errors import UsageError, reason
+from samestep.models import cpu_matmul as products
+
+
+def initial_model(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    name_or_path: str | None,
+    head: str | tuple[str, ...] | None = None,
+) -> PreTrainedModel:
+    """A model of `config` with random weights (of torch's seed), or with those of `name_or_path`, in float32.
+
+    Args:
+        model_class: of transformers.
+        config: decides the shapes.
+        name_or_path: on the hub, or a folder; no code in it is run.
+        head: begins the names of weights that stay random if they have other shapes there or are not there, and that may be
+            there in vain; all others must be there, and be all.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or have another shape.
+    """
+    if name_or_path is None:
+        return model_class(config)
+    try:
+        model, found = model_class.from_pretrained(
+            name_or_path,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=head is not None,
+            weights_only=True,  # of pytorch_model.bin, a pickle: it could run code
+            trust_remote_code=False,
+        )
+    except pickle.UnpicklingError:
+        raise UsageError(
+            f"model_name_or_path {name_or_path} cannot be loaded: its pytorch_model.bin holds more than tensors, which could "
+            "be code. Give a model with model.safetensors"
+        ) from None
+    except Exception as error:  # of any kind: the files were written by others
+        raise UsageError(
+            f"model_name_or_path {name_or_path} cannot be loaded: {reason(error)}. It must hold a whole model.safetensors, or "
+            "pytorch_model.bin"
+        ) from None
+    if head is not None:
+        differ = {"lacks": found["missing_keys"], "has": found["unexpected_keys"]}
+        differ["has another shape of"] = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
+        differ = {what: [name for name in sorted(names) if not name.startswith(head)] for what, names in differ.items()}
+        texts = [f"it {what} {names[0]} and {len(names) - 1} more" for what, names in differ.items() if names]
+        if texts:
+            raise UsageError(
+                f"model_name_or_path {name_or_path} is another model than the recipe's: {'; '.join(texts)}. Set its shape and "
+                "normalization to what was trained"
+            )
+    return model
+
+
+def causal_attention(device: torch.device, mixed_precision: str, length: int) -> str:
+    """sdpa, but eager where its backward is slow: short sequences in bf16 on a CPU.
+
+    Forward and backward of 4 layers x 128 on 2 cores (torch 2.13, AVX512-BF16), time of eager / time of sdpa: in bf16 0.76,
+    0.74, 0.83 and 2.4 at lengths 64, 128, 256 and 1,024; in fp32 1.09, 1.12, 1.16 and 2.8.
+    """
+    slow = device.type == "cpu" and mixed_precision == "bf16" and length <= 256
+    return "eager" if slow else "sdpa"
+
+
+def causal_ways(
+    model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, only: str | None = None
+) -> dict[str, partial]:
+    """The kernels that may be the fastest, of attention and of products, for `kernels.choose`; that of `causal_attention`, and
+    torch's own products, first."""
+    first = causal_attention(device, mixed_precision, length)
+    names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
+    found = {name: partial(model.set_attn_implementation, name) for name in names}
+    return products.ways(found, model, device, mixed_precision)
+
+
+def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """GPT-2's last hidden states, [S, T, width].
+
+    As its own forward computes them, which looks for documents in the positions, on the host: it waits for the device in every
+    micro-step.
+
+    Args:
+        gpt2: transformers' GPT2Model.
+        input_ids: int64 [S, T].
+        position_ids: int64 [S, T], from 0 at the start of every document, where attention does not pass; None: 0, 1, ...
+    """
+    length, kernel = input_ids.shape[1], gpt2.config._attn_implementation
+    places = torch.arange(length, device=input_ids.device)
+    hidden = gpt2.drop(gpt2.wte(input_ids) + gpt2.wpe(places[None] if position_ids is None else position_ids))
+    mask = None  # sdpa looks left by itself
+    if position_ids is not None or kernel == "eager":
+        mask = (places <= places[:, None])[None, None]
+        if position_ids is not None:
+            document = (position_ids == 0).cumsum(1)[:, None]
+            mask = mask & (document[..., None] == document[:, :, None])
+        if kernel == "eager":
+            mask = hidden.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(hidden.dtype).min)
+    for block in gpt2.h:
+        hidden = block(hidden, attention_mask=mask, use_cache=False)
+    return gpt2.ln_f(hidden)
+
+
+@torch.no_grad()
+def continue_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int, seed: int
+) -> str:
+    """`prompt` and what `model` writes after it, drawn at temperature 0.8 until the text ends or num_tokens are drawn.
+
+    Beyond the model's positions it goes on from the second half of what they hold.
+
+    Args:
+        model: a causal language model with `config.max_position_embeddings`; left in evaluation mode.
+        tokenizer: its eos_token begins and ends texts.
+        prompt: may be empty.
+        num_tokens: most tokens to draw.
+        seed: of the draws.
+    """
+    set_seed(seed)
+    size = model.config.max_position_embeddings
+    tokens = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    num_tokens += len(tokens)
+    model.eval()
+    while len(tokens) < num_tokens:
+        window = torch.tensor([tokens if len(tokens) < size else tokens[-(size // 2) :]], device=model.device)
+        drawn = model.generate(
+            window,
+            attention_mask=torch.ones_like(window),
+            max_new_tokens=min(num_tokens - len(tokens), size - window.shape[1]),
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        tokens += drawn[0, window.shape[1] :].tolist()
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(tokens, skip_special_tokens=True)

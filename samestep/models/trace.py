@@ -1,0 +1,653 @@
+"""What an optimizer step of a model allocates and computes, traced without computing it: no GPU, no weights, no data.
+
+The step runs on fake tensors (torch's FakeTensorMode): shapes, types and lifetimes are the real ones, numbers there are none.
+Every storage is counted from its first tensor to its last reference. torch.distributed._tools.MemTracker counts the same;
+it also keeps statistics of every module, which nobody reads here, so the few lines that count are our own.
+
+The tensors are fake *CPU* tensors, because a torch built without CUDA makes no others. What CUDA allocates otherwise is
+taken in by `as_cuda`. Never counted: the CUDA context, workspaces of cuBLAS and cuDNN, what a kernel allocates and frees
+inside itself, fragmentation, the allocator's rounding to 512 bytes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils.generic import find_labels
+
+from samestep.errors import UsageError
+from samestep.models import networks
+from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.planner.transformer import Moment
+from samestep.recipe.recipe import (
+    BertPretraining,
+    Gpt2Pretraining,
+    ImageClassification,
+    ImageRecipe,
+    Recipe,
+    TextClassification,
+)
+from samestep.recipe.scaling import Hyperparameters
+from samestep.step import losses, optim
+
+AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a step allocates and computes on one process, in bytes and floating-point operations.
+
+    Attributes:
+        num_parameters: all parameters, shared ones once.
+        flops: of the forward and backward of one micro-batch, a multiply-add as two. Matrix products, convolutions and
+            attention count (attention in full, not only its causal half); recomputing does not.
+        kernels: operators of the same, but views and allocations.
+        parameters: bytes.
+        gradients: bytes.
+        moments: bytes of the optimizer's state, its counters included.
+        forward: most bytes at once during the forward of a micro-step that is not the first, when gradients exist already.
+            All is in it: parameters, buffers, gradients, moments, input.
+        backward: the same, during its backward.
+        optimizer_step: the same, during the optimizer's step.
+    """
+
+    num_parameters: int
+    flops: int
+    kernels: int
+    parameters: int
+    gradients: int
+    moments: int
+    forward: int
+    backward: int
+    optimizer_step: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once, in bytes."""
+        return max(self.forward, self.backward, self.optimizer_step)
+
+
+aten = torch.ops.aten
+# What torch does not count: products that are added in place, and the CPU's attention kernel, which is two products forward
+# and four backward. Those that the kernel computes again are not counted.
+FLOPS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
+    aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda _, q, k, v, *__, **___: 2 * sdpa_flop_count(q.shape, k.shape, v.shape)
+    ),
+}
+
+
+class _Tracer(TorchDispatchMode):
+    """Counts the bytes of all storages that operators returned and that something still refers to, and their FLOPs.
+
+    Where two gradients of one tensor meet, autograd adds the second to the first in place, if nothing else refers to it and
+    it is no view; but never while tensors are fake. Such a sum is counted as in place if its first addend is gone by the
+    next operator.
+
+    Attributes:
+        now: bytes at this moment.
+        flops, kernels: so far.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.flops = self.kernels = self._most = 0
+        self._alive: dict[int, int] = {}  # bytes, by address
+        self._sum: tuple[int, int] | None = None  # the last operator was one: address of its first addend, bytes then
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._close_sum()
+        returned = func(*args, **kwargs)
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        if func is aten.add.Tensor and not torch.is_grad_enabled() and not args[0]._is_view():
+            self._sum = args[0].untyped_storage()._cdata, self.now
+        else:
+            self._most = max(self._most, self.now)
+        self.kernels += func.namespace == "aten" and not func.is_view and func._opname != "empty"
+        if count := FLOPS.get(func._overloadpacket):
+            self.flops += count(*args, **kwargs, out_val=returned)
+        return returned
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._alive:
+            self._alive[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._remove, storage._cdata)
+
+    def _remove(self, address: int) -> None:
+        self.now -= self._alive.pop(address)
+
+    def _close_sum(self) -> None:
+        if self._sum is not None:
+            first, then = self._sum
+            self._most = max(self._most, then if first in self._alive else self.now)
+            self._sum = None
+
+    def peak(self) -> int:
+        """Most bytes at once since the last call."""
+        self._close_sum()
+        most, self._most = self._most, self.now
+        return most
+
+
+# What CUDA's autocast computes in float32 and the CPU's does not.
+# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32
+IN_FLOAT32 = (
+    *((owner, name) for owner in (torch, Tensor) for name in ("pow", "exp", "rsqrt", "softmax", "log_softmax")),
+    *((F, name) for name in ("softmax", "log_softmax", "softplus", "layer_norm", "group_norm")),
+    *((F, name) for name in ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")),
+    (Tensor, "__pow__"),
+)
+
+
+@contextlib.contextmanager
+def as_cuda():
+    """While it lasts, CPU tensors, real or fake, are kept and freed as CUDA's would be, where the two differ.
+
+    - Dropout keeps a mask of one byte per number. The CPU keeps scaled noise in the numbers' own type.
+    - `scaled_dot_product_attention` with dropout runs in a kernel that stores no [T, T] matrix. The CPU falls back to plain
+      products, which store several. The kernel's dropout is left out: it keeps nothing but the state of its generator.
+    - Autocast computes `IN_FLOAT32` from inputs that it casts. The CPU keeps their types: gelu_new's power is in bfloat16.
+
+    The functions are replaced, in all threads. A TorchFunctionMode would not do: it ends where a backward begins, and what
+    is computed again there would be as on a CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(F, "dropout", _dropout))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
+        for owner, name in IN_FLOAT32:
+            stack.enter_context(mock.patch.object(owner, name, _in_float32(getattr(owner, name))))
+        yield
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):
+    if inplace or not training or not 0 < p < 1:
+        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
+    return torch.native_dropout(input, p, training)[0]
+
+
+sdpa = F.scaled_dot_product_attention
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+    return sdpa(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+
+def _in_float32(function: Callable) -> Callable:
+    def widened(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    @functools.wraps(function)
+    def replacement(*args, **kwargs):
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return replacement
+
+
+def trace_step(
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int], Tensor],
+    num_samples: int,
+    *,
+    mixed_precision: str,
+    gradient_checkpointing: bool,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> Trace:
+    """Trace a micro-step and the optimizer's step after it, as they are once gradients and moments exist.
+
+    As on a CPU; within `as_cuda` as on a GPU. Each of the callables is called with fake tensors in force: tensors that it
+    makes are fake, and no number may be read from one.
+
+    Args:
+        build: makes the model; it is trained as it is, in float32 unless it says otherwise.
+        loss: of the model on so many samples, which it makes; runs under autocast. What it keeps alive is counted.
+        num_samples: in one forward.
+        mixed_precision: no, bf16 or fp16.
+        gradient_checkpointing: recompute activations, for transformers' models.
+        make_optimizer: of the model.
+
+    Raises:
+        UsageError: the model cannot recompute its activations.
+    """
+
+    def forward() -> Tensor:
+        dtype = AUTOCAST[mixed_precision]
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            return loss(model, num_samples)
+
+    with FakeTensorMode(), _Tracer() as tracer:
+        model = build().train()
+        optimizer = make_optimizer(model)
+        tracer.flops = tracer.kernels = 0
+        forward().backward()
+        flops, kernels = tracer.flops, tracer.kernels
+        optimizer.step()
+        if gradient_checkpointing:
+            _checkpoint(model)
+        tracer.peak()
+        total = forward()
+        in_forward = tracer.peak()
+        total.backward()
+        del total
+        in_backward = tracer.peak()
+        optimizer.step()
+        in_step = tracer.peak()
+        parameters = list(model.parameters())
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        return Trace(
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            flops=flops,
+            kernels=kernels,
+            parameters=_bytes(parameters),
+            gradients=_bytes([parameter.grad for parameter in parameters if parameter.grad is not None]),
+            moments=_bytes([value for value in state if isinstance(value, Tensor)]),
+            forward=in_forward,
+            backward=in_backward,
+            optimizer_step=in_step,
+        )
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _checkpoint(model: nn.Module) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
+        raise UsageError(
+            f"gradient_checkpointing is true, but {name} cannot recompute its activations: set it to false"
+        )
+    model.activation_checkpointing_enable()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes
+
+
+def trace_recipe(
+    recipe: Recipe,
+    num_samples: int,
+    *,
+    mixed_precision: str,
+    gradient_checkpointing: bool = False,
+    attn_implementation: str = "sdpa",
+) -> Trace:
+    """Trace a recipe's step as its script takes it, on a GPU: its model, loss and optimizer, every sample at full length.
+
+    BERT's samples are padded, unless there is one, as in nearly all of its micro-batches; then each layer keeps a mask of
+    [T, T] for each sample. So does GPT-2's with document_mask.
+
+    Args:
+        recipe: of any task of the catalog.
+        num_samples: b, in one forward.
+        mixed_precision: no, bf16 or fp16.
+        gradient_checkpointing: recompute the activations of each layer in the backward.
+        attn_implementation: sdpa or eager.
+
+    Raises:
+        UsageError: another task.
+
+    >>> from samestep.recipe.recipe import load
+    >>> trace = trace_recipe(load("gpt2_xl_8xa100"), 4, mixed_precision="bf16")
+    >>> print(f"{trace.num_parameters:,} parameters, {trace.peak / 1e9:.1f} GB")
+    1,557,611,200 parameters, 40.5 GB
+    """
+    if recipe.task not in _TASKS:
+        raise UsageError(f"task {recipe.task} cannot be traced: known are {', '.join(_TASKS)}")
+    build, loss = _TASKS[recipe.task]
+    with as_cuda(), _packed(getattr(recipe, "document_mask", False)):
+        return trace_step(
+            lambda: build(recipe, attn_implementation),
+            lambda model, num_samples: loss(model, recipe, num_samples),
+            num_samples,
+            mixed_precision=mixed_precision,
+            gradient_checkpointing=gradient_checkpointing,
+            make_optimizer=lambda model: optim.of_recipe(model, recipe),
+        )
+
+
+def _bert(recipe: BertPretraining, attn_implementation: str) -> PreTrainedModel:
+    config = AutoConfig.for_model("bert", **recipe.architecture, attn_implementation=attn_implementation)
+    return _build(transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)], config)
+
+
+def _bert_classifier(recipe: TextClassification, attn_implementation: str) -> PreTrainedModel:
+    shape = recipe.architecture | {"num_labels": recipe.num_labels or 2, "attn_implementation": attn_implementation}
+    config = AutoConfig.for_model("bert", **shape)
+    model = _build(transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], config)
+    model.bert.embeddings.requires_grad_(not recipe.freeze_embeddings)
+    return model
+
+
+def _gpt2(recipe: Gpt2Pretraining, attn_implementation: str) -> PreTrainedModel:
+    shape = recipe.architecture | {"use_cache": False, "attn_implementation": attn_implementation}
+    config = AutoConfig.for_model("gpt2", **shape)
+    return _build(transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)], config)
+
+
+def _resnet(recipe: ImageClassification, _: str) -> PreTrainedModel:
+    if recipe.normalization == "group":
+        return _build(GroupNormResNet, GroupNormResNetConfig(**recipe.architecture))
+    config = AutoConfig.for_model("resnet", **recipe.architecture)
+    return _build(transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config)
+
+
+def _bert_loss(model: nn.Module, recipe: BertPretraining, num_samples: int) -> Tensor:
+    """As scripts/pretrain_bert.py: the vocabulary is scored at the masked places only."""
+    ids = torch.zeros(num_samples, recipe.max_seq_length, dtype=torch.int64)
+    mask = None
+    if num_samples > 1:
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+    hidden, pooled = model.bert(ids, mask, torch.zeros_like(ids), return_dict=False)
+    num_predicted = max(1, round((recipe.max_seq_length - 3) * recipe.mlm_probability))  # never [CLS] and both [SEP]
+    places = torch.arange(num_samples * num_predicted)
+    token_logits = model.cls.predictions(hidden.flatten(0, 1)[places])
+    pair_logits = model.cls.seq_relationship(pooled)
+    pairs = torch.zeros(num_samples, dtype=torch.int64)
+    targets = [(token_logits, torch.zeros_like(places)), (pair_logits, pairs)]
+    return torch.stack([losses.cross_entropy_sum(*target) for target in targets]).sum()
+
+
+def _classifier_loss(model: nn.Module, recipe: TextClassification, num_samples: int) -> Tensor:
+    """As scripts/finetune_classifier.py."""
+    ids = torch.zeros(num_samples, recipe.max_seq_length, dtype=torch.int64)
+    mask = None
+    if num_samples > 1:
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+    logits = model(ids, mask, torch.zeros_like(ids)).logits
+    if logits.shape[1] == 1:
+        return losses.squared_error_sum(logits, torch.zeros(num_samples))
+    return losses.cross_entropy_sum(logits, torch.zeros(num_samples, dtype=torch.int64))
+
+
+def _gpt2_loss(model: nn.Module, recipe: Gpt2Pretraining, num_samples: int) -> Tensor:
+    """As scripts/pretrain_gpt2.py: every token is predicted, by a head in chunks."""
+    ids = torch.zeros(num_samples, recipe.block_size, dtype=torch.int64)
+    position_ids = torch.zeros_like(ids) if recipe.document_mask else None
+    hidden = model.transformer(ids, position_ids=position_ids, use_cache=False).last_hidden_state.flatten(0, 1)
+    return losses.linear_cross_entropy(hidden, model.lm_head.weight, ids.flatten())[0]
+
+
+def _image_loss(model: nn.Module, recipe: ImageRecipe, num_samples: int) -> Tensor:
+    """Of classes, or of the classes of each character."""
+    logits = model(torch.zeros(num_samples, recipe.num_channels, recipe.image_height, recipe.image_width))
+    logits = logits if isinstance(logits, Tensor) else logits.logits
+    rows = logits.flatten(0, -2)
+    return losses.cross_entropy_sum(rows, torch.zeros(len(rows), dtype=torch.int64))
+
+
+_TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
+    "bert_pretraining": (_bert, _bert_loss),
+    "gpt2_pretraining": (_gpt2, _gpt2_loss),
+    "text_classification": (_bert_classifier, _classifier_loss),
+    "image_classification": (_resnet, _image_loss),
+    "captcha_recognition": (lambda recipe, _: networks.CaptchaReader(**recipe.architecture), _image_loss),
+}
+
+
+def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The model, its weights left as they are: they are fake, and some initialisations read numbers."""
+    with mock.patch.object(PreTrainedModel, "initialize_weights"):
+        return model_class(config)
+
+
+def _no_sequences(position_ids: Tensor) -> None:
+    """Unlike a mock, it keeps no reference to what it is called with."""
+
+
+def _packed(several_documents: bool):
+    """While it lasts, causal masks of transformers are those of samples of one document, unless there are several.
+
+    It reads this off the position ids, and where these are fake it takes several for granted.
+    """
+    if several_documents:
+        return contextlib.nullcontext()
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any model of transformers
+
+# Where a config's `architectures` names no class: the first that takes the config.
+MAPPINGS = (
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+)
+ONE_LABEL = ("SequenceClassification", "ImageClassification", "NextSentencePrediction")  # per sample, not per token
+USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
+
+
+def trace_config(
+    name_or_path: str,
+    num_samples: int,
+    length: int,
+    *,
+    mixed_precision: str,
+    gradient_checkpointing: bool = False,
+    attn_implementation: str = "sdpa",
+    optimizer: str = "adamw",
+) -> Trace:
+    """Trace a step of any transformers model on a GPU, from its config alone: the model's own loss, a fused optimizer.
+
+    Weights are never loaded and no code of a repository is run. Parameters are float32. Samples have no padding, and hold
+    one document. The model's output is not kept beyond its loss: a loop that keeps it holds the logits, too.
+
+    Args:
+        name_or_path: a folder with a config.json, such a file, or a name on the hub. Its `architectures` names the class;
+            if it does not, the class is the one for masked tokens, next tokens, images or sequences, the first that there is.
+        num_samples: in one forward.
+        length: tokens of a sample; of an image, pixels per side.
+        mixed_precision: no, bf16 or fp16.
+        gradient_checkpointing: recompute the activations of each layer in the backward.
+        attn_implementation: sdpa, where the model has it, or eager.
+        optimizer: adamw, or sgd with momentum.
+
+    Raises:
+        UsageError: the config cannot be read, its model is unknown, length is beyond its positions, or its forward needs
+            more than token ids or pixels and labels, or reads numbers.
+    """
+    config = _config(name_or_path)
+    model_class = _model_class(name_or_path, config)
+    config._attn_implementation = attn_implementation if model_class._supports_sdpa else "eager"
+    name, main_input = model_class.__name__, model_class.main_input_name
+    labels = find_labels(model_class)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if main_input not in ("input_ids", "pixel_values"):
+        raise UsageError(f"{name} of {name_or_path} needs {main_input}: only input_ids and pixel_values can be made up")
+    if not labels:
+        raise UsageError(f"{name} of {name_or_path} takes no labels, so it has no loss: name another in architectures")
+    if main_input == "input_ids" and positions is not None and length > positions:
+        raise UsageError(f"length {length} exceeds max_position_embeddings {positions} of {name_or_path}: lower it")
+
+    def build() -> PreTrainedModel:
+        try:
+            return _build(model_class, config)
+        except Exception as error:  # of any kind: the config is somebody's
+            raise UsageError(f"{name} of {name_or_path} cannot be made of its config: {_line(error)}") from None
+
+    def loss(model: nn.Module, num_samples: int) -> Tensor:
+        per_token = (num_samples, length)
+        if main_input == "input_ids":
+            inputs = {"input_ids": torch.zeros(per_token, dtype=torch.int64)}
+        else:
+            inputs = {"pixel_values": torch.zeros(num_samples, getattr(config, "num_channels", 3), length, length)}
+        for label in labels:
+            is_one = label != "labels" or any(kind in name for kind in ONE_LABEL)
+            inputs[label] = torch.zeros(num_samples if is_one else per_token, dtype=torch.int64)
+        try:
+            return model(**inputs).loss
+        except Exception as error:  # of any kind: the code is not ours
+            raise UsageError(
+                f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {_line(error)}"
+            ) from None
+
+    with as_cuda(), _packed(False):
+        return trace_step(
+            build,
+            loss,
+            num_samples,
+            mixed_precision=mixed_precision,
+            gradient_checkpointing=gradient_checkpointing,
+            make_optimizer=lambda model: (
+                optim.sgd(model, 0.1, 0.9, 0.0) if optimizer == "sgd" else optim.adamw(model, USUAL, 0.0)
+            ),
+        )
+
+
+def _config(name_or_path: str) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+    except OSError as error:
+        raise UsageError(
+            f"{name_or_path} is no folder or file with a model's config, nor on the hub: {_line(error)}"
+        ) from None
+    except Exception as error:  # whatever the config holds
+        raise UsageError(f"the config of {name_or_path} is not one of transformers: {_line(error)}") from None
+    config.get_text_config().use_cache = False
+    return config
+
+
+def _model_class(name_or_path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    named = [getattr(transformers, str(name), None) for name in config.architectures or []]
+    mappings = [getattr(transformers, mapping) for mapping in MAPPINGS]
+    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and find_labels(cls)]
+    classes += [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    if not classes:
+        raise UsageError(f"{config.model_type} of {name_or_path} has no class with a loss for text or images")
+    return classes[0]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+class Line(NamedTuple):
+    """Bytes beyond the states: fixed + b per_sample."""
+
+    fixed: int
+    per_sample: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedModel:
+    """A model of transformers as the planner takes it, from traces of few and of many samples. Neither recomputed nor sharded.
+
+    Attributes:
+        num_parameters: N.
+        flops_per_sample: forward and backward.
+        length: tokens of a sample; 1 for an image.
+        unit: token or image.
+        kernels: eager or channels_last: which traffic of timing.CALIBRATION.
+        kernels_per_layer: of a whole micro-step; there is one layer.
+        forward, backward: in float32 and under autocast, lines whose largest is the peak: a peak is the largest of several
+            moments, each of which is a line.
+    """
+
+    num_parameters: int
+    flops_per_sample: int
+    length: int
+    unit: str
+    kernels: str
+    kernels_per_layer: int
+    forward: tuple[tuple[Line, ...], tuple[Line, ...]]
+    backward: tuple[tuple[Line, ...], tuple[Line, ...]]
+
+    layered = False
+    num_layers = 1
+    num_logits = 0  # they are among the bytes of the forward
+
+    @property
+    def gathered(self) -> int:
+        """All parameters."""
+        return self.num_parameters
+
+    def saved_bytes(self, *, autocast: bool) -> int:
+        """Bytes that the forward of a sample leaves for its backward, logits included."""
+        return self.forward[autocast][-1].per_sample
+
+    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
+        """The forward and the backward, all of it as activations.
+
+        Raises:
+            ValueError: gradient_checkpointing.
+        """
+        if gradient_checkpointing:
+            raise ValueError("a traced model is not recomputed")
+        lines = self.forward[autocast], self.backward[autocast]
+        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in of), 0) for of in lines)
+
+
+TRACED = ((1, 2), (32, 64))  # pairs of micro-batches, a line through each
+
+
+def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdpa") -> TracedModel:
+    """The model of a config, traced.
+
+    Args:
+        name_or_path, length, attn_implementation: as in `trace_config`.
+
+    Raises:
+        UsageError: as `trace_config`.
+    """
+
+    def beyond_states(mixed_precision: str, b: int) -> tuple[int, int]:
+        trace = trace_config(
+            name_or_path, b, length, mixed_precision=mixed_precision, attn_implementation=attn_implementation
+        )
+        states = trace.parameters + trace.gradients + trace.moments
+        return trace.forward - states, trace.backward - states
+
+    def line(few: int, many: int, pair: tuple[int, int]) -> Line:
+        slope = (many - few) // (pair[1] - pair[0])
+        return Line(few - pair[0] * slope, slope)
+
+    lines = []
+    for mixed_precision in ("no", "bf16"):
+        peaks = [[beyond_states(mixed_precision, b) for b in pair] for pair in TRACED]
+        lines.append(
+            [tuple(line(*ends, pair) for ends, pair in zip(of, TRACED, strict=True)) for of in _by_pass(peaks)]
+        )
+    one = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
+    is_text = _model_class(name_or_path, _config(name_or_path)).main_input_name == "input_ids"
+    return TracedModel(
+        num_parameters=one.num_parameters,
+        flops_per_sample=one.flops,
+        length=length if is_text else 1,
+        unit="token" if is_text else "image",
+        kernels="eager" if is_text else "channels_last",
+        kernels_per_layer=one.kernels,
+        forward=tuple(forward for forward, _ in lines),
+        backward=tuple(backward for _, backward in lines),
+    )
+
+
+def _by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """[pair][end][pass] -> [pass][pair][end]."""
+    return [[tuple(end[which] for end in pair) for pair in peaks] for which in (0, 1)]

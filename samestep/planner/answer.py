@@ -1,0 +1,140 @@
+"""What `plan` and `scale` answer, as plain JSON values: the numbers behind the text, the page and the plot."""
+
+import dataclasses
+from typing import Any
+
+from samestep.cut.layout import Layout
+from samestep.planner.growth import Row, grow, remarks
+from samestep.planner.hardware import Device
+from samestep.planner.memory import Memory
+from samestep.planner.placement import Placement
+from samestep.planner.workload import Workload
+
+POINTS = 100
+"""Of the learning rate's curve."""
+
+
+def planned(workload: Workload, layout: Layout, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
+    """How the step is cut, the model, and the memory of one process; `options` are precision, checkpointing, sharding."""
+    peaks = {moment: getattr(memory, moment) for moment in ("forward", "backward", "optimizer_step")}
+    answer = dataclasses.asdict(layout) | {"shares": layout.shares} | _modelled(workload) | options
+    return answer | {"memory": memory.items | {"total": memory.total}, "memory_peaks": peaks}
+
+
+def traced(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    """What a `trace.Trace` of one process with whole weights says, and how far the plan is from it."""
+    planned = workload.memory(layout, **options | {"sharded": False})
+    peaks = {moment: getattr(trace, moment) for moment in ("forward", "backward", "optimizer_step")}
+    answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
+    return {"trace": answer | {"planned": planned.total, "error": planned.total / trace.peak - 1}}
+
+
+def placed(placement: Placement, command: str | None) -> dict[str, Any]:
+    """What the hardware adds to a plan. Seconds, bytes, samples; `time` and `memory` by item."""
+    time, hardware, workload = placement.time, placement.hardware, placement.workload
+    batch, seconds = workload.global_batch_size, placement.seconds_to_end
+    energy = None if seconds is None else seconds / 3600 * hardware.num_processes * hardware.device.watts / 1000
+    return {
+        "hardware": str(hardware),
+        "device": hardware.device.description,
+        "strategy": placement.strategy,
+        "reason": placement.reason,
+        "warnings": list(placement.warnings),
+        "memory_needed": placement.needed,
+        "memory_of_device": hardware.device.memory_bytes,
+        "time": dataclasses.asdict(time) | {"total": time.total},
+        "all_reduce_seconds": placement.all_reduce_seconds if hardware.num_processes > 1 else None,
+        "samples_per_second": time.samples_per_second(batch),
+        "tokens_per_second": time.tokens_per_second(batch, workload.model.length)
+        if workload.model.unit == "token"
+        else None,
+        "share_of_peak": time.share_of_peak,
+        "seconds_to_end": seconds,
+        "energy_kwh": energy,
+        "command": command,
+        "micro_batches": _micro_batches(placement),
+    }
+
+
+def _modelled(workload: Workload) -> dict[str, Any]:
+    """The model, what a sample computes and keeps, and the schedule."""
+    model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
+    answer = {
+        "num_parameters": model.num_parameters,
+        "states": (4 + workload.gradient_bytes + workload.moment_bytes) * model.num_parameters,
+        "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
+        "second_moment": workload.second_moment,
+        "flops_per_sample": model.flops_per_sample,
+        "saved_bytes_per_sample": {on: model.saved_bytes(autocast=on != "no") for on in ("no", "bf16")},
+        "num_steps": num_steps,
+        "steps_per_epoch": workload.steps_per_epoch,
+        "num_warmup_steps": None,
+        "learning_rates": None,
+        "critical_batch_size": workload.critical_batch_size,
+    }
+    if model.unit == "token":
+        answer |= {
+            "flops_per_token": model.flops_per_sample / model.length,
+            "tokens_per_step": workload.global_batch_size * model.length,
+        }
+    if schedule is not None:
+        steps = {0, schedule.num_warmup_steps, num_steps, *(num_steps * i // POINTS for i in range(POINTS))}
+        answer["num_warmup_steps"] = schedule.num_warmup_steps
+        answer["learning_rates"] = [[step, schedule(step)] for step in sorted(steps) if step <= num_steps]
+    return answer
+
+
+def _micro_batches(placement: Placement) -> list[dict[str, Any]]:
+    """Memory and seconds with other micro-batches: powers of two up to the process's share, and the one that was chosen."""
+    layout, found = placement.layout, []
+    chosen, share = min(layout.per_device_train_batch_size, layout.shares[0]), layout.shares[0]
+    for b in sorted({chosen, share, *(2**i for i in range(share.bit_length()))}):
+        other = placement.with_micro_batch(b)
+        found.append(
+            {
+                "per_device_train_batch_size": b,
+                "gradient_accumulation_steps": other.layout.gradient_accumulation_steps,
+                "memory": other.memory.items | {"total": other.memory.total},
+                "needed": other.needed,
+                "fits": other.fits,
+                "seconds": other.time.total if other.fits else None,
+            }
+        )
+    return found
+
+
+def scaled(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:
+    """The rows of `scale`.
+
+    Raises:
+        UsageError: as `growth.grow`.
+    """
+    rows = grow(workload, device, up_to)
+    return {
+        "recipe": workload.name,
+        "device": device.name,
+        "global_batch_size": workload.global_batch_size,
+        "remarks": remarks(rows),
+        "rows": [_row(row) for row in rows],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    def numbers(placement: Placement | None, efficiency: float | None) -> dict[str, Any] | None:
+        if placement is None:
+            return None
+        layout, time = placement.layout, placement.time
+        return dataclasses.asdict(layout) | {
+            "gradient_checkpointing": placement.gradient_checkpointing,
+            "sharded": placement.sharded,
+            "seconds": time.total,
+            "samples_per_second": time.samples_per_second(layout.global_batch_size),
+            "efficiency": efficiency,
+            "exposed_communication": time.exposed_communication,
+        }
+
+    return {
+        "num_devices": row.num_devices,
+        "strong": numbers(row.strong, row.strong_efficiency),
+        "weak": numbers(row.weak, row.weak_efficiency),
+    }

@@ -1,0 +1,116 @@
+"""What hardware can do: devices, how many of them, and what connects them. Facts with their sources, no measurement."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from samestep.errors import UsageError, nearest
+from samestep.recipe.reading import named, read_yaml, shown
+from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, at_most, build, setting
+
+DEVICES = Path(__file__).parent / "devices"
+MEASURED = at_most(LARGEST, 1e-6)
+PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
+MOST = 2**17
+"""Devices that are planned for; more than any machine has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one process computes on: an accelerator, or cores of a CPU. Rates are decimal (1e9, 1e12), without sparsity."""
+
+    name: str = setting("the file's name")
+    description: str = setting("vendor, model, memory, form")
+    memory_mib: float = setting("memory that the driver reports, MiB", MEASURED)
+    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", MEASURED)
+    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    reachable: float = setting("part of the 16-bit peak that large matrix products reach", PART)
+    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", MEASURED)
+    link: str = setting("what connects the devices of one node")
+    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", MEASURED)
+    link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
+    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", MEASURED, default=25.0)
+    network_latency_us: float = setting(
+        "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
+    )
+    watts: float = setting("power limit, W", MEASURED)
+    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", at_most(2**20), default=None)
+    sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
+
+    def tflops(self, precision: str) -> float | None:
+        """Peak of products in a mixed precision ("no" is float32); None if the hardware has none."""
+        return {"no": self.fp32_tflops, "fp16": self.fp16_tflops, "bf16": self.bf16_tflops}[precision]
+
+    @property
+    def memory_bytes(self) -> int:
+        """memory_mib in bytes."""
+        return int(self.memory_mib * 2**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """`num_nodes` machines with `num_devices` devices each.
+
+    >>> hardware = parse("2x8xa100-80")
+    >>> hardware.num_nodes, hardware.num_devices, hardware.num_processes, hardware.device.name, str(hardware)
+    (2, 8, 16, 'a100-80', '2x8xa100-80')
+    >>> str(parse("4xt4")), str(parse("3090"))
+    ('4xt4', '1x3090')
+    """
+
+    device: Device
+    num_devices: int = 1
+    num_nodes: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """N: one process per device."""
+        return self.num_devices * self.num_nodes
+
+    def __str__(self) -> str:
+        nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
+        return f"{nodes}{self.num_devices}x{self.device.name}"
+
+
+def device_names() -> list[str]:
+    """Devices that ship with the package."""
+    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+
+
+def parse(text: str) -> Hardware:
+    """[NODESx]COUNTxNAME, or COUNTx and the .yaml file of a device of your own.
+
+    Raises:
+        UsageError: spelt otherwise, an unknown device, numbers below 1, a file that breaks a rule.
+    """
+    counts, name = [], text
+    while match := re.match(r"([0-9]{1,9})x(?=.)", name):
+        counts.append(int(match[1]))
+        name = name[match.end() :]
+    if len(counts) > 2 or not name:
+        raise UsageError(
+            f"hardware {shown(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
+        )
+    if 0 in counts:
+        raise UsageError(f"hardware {shown(text)} counts 0 devices or nodes: give 1 or more")
+    nodes, devices = [1, 1, *counts][-2:]
+    if nodes * devices > MOST:
+        raise UsageError(f"hardware {shown(text)} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
+    return Hardware(load_device(name), devices, nodes)
+
+
+def load_device(name_or_file: str) -> Device:
+    """A device of the package, or of a YAML file with the same fields.
+
+    Raises:
+        UsageError: unknown, unreadable, or breaking a rule; all problems in one error.
+    """
+    is_path = name_or_file.endswith((".yaml", ".yml"))
+    if not is_path and name_or_file not in device_names():
+        raise UsageError(
+            f"unknown device {shown(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+        )
+    path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
+    values = read_yaml(path, f"device {named(path)}")
+    return build(Device, {"name": path.stem} | values, f"device {named(name_or_file)}")

@@ -1,0 +1,191 @@
+"""How large a recipe's model is, and the memory that one process is planned to need.
+
+All of it is arithmetic on the recipe's `architecture`: nothing is built, torch is not imported. GB are 1e9 bytes, N is the
+number of parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from samestep.cut.layout import Layout
+from samestep.errors import UsageError
+from samestep.planner import convnet, transformer
+from samestep.planner.convnet import ConvNet
+from samestep.planner.transformer import Transformer
+from samestep.recipe.recipe import (
+    BertPretraining,
+    CaptchaRecognition,
+    Gpt2Pretraining,
+    ImageClassification,
+    Recipe,
+    TextClassification,
+)
+
+Model = Transformer | ConvNet
+MOMENTS = {"adamw": 8, "sgd": 4}
+"""Bytes per parameter that an optimizer remembers, in float32: Adam two moments, SGD its momentum."""
+
+
+def model_of(recipe: Recipe) -> Model:
+    """The model that a recipe trains.
+
+    Raises:
+        UsageError: a task without a formula.
+
+    >>> from samestep.recipe.recipe import load
+    >>> [model_of(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "bert_large_phase1", "resnet50_1xv100")]
+    [1557611200, 336226108, 25557032]
+    >>> [round(model_of(load(name)).flops_per_sample / 1024 / 1e9, 3) for name in ("gpt2_124m", "gpt2_xl_8xa100")]
+    [0.855, 10.28]
+    """
+    if recipe.task not in _MODELS:
+        raise UsageError(
+            f"task {recipe.task} has no formula for its size, compute and memory: known are {', '.join(_MODELS)}"
+        )
+    return _MODELS[recipe.task](recipe)
+
+
+def _bert(recipe: BertPretraining) -> Transformer:
+    num_predicted = max(
+        1, round((recipe.max_seq_length - 3) * recipe.mlm_probability)
+    )  # [CLS], two [SEP]: never masked
+    return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted)
+
+
+def _gpt2(recipe: Gpt2Pretraining) -> Transformer:
+    return transformer.gpt2(recipe.architecture, recipe.block_size)
+
+
+def _bert_classifier(recipe: TextClassification) -> Transformer:
+    shape = recipe.architecture | {"num_labels": recipe.num_labels or 2}
+    return transformer.bert(shape, recipe.max_seq_length, None)
+
+
+def _resnet(recipe: ImageClassification) -> ConvNet:
+    grouped = recipe.normalization == "group"
+    return convnet.resnet(recipe.architecture, recipe.image_height, recipe.image_width, grouped=grouped)
+
+
+def _captcha_reader(recipe: CaptchaRecognition) -> ConvNet:
+    return convnet.captcha_reader(
+        *(recipe.image_height, recipe.image_width, recipe.num_channels, recipe.conv_channels, recipe.hidden_size),
+        recipe.num_characters * len(recipe.alphabet),
+        grouped=recipe.normalization == "group",
+    )
+
+
+_MODELS: dict[str, Callable[..., Model]] = {
+    "bert_pretraining": _bert,
+    "gpt2_pretraining": _gpt2,
+    "text_classification": _bert_classifier,
+    "image_classification": _resnet,
+    "captcha_recognition": _captcha_reader,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Planned memory of one process at the fullest moment of a step, in bytes.
+
+    A plan, not a promise. Not in it: the CUDA context and NCCL (about 1 GB), fragmentation, the input, buffers in which
+    collectives wait.
+
+    Attributes:
+        parameters: 4 N (float32).
+        gradients: 4 N; kept between micro-steps. Under DDP its buckets come on top while k > 1, 4 N that are not counted. 0
+            where they accumulate in the optimizer.
+        moments: 8 N, Adam's two, or 4 N, SGD's momentum; the fused optimizers need nothing more at the step.
+        autocast_cache: 16-bit copies of the weights while a forward and its backward last; 0 in float32.
+        gathered: parameters gathered from the other processes, sharded runs only.
+        activations: what one micro-batch saves for its backward, and a layer's temporaries.
+        head: logits and what is computed from them, the gradients of the vocabulary matrix and of the hidden states.
+        forward, backward, optimizer_step: the sums at the fullest moment of each; the largest is what the items add up to.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    autocast_cache: int
+    gathered: int
+    activations: int
+    head: int
+    forward: int = dataclasses.field(compare=False, default=0)
+    backward: int = dataclasses.field(compare=False, default=0)
+    optimizer_step: int = dataclasses.field(compare=False, default=0)
+
+    @property
+    def items(self) -> dict[str, int]:
+        """What the total is made of."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+
+    @property
+    def total(self) -> int:
+        """The sum of all items."""
+        return sum(self.items.values())
+
+
+def planned_memory(
+    model: Model,
+    layout: Layout,
+    *,
+    mixed_precision: str,
+    gradient_checkpointing: bool = False,
+    sharded: bool = False,
+    moment_bytes: int = MOMENTS["adamw"],
+    gradient_bytes: int = 4,
+) -> Memory:
+    """The memory that one process is planned to need for a model's step, cut by a layout.
+
+    States     4 N parameters + 4 N gradients + 8 N moments (Adam), in float32.
+    Sharded    (FSDP2) these divided by the processes, and gathered in float32 one layer and all outside the layers. Autocast's
+               copies are whole all the same. Not counted: a layer gathered ahead of its use, a layer's gradient that
+               waits for its reduction. Not measured.
+    To them    comes the largest of the model's `moments`: benchmarks/results/memory.md has them beside the peaks that torch
+               traces.
+
+    Args:
+        model: `model_of` a recipe.
+        layout: N and b; a micro-batch never exceeds a process's share.
+        mixed_precision: no, bf16 or fp16.
+        gradient_checkpointing: recompute the activations of each layer in the backward.
+        sharded: FSDP2 instead of DDP.
+        moment_bytes: per parameter, what the optimizer remembers.
+        gradient_bytes: per parameter, gradients between micro-steps; 0 where they accumulate in the optimizer.
+
+    Raises:
+        UsageError: gradient_checkpointing or sharding of a model without equal layers.
+
+    >>> from samestep.cut.layout import solve_layout
+    >>> from samestep.recipe.recipe import load
+    >>> layout = solve_layout(num_processes=8, global_batch_size=512, per_device_train_batch_size=4)
+    >>> memory = planned_memory(model_of(load("gpt2_xl_8xa100")), layout, mixed_precision="bf16")
+    >>> {name: round(num_bytes / 1e9, 1) for name, num_bytes in memory.items.items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'parameters': 6.2, 'gradients': 6.2, 'moments': 12.5, 'autocast_cache': 3.1, 'gathered': 0.0, 'activations': 11.4,
+     'head': 1.0}
+    """
+    for name, is_asked in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
+        if is_asked and not model.layered:
+            raise UsageError(
+                f"{name} works layer by layer; it is planned for transformers with a formula only: leave it out"
+            )
+    num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
+    share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
+    gathered = 4 * model.gathered if sharded else 0
+    first, *later = model.moments(
+        num_samples, autocast=mixed_precision != "no", gradient_checkpointing=gradient_checkpointing
+    )
+    backward = max(later, key=sum)
+    states = (4 + gradient_bytes + moment_bytes) * share
+    cache, activations, head = max(first, backward, key=sum)
+    return Memory(
+        parameters=4 * share,
+        gradients=gradient_bytes * share,
+        moments=moment_bytes * share,
+        autocast_cache=cache,
+        gathered=gathered,
+        activations=activations,
+        head=head,
+        forward=states + gathered + sum(first),
+        backward=states + gathered + sum(backward),
+        optimizer_step=states,
+    )

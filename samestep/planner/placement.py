@@ -1,0 +1,327 @@
+"""A workload on given hardware: what it is computed in, how the step is cut, what fits, and how to launch it.
+
+Nothing here changes the optimizer's steps: it chooses among ways to compute the same ones.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from samestep.cut.layout import Layout, shares, solve_layout
+from samestep.errors import UsageError
+from samestep.planner.convnet import ConvNet
+from samestep.planner.hardware import Hardware
+from samestep.planner.memory import Memory
+from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, software_of, step_time, work_of
+from samestep.planner.workload import Workload
+from samestep.recipe.reading import shipped_folder
+
+CONFIGS = shipped_folder("accelerate_configs")
+RESERVED = 1.2e9
+"""Bytes of a device that a plan leaves alone: context, libraries' workspaces, buffers of collectives. Assumed."""
+BAND = 0.10
+"""What a plan may be too small by: formulas were 0.92 to 1.03 of what a CPU allocated; no GPU was measured."""
+WAITING = 0.05  # share of a step that is worth a word
+FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a workload is computed on some hardware.
+
+    Attributes:
+        mixed_precision: no, fp16 or bf16.
+        gradient_checkpointing: activations are computed again in the backward.
+        sharded: weights, gradients and moments are divided between the processes (FSDP2).
+        memory: planned, of one process.
+        strategy: direct, accumulate, data parallel, or data parallel and accumulate.
+        reason: why this one, in words.
+        warnings: what to know before it is started.
+        time: seconds of a step, by what takes them; predicted for this repository's scripts without --torch_compile.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    layout: Layout
+    mixed_precision: str
+    gradient_checkpointing: bool
+    sharded: bool
+    memory: Memory
+    strategy: str
+    reason: str
+    warnings: tuple[str, ...]
+    time: StepTime
+
+    @property
+    def seconds_to_end(self) -> float | None:
+        """To the last step; None where the number of steps depends on the data. Evaluations and saving not counted."""
+        steps = self.workload.num_steps
+        return None if steps is None else steps * self.time.total
+
+    @property
+    def needed(self) -> float:
+        """Bytes that a device should have for it: the plan, its error band, and what is reserved."""
+        return _needed(self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has what is needed."""
+        return self.needed <= self.hardware.device.memory_bytes
+
+    def with_micro_batch(self, b: int) -> "Placement":
+        """The same in micro-batches of b samples, whether it fits or not; strategy, reason and warnings stay."""
+        options = self.mixed_precision, self.gradient_checkpointing, self.sharded
+        layout, memory = _cut(self.workload, self.hardware, b, *options)
+        time = _timed(self.workload, self.hardware, layout, *options)
+        return dataclasses.replace(self, layout=layout, memory=memory, time=time)
+
+    @property
+    def config_file(self) -> Path | None:
+        """The launch file that ships for this hardware; None: it has to be written (`config`)."""
+        names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
+        if self.hardware.num_processes == 1:
+            names.append(self.hardware.device.name)
+        files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
+        return next((file for file in files if file.exists()), None)
+
+    @property
+    def all_reduce_seconds(self) -> dict[str, float]:
+        """Seconds to sum the whole gradient over all devices by each algorithm, on links at their full rate.
+
+        Over several nodes the network is taken for every message. A broadcast takes half of `naive` or of `tree`.
+        """
+        device, num_bytes = self.hardware.device, 4 * self.workload.model.num_parameters
+        link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
+        if self.hardware.num_nodes > 1:
+            link = device.network_gb_per_s * 1e9, device.network_latency_us / 1e6
+        return {name: way(self.hardware.num_processes, num_bytes, *link) for name, way in ALL_REDUCE.items()}
+
+    def command(self, config_file: str | None = None) -> str | None:
+        """To paste: launches the recipe's script, with the precision where a file that ships has another one.
+
+        None where this repository has no script. On a CPU with its threads.
+        """
+        if self.workload.script is None:
+            return None
+        file, cores, differs = config_file or "FILE.yaml", self.hardware.device.cores, False
+        if config_file is None and (ships := self.config_file) is not None:
+            file = f"accelerate_configs/{ships.name}"
+            differs = yaml.safe_load(ships.read_text())["mixed_precision"] != self.mixed_precision
+        words = [
+            *([f"OMP_NUM_THREADS={cores}"] if cores else []),
+            *("accelerate launch --config_file", file),
+            *([f"--mixed_precision {self.mixed_precision}"] if differs else []),
+            *(f"scripts/{self.workload.script} --recipe", self.workload.name),
+            *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
+        ]
+        words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
+        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager else [])])
+
+    @property
+    def config(self) -> str:
+        """A launch file for Accelerate, as YAML."""
+        hardware = self.hardware
+        kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
+        lines = [
+            f"# {hardware}: {hardware.device.description}",
+            f"# {self.command('THIS_FILE') or 'accelerate launch --config_file THIS_FILE YOUR_SCRIPT'}",
+            "# No key here changes the step beyond its rounding.",
+            "compute_environment: LOCAL_MACHINE",
+            f"distributed_type: {kind}",
+            f"num_machines: {hardware.num_nodes}",
+            f"num_processes: {hardware.num_processes} # of all machines",
+            f'mixed_precision: "{self.mixed_precision}"',
+        ]
+        if hardware.num_nodes > 1:
+            lines += [
+                "machine_rank: 0 # 0 on the first machine, 1 on the next",
+                "main_process_ip: 127.0.0.1 # of the first machine: to be filled in",
+                "main_process_port: 29500",
+            ]
+        elif hardware.num_processes > 1:
+            lines.append("main_process_port: 0 # any free port")
+        if hardware.device.cores:
+            lines.append("use_cpu: true # not the GPU if there is one")
+            lines += ['gpu_ids: "-1,-1" # tells the processes so'] * (hardware.num_processes > 1)
+        if self.sharded:
+            lines += [
+                "fsdp_config:",
+                "  fsdp_version: 2",
+                "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+                "  fsdp_reshard_after_forward: true",
+                "  fsdp_cpu_ram_efficient_loading: false",
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def place(
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    per_device_train_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    mixed_precision: str | None = None,
+    gradient_checkpointing: bool = False,
+    sharded: bool = False,
+) -> Placement:
+    """The fastest way that fits: the largest micro-batch, activations kept and weights whole as long as one sample fits so.
+
+    Args:
+        workload: what is to be computed.
+        hardware: where.
+        per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-steps.
+        gradient_accumulation_steps: k; None: what b leaves.
+        mixed_precision: None: bf16, fp16 or no, the first that the hardware has.
+        gradient_checkpointing, sharded: True asks for it; False leaves it to what fits.
+
+    Raises:
+        UsageError: the hardware lacks the precision, or it does not fit; the message says what would.
+    """
+    device, num_processes = hardware.device, hardware.num_processes
+    precision = mixed_precision or next(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+    if device.tflops(precision) is None:
+        has = " and ".join(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+        raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
+    if sharded and num_processes == 1:
+        raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
+    model, batch = workload.model, workload.global_batch_size
+    share = shares(batch, num_processes)[0]
+
+    def try_out(b: int, *way: bool) -> tuple[Layout, Memory]:
+        return _cut(workload, hardware, b, precision, *way)
+
+    def fits(b: int, *options: bool) -> bool:
+        return _needed(try_out(b, *options)[1]) <= device.memory_bytes
+
+    asked = solve_layout(
+        num_processes=num_processes,
+        global_batch_size=batch,
+        per_device_train_batch_size=per_device_train_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    is_free = per_device_train_batch_size is None and gradient_accumulation_steps is None
+    least = 1 if is_free else asked.per_device_train_batch_size
+    ways = [
+        (checkpointing, is_sharded)
+        for is_sharded in ([True] if sharded else [False, True] if num_processes > 1 and model.layered else [False])
+        for checkpointing in ([True] if gradient_checkpointing else [False, True] if model.layered else [False])
+    ]
+    way = next((way for way in ways if fits(least, *way)), None)
+    if way is None:
+        needed = {b: min(_needed(try_out(b, *way)[1]) for way in ways) / 1e9 for b in (least, 1)}
+        size = f"{needed[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
+        if needed[1] * 1e9 > device.memory_bytes:
+            raise UsageError(f"{workload.name} needs {size} on {hardware}, at the least: take more or larger devices")
+        problem = (
+            f"{workload.name} needs {needed[least]:.1f} GB for {least} samples in a forward, and {size}, on {hardware}"
+        )
+        most = _largest(lambda b: any(fits(b, *way) for way in ways), share)
+        raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {most} or less")
+    b = least
+    if is_free:
+        b = _largest(lambda b: fits(b, *way), share)
+        b = -(-share // -(-share // b))
+    layout, memory = try_out(b, *way)
+    time = _timed(workload, hardware, layout, precision, *way)
+    names = {"gradient checkpointing": way[0] > gradient_checkpointing, "sharded weights (FSDP2)": way[1] > sharded}
+    strategy, reason = _strategy(layout, try_out(share, *way)[1], hardware)
+    if any(names.values()):
+        reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
+    return Placement(
+        workload=workload,
+        hardware=hardware,
+        layout=layout,
+        mixed_precision=precision,
+        gradient_checkpointing=way[0],
+        sharded=way[1],
+        memory=memory,
+        strategy=strategy,
+        reason=reason,
+        warnings=tuple(_warnings(workload, layout, precision, hardware, time)),
+        time=time,
+    )
+
+
+def _cut(
+    workload: Workload, hardware: Hardware, b: int, precision: str, checkpointing: bool, sharded: bool
+) -> tuple[Layout, Memory]:
+    """Layout and memory with micro-batches of b samples."""
+    batch = workload.global_batch_size
+    layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
+    memory = workload.memory(layout, mixed_precision=precision, gradient_checkpointing=checkpointing, sharded=sharded)
+    return layout, memory
+
+
+def _timed(
+    workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
+) -> StepTime:
+    model = workload.model
+    software = software_of(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
+    work = work_of(model, precision)
+    return step_time(work, layout, hardware, precision, software, recomputed=checkpointing, sharded=sharded)
+
+
+def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:
+    """The decision tree: one device and it fits, direct; one and it does not, accumulate; several: data parallel, or both."""
+    share, k, is_one = layout.shares[0], layout.gradient_accumulation_steps, layout.num_processes == 1
+    size = f"{share} samples at once need {_needed(whole) / 1e9:.1f} GB of {hardware.device.memory_bytes / 1e9:.1f}"
+    what = "the step" if is_one else "a process's share"
+    if _needed(whole) <= hardware.device.memory_bytes and k > 1:
+        size = f"as asked; {size}"
+    if k == 1:
+        return "direct" if is_one else "data parallel", f"{what} fits in one forward: {size}"
+    return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"
+
+
+def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
+    found, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
+    batch, critical = layout.global_batch_size, workload.critical_batch_size
+    if layout.shares[-1] == 0:
+        idle = layout.shares.count(0)
+        found.append(
+            f"{idle} of {layout.num_processes} devices get none of {layout.global_batch_size} samples in a step"
+        )
+    if b < FEW_SAMPLES:
+        found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+    if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
+        together = min(b * layout.num_processes, batch)
+        found.append(
+            f"batch normalisation takes its statistics from the {together} samples of a micro-step, not from {batch}: the step "
+            "is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation is "
+            "exact, and so is --exact_batch_norm, in 9 times the time and more"
+        )
+    if critical is not None and batch > critical:
+        found.append(
+            f"the global batch of {batch} is {batch / critical:.3g} times the critical one of {critical:g}: about "
+            f"{1 + batch / critical:.3g} times the samples for the same loss (McCandlish et al., 2018, arXiv:1812.06162)"
+        )
+    if isinstance(workload.model, ConvNet) and workload.model.photographs:
+        per_device = time.samples_per_second(batch) / layout.num_processes
+        found.append(
+            f"{per_device:,.0f} photographs per second and device: to decode and crop them takes about "
+            f"{per_device * CALIBRATION.loading:.1f} cores each, not counted in the time"
+        )
+    if precision == "fp16":
+        found.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
+    if time.exposed_communication > WAITING * time.total:
+        network = "the network" if hardware.num_nodes > 1 else hardware.device.link
+        waiting = time.exposed_communication / time.total
+        found.append(
+            f"{waiting:.0%} of a step is waiting for {network}: larger global batches and fewer devices wait less"
+        )
+    return found
+
+
+def _needed(memory: Memory) -> float:
+    return memory.total * (1 + BAND) + RESERVED
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number in [1, most] for which `holds`, which holds for 1 and, once it fails, fails for all larger ones."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

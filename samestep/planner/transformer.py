@@ -1,0 +1,388 @@
+"""The shape of a transformer: its parameters, what a sample computes, and the memory of a forward and its backward.
+
+Arithmetic only. Letters: V vocabulary, T tokens per sample, h width, f width of the feed-forward layer, L layers, a heads, N
+parameters, b samples in one forward. Pairs of numbers are for float32 and for autocast. Kinds: BERT, GPT-2 and Llama.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from samestep.cut.layout import LOGITS_AT_ONCE
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a micro-step, beyond weights, gradients and the optimizer's."""
+
+    autocast_cache: int
+    activations: int
+    head: int
+
+
+class Layer(NamedTuple):
+    """What a layer has, and what its forward saves for its backward in bytes per token, without a stored [T, T] matrix.
+
+    Attributes:
+        num_parameters: of the layer.
+        saved: all that it saves, feed-forward included.
+        feed_forward: the part of its feed-forward layer's activation.
+        temporary: gradients on their way through its feed-forward layer.
+        repeated: what eager attention saves beyond it: keys and values, repeated for all queries.
+    """
+
+    num_parameters: int
+    saved: tuple[int, int]
+    feed_forward: tuple[int, int]
+    temporary: tuple[int, int]
+    repeated: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """A transformer, in the same words for every kind.
+
+    Attributes:
+        vocab_size: V, of the embedding.
+        length: T, the most tokens of a sample.
+        num_predicted: the most places of a sample at which the head scores the vocabulary; 0: a classifier.
+        hidden_size: h.
+        num_layers: L.
+        num_heads: a.
+        layer: one of the L.
+        num_outside: parameters outside the layers: embeddings, the last normalisation, what the head does not share.
+        flops_per_sample: forward and backward of a sample of T tokens.
+        attention_dropout: whether the dropout of eager attention keeps masks.
+        tied: whether the head is the embedding's matrix, so that its gradient waits for the embedding's.
+        chunked: whether the head is `losses.linear_cross_entropy`.
+        eager: attention stores its [T, T] matrices; False: the sdpa kernels do not.
+        post_norm: normalisations follow the residual sums, as in BERT.
+    """
+
+    vocab_size: int
+    length: int
+    num_predicted: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    layer: Layer
+    num_outside: int
+    flops_per_sample: int
+    attention_dropout: bool
+    tied: bool = True
+    chunked: bool = False
+    eager: bool = False
+    post_norm: bool = False
+
+    unit = "token"
+    layered = True  # of equal layers, which are recomputed and sharded one by one
+    kernels = "eager"  # which traffic of timing.CALIBRATION
+    kernels_per_layer = 68
+    """Kernels of a layer's forward and backward: operators but views of transformers' BERT, counted; GPT-2 has 66."""
+
+    @property
+    def num_parameters(self) -> int:
+        """N: those of L layers and those outside. A tied head counts once."""
+        return self.num_layers * self.layer.num_parameters + self.num_outside
+
+    @property
+    def gathered(self) -> int:
+        """Parameters that a process of a sharded run gathers at once: a layer, and all outside the layers."""
+        return self.layer.num_parameters + self.num_outside
+
+    @property
+    def num_logits(self) -> int:
+        """Logits of a sample: num_predicted V."""
+        return self.num_predicted * self.vocab_size
+
+    def saved_bytes(self, *, autocast: bool) -> int:
+        """Bytes that the forward of a sample saves for its backward, logits excluded: T (L a + 8 h), a of `per_layer`.
+
+        8 h: the normalisation outside the layers and the last hidden states.
+        """
+        return self.length * (self.num_layers * self.per_layer(autocast=autocast) + 8 * self.hidden_size)
+
+    def per_layer(self, *, autocast: bool) -> int:
+        """Bytes that a layer saves for its backward, per token; eager attention's [T, T] matrices included.
+
+        Eager attention saves per head and pair of tokens its probabilities (4), under autocast their cast (2), and with dropout
+        a mask (1) and, in float32, what it leaves of them (4). Left out everywhere: statistics of the normalisations and of
+        attention, below 1 %.
+        """
+        probabilities = (6 + self.attention_dropout) if autocast else (4 + 5 * self.attention_dropout)
+        square = self.num_heads * self.length * probabilities
+        return self.layer.saved[autocast] + self.eager * (self.layer.repeated[autocast] + square)
+
+    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
+        """What is alive at the fullest moments of a micro-step of b samples; the first ends the forward.
+
+        With a of `per_layer`, m = b V num_predicted logits, and V h the vocabulary matrix, whose gradient waits from the head
+        to the end of the backward for the embedding's. Where two numbers are given, the first is for float32 and the second for
+        autocast.
+
+        End of the forward
+            cache           0 or 2 N, less 2 V h if the head is not tied
+            activations     b T (L a + 8 h); 8 h: the normalisation outside the layers and the last hidden states. With
+                            gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too
+            head            8 m or 10 m; in chunks 4 V h + 4 b T h + 8 c or 10 c, for c <= LOGITS_AT_ONCE logits at once
+        Backward of the head
+            cache           as before; with gradient_checkpointing only the vocabulary matrix's
+            activations     as before
+            head            the larger of 12 m (log-probabilities, two gradients) and 4 V h + 4 m or 2 m; in chunks
+                            4 V h + 4 b T h
+        Backward of the last layer
+            cache           as before; with gradient_checkpointing only that layer's
+            activations     b T L a, with gradient_checkpointing b T (4 h (L - 1) + a), and the gradients on their way: those
+                            of the feed-forward layer, or, when that is done, those of eager attention: 8 b a T^2, or 6, but
+                            4 in float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the
+                            embeddings' normalisation, and as much again with gradient_checkpointing, a layer's own input
+                            beside its casts
+            head            4 V h if it is tied
+        End of the backward
+            head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
+                            4 V h if it is not tied
+
+        Measured on the CPU, where gradients exist already: the formula over the profiler's peak was 0.96 to 1.03 (0.92 to 1.00
+        with gradient_checkpointing) on 2 to 8 layers of width 128 and 256, the low end at 67 characters and 2 layers, where the
+        products' weight gradients, not counted, weigh most. Below that only GPT-2 under autocast with far more words than
+        tokens (20,000 and 128: 0.89): the CPU casts each addend of the matrix's gradient. tests/test_memory.py holds it to
+        2 %, with gradient_checkpointing to 5 %.
+        """
+        h, layer = self.hidden_size, self.per_layer(autocast=autocast)
+        tokens, cached = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
+        saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
+        recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
+        pair = 6 if autocast else 8 - 4 * self.attention_dropout
+        square = self.eager * pair * self.num_heads * self.length
+        inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
+        temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
+        outside, matrix = 8 * tokens * h, self.vocab_size * h
+        num_cast = self.num_parameters - matrix * (
+            not self.tied
+        )  # an embedding of its own is looked up, never multiplied
+        num_cached = (num_cast, num_cast)
+        if gradient_checkpointing:
+            num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
+        forward, backward = self._head(num_samples, autocast)
+        both = 8 if autocast or self.chunked else 12
+        return (
+            Moment(cached * num_cast, saved + outside, forward),
+            Moment(cached * num_cached[0], saved + outside, backward),
+            Moment(cached * num_cached[1], saved + recomputed + inputs + tokens * temporary, 4 * matrix * self.tied),
+            Moment(0, 0, (both if self.tied else 4) * matrix),
+        )
+
+    def _head(self, num_samples: int, autocast: bool) -> tuple[int, int]:
+        """Bytes of the head at the end of the forward and in its backward, as in `moments`."""
+        rows, matrix = num_samples * self.num_predicted, self.vocab_size * self.hidden_size
+        logits = rows * self.vocab_size
+        if not logits:
+            return 0, 0
+        if not self.chunked:
+            return (10 if autocast else 8) * logits, max(12 * logits, 4 * matrix + (2 if autocast else 4) * logits)
+        at_once = min(rows, max(1, LOGITS_AT_ONCE // self.vocab_size)) * self.vocab_size
+        gradients = 4 * matrix + 4 * rows * self.hidden_size
+        return gradients + (10 if autocast else 8) * at_once, gradients
+
+
+# Bytes per token and unit of f that the feed-forward layer saves, in float32 and under autocast: the activation's input and
+# its output, unless named here. relu keeps its output only; gelu_new is eight operations that keep three more.
+INPUT_AND_OUTPUT = (8, 4)
+OTHERWISE = {"relu": (4, 2), "gelu_new": (20, 16)}
+
+
+def _layer(h: int, f: int, activation: str, dropout: bool, residual: int) -> Layer:
+    """A layer of GPT-2 or BERT: four h x h projections, two h x f, their biases, two normalisations.
+
+        parameters 4 h^2 + 2 h f + 9 h + f
+        float32    32 h + 8 f + 2 h [dropout]
+        autocast   20 h + 4 f + 2 h [dropout] for GPT-2,   24 h + 4 f + 2 h [dropout] for BERT: `residual`
+
+    float32: both normalisations save their inputs (8 h), the products theirs (the layer's or a normalisation's output, 4 h
+    twice), attention saves query, key, value and its output (16 h), the feed-forward layer the activation's input and output
+    (8 f); dropout keeps a mask of one byte after attention and one after the feed-forward layer.
+    autocast: the residual stream and so the normalisations' inputs stay float32, all else is halved. BERT casts a layer's
+    input once each for query, key and value, because autocast caches casts of weights only: 4 h more than GPT-2, which
+    multiplies the three at once. f = 4 h gives 66 (with dropout) and 64; 38 and 36 for GPT-2; 42 and 40 for BERT.
+    On their way through the feed-forward layer are gradients of 4 h + 4 f, under autocast 6 h + 2 f.
+
+    Measured on the CPU (torch 2.13, transformers 5.23, width 128, two heads, 512 tokens, `saved_tensors_hooks` and the
+    profiler's allocations agreeing), in units of h per token without dropout: float32 64.2, autocast 36.1 (GPT-2), 40.1 (BERT);
+    relu 48.2, 28.1, 32.1; gelu_new 112.2, 60.1 (GPT-2), where the formula has 84: on CUDA autocast computes its power in
+    float32, on the CPU in bfloat16. Dropout on the CPU keeps scaled noise in the activation's own type, 8 h (4 h under
+    autocast) instead of 2 h.
+
+    Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv:2205.05198,
+    section 4, for 34 h and 5 a T in pure 16-bit arithmetic (residual stream included), counted anew here.
+
+    >>> [_layer(768, 3072, "gelu", False, 20).num_parameters, *_layer(1, 4, "gelu", True, 24).saved]
+    [7087872, 66, 42]
+    """
+    feed_forward = OTHERWISE.get(activation, INPUT_AND_OUTPUT)
+    whole, half = (count * f for count in feed_forward)
+    masks = 2 * h * dropout
+    return Layer(
+        num_parameters=4 * h * h + 2 * h * f + 9 * h + f,
+        saved=(32 * h + whole + masks, residual * h + half + masks),
+        feed_forward=(whole, half),
+        temporary=(4 * h + 4 * f, 6 * h + 2 * f),
+    )
+
+
+def gpt2_flops(num_parameters: int, num_positions: int, hidden_size: int, num_layers: int, length: int) -> int:
+    """Floating-point operations of GPT-2 on one sample, forward and backward, each multiply-add as two.
+
+        T (6 (N - P h) + 12 L h T)
+
+    P positions: their embedding is looked up, never multiplied; the token embedding counts, as it is the head. Attention is
+    counted in full, not only its causal half; recomputing is not counted.
+
+    >>> round(gpt2_flops(124_439_808, 1024, 768, 12, 1024) / 1024 / 1e9, 3)  # with all N it would be 0.860
+    0.855
+
+    Reference: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, arXiv:2204.02311, appendix B;
+    N without positions as in nanoGPT, `GPT.get_num_params` and `GPT.estimate_mfu`.
+    """
+    weights = num_parameters - num_positions * hidden_size
+    return length * (6 * weights + 12 * num_layers * hidden_size * length)
+
+
+def bert_flops(
+    vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, length: int, num_predicted: int
+) -> int:
+    """Floating-point operations of BERT's pretraining on one sample, forward and backward, from its matrix products.
+
+        3 (L T (8 h^2 + 4 h f + 4 h T) + num_predicted (2 h^2 + 2 h V) + 2 h^2 + 4 h)
+
+    Each multiply-add is two, and the backward twice the forward. By terms: projections, feed-forward and attention of the
+    layers; the masked-token head at the predicted places only; the pooler and the next-sentence head.
+
+    >>> [round(bert_flops(30522, 1024, 4096, 24, *case) / 1e9, 1) for case in ((128, 20), (512, 80))]  # BERT-Large
+    [240.6, 1020.5]
+    """
+    h, f = hidden_size, intermediate_size
+    layers = num_layers * length * (8 * h * h + 4 * h * f + 4 * h * length)
+    heads = num_predicted * (2 * h * h + 2 * h * vocab_size) + 2 * h * h + 4 * h
+    return 3 * (layers + heads)
+
+
+def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None) -> Transformer:
+    """BERT: for pretraining, its masked-token head at `num_predicted` places of a sample, or as a classifier.
+
+    Args:
+        shape: as `transformers.BertConfig` takes it; a classifier's has num_labels.
+        length: T.
+        num_predicted: the most masked tokens of a sample; None: a classifier.
+    """
+    vocab, h, f, layers = (
+        shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    embeddings = (vocab + shape["max_position_embeddings"] + shape.get("type_vocab_size", 2)) * h + 2 * h  # normalised
+    pooler, pretraining = (
+        h * h + h,
+        (h * h + h) + 2 * h + vocab + (2 * h + 2),
+    )  # transform, its norm, bias; next sentence
+    flops = bert_flops(vocab, h, f, layers, length, num_predicted or 0)
+    if num_predicted is None:
+        head = (h + 1) * shape["num_labels"]
+        flops += 6 * h * (shape["num_labels"] - 2)  # instead of the two classes of the next sentence
+    else:
+        head = pretraining
+    return Transformer(
+        vocab_size=vocab,
+        length=length,
+        num_predicted=num_predicted or 0,
+        hidden_size=h,
+        num_layers=layers,
+        num_heads=shape["num_attention_heads"],
+        layer=_layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0, 24),
+        num_outside=embeddings + pooler + head,
+        flops_per_sample=flops,
+        attention_dropout=shape["attention_probs_dropout_prob"] > 0,
+        tied=num_predicted is not None,
+        post_norm=True,
+    )
+
+
+def gpt2(shape: Mapping[str, Any], length: int, *, chunked: bool = True) -> Transformer:
+    """GPT-2, its head at every place.
+
+    Args:
+        shape: as `transformers.GPT2Config` takes it.
+        length: T.
+        chunked: the head is computed by `losses.linear_cross_entropy`; False: all logits at once.
+    """
+    vocab, positions, h, layers = (shape[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer"))
+    f = shape.get("n_inner") or 4 * h
+    layer = _layer(h, f, shape["activation_function"], shape["resid_pdrop"] > 0, 20)
+    outside = (vocab + positions) * h + 2 * h
+    num_parameters = layers * layer.num_parameters + outside
+    return Transformer(
+        vocab_size=vocab,
+        length=length,
+        num_predicted=length,
+        hidden_size=h,
+        num_layers=layers,
+        num_heads=shape["n_head"],
+        layer=layer,
+        num_outside=outside,
+        flops_per_sample=gpt2_flops(num_parameters, positions, h, layers, length),
+        attention_dropout=shape["attn_pdrop"] > 0,
+        chunked=chunked,
+    )
+
+
+def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Transformer:
+    """Llama and its relatives: RMS normalisation, rotated queries and keys, fewer keys than queries, a gated feed-forward.
+
+    With q the width of all queries and r the keys' part of it, a layer saves per token
+
+        float32    24 h + (8 + 8 r) q + 16 f + (8 + 8 r) q [qk_norm]
+        autocast   26 h + (4 + 4 r) q +  8 f + (6 + 6 r) q [qk_norm]
+
+    float32: each normalisation its input, what it normalised and its output (12 h, twice); attention the rotated queries and
+    its output, keys and values; the feed-forward layer gate, its activation, up, and their product. Norms of queries and keys
+    save their input and what they normalised. autocast: the normalisations stay float32 (16 h), and their outputs are cast for
+    each of five products (10 h). Eager attention repeats keys and values: r = 1 in (8 + 8 r) q.
+
+    Measured on the CPU as in `_layer`, f = 3 h, in units of h: 88.2, 84.2 and 82.2 in float32 for r = 1, 1/2 and 1/4, 58.2,
+    56.2 and 55.2 under autocast; with qk_norm 104.4, 96.4 and 92.3; 70.4, 65.4 and 62.8.
+
+    Args:
+        shape: as `transformers.LlamaConfig` takes it.
+        length: T.
+        qkv_bias: queries, keys and values have biases (Qwen2).
+        qk_norm: queries and keys are normalised per head (Qwen3).
+    """
+    vocab, h, f, layers, a = (
+        shape[name]
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    )
+    head = shape.get("head_dim") or h // a
+    queries, keys = a * head, (shape.get("num_key_value_heads") or a) * head
+    attention = 2 * h * queries + 2 * h * keys
+    biases = (queries + 2 * keys) * qkv_bias + 2 * head * qk_norm
+    tied = bool(shape.get("tie_word_embeddings", False))
+    layer = Layer(
+        num_parameters=attention + 3 * h * f + 2 * h + biases,
+        saved=(
+            24 * h + (8 * queries + 8 * keys) * (1 + qk_norm) + 16 * f,
+            26 * h + 4 * queries + 4 * keys + (6 * queries + 6 * keys) * qk_norm + 8 * f,
+        ),
+        feed_forward=(16 * f, 8 * f),
+        temporary=(4 * h + 8 * f, 6 * h + 4 * f),
+        repeated=(8 * (queries - keys), 4 * (queries - keys)),
+    )
+    products = layers * (attention + 3 * h * f) + vocab * h
+    return Transformer(
+        vocab_size=vocab,
+        length=length,
+        num_predicted=length,
+        hidden_size=h,
+        num_layers=layers,
+        num_heads=a,
+        layer=layer,
+        num_outside=vocab * h * (1 if tied else 2) + h,
+        flops_per_sample=length * (6 * products + 12 * layers * queries * length),
+        attention_dropout=shape.get("attention_dropout", 0.0) > 0,
+        tied=tied,
+    )

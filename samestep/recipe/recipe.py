@@ -1,0 +1,628 @@
+"""Recipes: everything that decides the optimizer's steps, and nothing about the hardware they run on."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from samestep.errors import UsageError, nearest
+from samestep.recipe import scaling, schedule
+from samestep.recipe.reading import named, read_yaml, shipped_folder, shown
+from samestep.recipe.settings import (
+    ACTIVATIONS,
+    BATCH,
+    BELOW_ONE,
+    LAYERS,
+    LENGTH,
+    NOT_NEGATIVE,
+    PIXELS,
+    POSITIVE,
+    PROBABILITY,
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    at_most,
+    build,
+    one_of,
+    setting,
+)
+
+CATALOG = shipped_folder("catalog")
+
+STAGES = (
+    "must be up to 64 numbers up to 131,072",
+    lambda values: len(values) <= 64 and max(values, default=1) <= 2**17,
+)
+BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
+
+# Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
+ALTERNATIVES = (
+    ("max_train_steps", "num_train_epochs"),
+    ("num_warmup_steps", "warmup_epochs", "warmup_ratio"),
+    ("train_file", "train_dir", "dataset_name"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
+
+    Attributes:
+        unit: what `length` of its samples counts.
+    """
+
+    unit: ClassVar[str] = "token"
+
+    # What it is
+    name: str = setting("name in the catalog", decides=False, flag=False)
+    task: str = setting("which script trains it", flag=False)
+    description: str = setting("what it trains, in a sentence", decides=False, flag=False)
+    source: str = setting("where its numbers come from", decides=False, flag=False)
+    expect: str = setting("the result to expect, and whether it was measured", decides=False, flag=False)
+    seed: int = setting("seed of everything random: weights, order, masks, dropout", SEED)
+
+    # The global batch and its order
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
+    epoch_end: str = setting(
+        "the end of an epoch: carry (a global batch may span two epochs), keep (a smaller last step), drop (leave the rest)",
+        one_of("carry", "keep", "drop"),
+    )
+    max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
+    num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
+
+    # AdamW
+    learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
+    learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", BATCH)
+    lr_scaling_rule: str = setting("how they change for another global batch", one_of(*scaling.RULES))
+    adam_beta1: float = setting("decay of the first moment per step", BELOW_ONE)
+    adam_beta2: float = setting("decay of the second moment per step", BELOW_ONE)
+    adam_epsilon: float = setting("added to the root of the second moment", POSITIVE)
+    weight_decay: float = setting("decoupled weight decay; never on biases and normalisation weights", NOT_NEGATIVE)
+    max_grad_norm: float | None = setting("clip the whole step's gradient to this L2 norm; null: no clipping", POSITIVE)
+    accumulation: str = setting(
+        "where the gradients of a step add up: gradient, or optimizer (in its moments, 4 bytes per parameter less: exact with "
+        "sgd, not with adamw, whose second moment is estimated; clipping is approximate)",
+        one_of("gradient", "optimizer"),
+    )
+    second_moment: str | None = setting(
+        "of adamw with accumulation optimizer, null otherwise: unbiased, mean_of_squares or sum_of_squares",
+        one_of("unbiased", "mean_of_squares", "sum_of_squares"),
+    )
+
+    # Learning rate over the steps
+    lr_scheduler_type: str = setting("shape of the decay", one_of(*schedule.SHAPES))
+    num_warmup_steps: int | None = setting("linear warm-up in optimizer steps", NOT_NEGATIVE)
+    warmup_epochs: float | None = setting("linear warm-up in epochs", NOT_NEGATIVE)
+    warmup_ratio: float | None = setting("linear warm-up as a fraction of the schedule", PROBABILITY)
+    lr_num_steps: int | None = setting("length of the schedule in steps; null: the length of training", POSITIVE)
+    lr_first_step: int = setting(
+        "step of the schedule at which this run starts (it continues another run)", NOT_NEGATIVE
+    )
+    min_lr_ratio: float = setting("last learning rate / peak", PROBABILITY)
+    lr_power: float = setting("exponent of the polynomial schedule", POSITIVE)
+    lr_decay_ratio: float = setting("fraction of the schedule that warmup_stable_decay spends decaying", PROBABILITY)
+
+    def problems(self) -> list[str]:
+        """Rules between fields that this recipe breaks."""
+        problems = []
+        for group in ALTERNATIVES:
+            names = [name for name in group if hasattr(self, name)]
+            given = [name for name in names if getattr(self, name) is not None]
+            if names and len(given) != 1:
+                what = " and ".join(given) + " are set" if given else "none is set"
+                problems.append(f"of {', '.join(names)} exactly one must be set, but {what}: set the others to null")
+        if (self.second_moment is None) == (self.estimates_second_moment):
+            rule = "one of unbiased, mean_of_squares, sum_of_squares" if self.estimates_second_moment else "null"
+            problems.append(
+                f"second_moment is {self.second_moment}, but with accumulation {self.accumulation} and {self.optimizer_name} "
+                f"it must be {rule}"
+            )
+        try:
+            self.scaled()
+        except UsageError as error:
+            problems += error.problems
+        return problems
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits (SHA-256) of all fields that decide the steps; two recipes with equal ones take equal steps."""
+        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def decisive(self) -> dict[str, Any]:
+        """The fields that decide the steps, as plain JSON values. Where data lie is not among them: their content is
+        fingerprinted by the data pipeline."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
+        return json.loads(json.dumps(values))
+
+    @property
+    def optimizer_name(self) -> str:
+        """adamw or sgd."""
+        return getattr(self, "optimizer", "adamw")
+
+    @property
+    def estimates_second_moment(self) -> bool:
+        """Whether the optimizer accumulates in moments of which the second is not exact."""
+        return self.accumulation == "optimizer" and self.optimizer_name == "adamw"
+
+    def scaled(self) -> scaling.Hyperparameters:
+        """Learning rate, betas and eps for this recipe's global batch, by its scaling rule."""
+        tuned = scaling.Hyperparameters(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon)
+        return scaling.scale(self.lr_scaling_rule, tuned, self.learning_rate_batch_size, self.global_batch_size)
+
+    def schedule(self, num_steps: int, steps_per_epoch: float) -> schedule.Schedule:
+        """The learning rate as a function of the step, for a training of `num_steps` steps.
+
+        Raises:
+            UsageError: the warm-up, and what falls at the end, are longer than the training.
+        """
+        scaled, num_steps = self.scaled(), self.lr_num_steps or num_steps
+        given = {name: getattr(self, name) for name in ("num_warmup_steps", "warmup_epochs", "warmup_ratio")}
+        if scaled.warmup_epochs is not None:
+            given = dict.fromkeys(given) | {"warmup_epochs": scaled.warmup_epochs}
+        num_warmup_steps = schedule.warmup_steps(**given, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+        without = schedule.Schedule(
+            lr_scheduler_type=self.lr_scheduler_type,
+            peak=scaled.learning_rate,
+            num_steps=num_steps,
+            num_warmup_steps=0,
+            min_ratio=self.min_lr_ratio,
+            power=self.lr_power,
+            decay_ratio=self.lr_decay_ratio,
+            first_step=self.lr_first_step,
+        )
+        is_decayed = self.lr_scheduler_type == "warmup_stable_decay"
+        most = num_steps - (without.num_decay_steps if is_decayed else 0)
+        if num_warmup_steps > most:
+            names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}
+            tenth = schedule.warmup_steps(**names, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+            steps, ratio = (tenth, 0.1) if tenth <= most else (0, 0)
+            remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
+            if scaled.warmup_epochs is not None:
+                rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
+                remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"
+            raise UsageError(
+                f"the warm-up takes {num_warmup_steps} steps, more than the {most} of {num_steps} that it may"
+                f"{' before the decay' if is_decayed else ''}: {remedy}"
+            )
+        return dataclasses.replace(without, num_warmup_steps=num_warmup_steps)
+
+    def to_yaml(self) -> str:
+        """The recipe as resolved, every field written out: `load` reads it back to an equal recipe."""
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPretraining(Recipe):
+    """What recipes that pretrain on documents share: where the text is, what is held out, the vocabulary."""
+
+    train_file: tuple[str, ...] | None = setting("training documents: txt, jsonl, csv, parquet; globs", decides=False)
+    validation_file: tuple[str, ...] | None = setting("held-out documents; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/python_docs, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    text_column: str = setting("column that holds a document's text (not for txt)", decides=False)
+    txt_documents: str = setting(
+        "documents of a txt file: blocks (blank lines separate them) or files (it is one)",
+        one_of("blocks", "files"),
+        decides=False,
+    )
+    validation_fraction: float = setting("fraction of the text held out, unless validation_file is set", BELOW_ONE)
+    validation_split: str = setting(
+        "what is held out: random (documents drawn by the seed) or tail (the end of the text, by characters)",
+        one_of("random", "tail"),
+    )
+    tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertRecipe(Recipe):
+    """What recipes that train a BERT share: how text becomes samples, and the model's shape."""
+
+    # Data
+    tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
+    vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
+    do_lower_case: bool = setting("lower-case and strip accents")
+    max_seq_length: int = setting("tokens per sample, [CLS] and both [SEP] included", at_most(2**24, 8))
+
+    # Model
+    model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
+    hidden_size: int = setting("width", WIDTH)
+    num_hidden_layers: int = setting("layers", LAYERS)
+    num_attention_heads: int = setting("heads; divides hidden_size", WIDTH)
+    intermediate_size: int = setting("width of the feed-forward layer", WIDTH)
+    hidden_act: str = setting("activation of the feed-forward layer", one_of(*ACTIVATIONS))
+    max_position_embeddings: int = setting("positions; at least max_seq_length", LENGTH)
+    hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    attention_probs_dropout_prob: float = setting(
+        "attention dropout; above 0 its noise depends on the layout", BELOW_ONE
+    )
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.max_seq_length > self.max_position_embeddings:
+            problems.append(
+                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
+                "lower the first or raise the second"
+            )
+        return problems
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.BertConfig` takes it."""
+        names = [field.name for field in dataclasses.fields(BertRecipe)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("hidden_size") :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertPretraining(BertRecipe, TextPretraining):
+    """BERT pretraining: masked language modelling and next-sentence prediction on pairs of segments."""
+
+    # Data
+    short_seq_probability: float = setting("share of the pairs cut to a random shorter length", PROBABILITY)
+    next_sentence_probability: float = setting("share of the pairs whose second segment truly follows", PROBABILITY)
+    mlm_probability: float = setting(
+        "share of a sample's tokens to predict (80 % [MASK], 10 % random, 10 % kept)", PROBABILITY
+    )
+
+    # Loss
+    mlm_loss_weight: float = setting(
+        "weight of the masked-token loss (mean over the step's masked tokens)", NOT_NEGATIVE
+    )
+    nsp_loss_weight: float = setting("weight of the next-sentence loss (mean over the step's pairs)", NOT_NEGATIVE)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term."""
+        return {"mlm": self.mlm_loss_weight, "nsp": self.nsp_loss_weight}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextClassification(BertRecipe):
+    """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
+
+    # Data
+    train_file: tuple[str, ...] | None = setting("labelled texts: csv, tsv, jsonl, parquet; globs", decides=False)
+    validation_file: tuple[str, ...] | None = setting("held-out texts; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/python_docs_parts, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset (of GLUE: the task)", decides=False)
+    validation_split_name: str | None = setting(
+        "split of the hub dataset that is held out; null: validation_fraction", decides=False
+    )
+    text_column: str | None = setting("column of the text; null: found by its name", decides=False)
+    text_pair_column: str | None = setting(
+        "column of the second text of a pair; null: found by its name, when text_column is null too", decides=False
+    )
+    label_column: str | None = setting("column of the label; null: found by its name", decides=False)
+    validation_fraction: float = setting("fraction of the texts held out, unless others are named", BELOW_ONE)
+    num_labels: int | None = setting("classes; null: those of the training texts; 1: the label is a number", VOCABULARY)
+
+    # What is trained, and how it is judged
+    layerwise_lr_decay: float = setting(
+        "learning rate of a layer / of the layer above it; 1: all the same",
+        ("must lie in (0, 1]", lambda v: 0 < v <= 1),
+    )
+    freeze_embeddings: bool = setting("leave the embeddings as they are")
+    metrics: tuple[str, ...] = setting("metrics of the held-out texts: ours, or of the hub", decides=False)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.freeze_embeddings and self.model_name_or_path is None:
+            problems.append("freeze_embeddings is true, but model_name_or_path is not set: they would stay random")
+        if self.text_pair_column is not None and self.text_column is None:
+            problems.append("text_pair_column is set, but text_column is not: name both, or neither")
+        if not self.metrics:
+            problems.append("metrics is empty: name at least one, for example accuracy")
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term: cross-entropy, or the squared error of a number."""
+        return {"label": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2Pretraining(TextPretraining):
+    """GPT-2 pretraining: causal language modelling."""
+
+    # Data
+    tokenizer: str = setting(
+        "tokenizer to train when tokenizer_name is null: byte_level_bpe or characters",
+        one_of("byte_level_bpe", "characters"),
+    )
+    block_size: int = setting("tokens per sample, all of them predicted but the first of a document", LENGTH)
+    packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
+    document_mask: bool = setting("attention and positions stay inside a document of a block")
+
+    # Model
+    model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
+    n_positions: int = setting("positions; at least block_size", LENGTH)
+    n_embd: int = setting("width", WIDTH)
+    n_layer: int = setting("layers", LAYERS)
+    n_head: int = setting("heads; divides n_embd", WIDTH)
+    activation_function: str = setting(
+        "activation of the feed-forward layer; gelu_pytorch_tanh is GPT-2's gelu_new in one kernel",
+        one_of("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
+    )
+    resid_pdrop: float = setting("dropout after each layer; above 0 its noise depends on the layout", BELOW_ONE)
+    embd_pdrop: float = setting("dropout of the embeddings; above 0 its noise depends on the layout", BELOW_ONE)
+    attn_pdrop: float = setting("attention dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.n_embd % self.n_head:
+            problems.append(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if self.block_size > self.n_positions:
+            problems.append(
+                f"block_size {self.block_size} exceeds n_positions {self.n_positions}: lower the first or raise the second"
+            )
+        if self.document_mask and not self.packing:
+            problems.append(
+                "document_mask is true, but without packing a sample never holds two documents: set it to false"
+            )
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"lm": 1.0}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.GPT2Config` takes it."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("n_positions") :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
+
+    unit: ClassVar[str] = "image"
+
+    # Optimizer
+    optimizer: str = setting("sgd (with momentum) or adamw", one_of("sgd", "adamw"))
+    sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", BELOW_ONE)
+    adam_beta1: float | None = setting("decay of the first moment per step; null with sgd", BELOW_ONE)
+    adam_beta2: float | None = setting("decay of the second moment per step; null with sgd", BELOW_ONE)
+    adam_epsilon: float | None = setting("added to the root of the second moment; null with sgd", POSITIVE)
+
+    # Data
+    num_train_samples: int = setting("images of the training data", POSITIVE)
+    image_height: int = setting("pixels", PIXELS)
+    image_width: int = setting("pixels", PIXELS)
+    num_channels: int = setting("colours of a pixel", PIXELS)
+
+    # Model
+    normalization: str = setting(
+        "group; batch: its statistics depend on how the step is cut, so the cut is not exact; frozen: batch with the "
+        "statistics of model_name_or_path",
+        one_of("batch", "group", "frozen"),
+    )
+    exact_batch_norm: bool = setting(
+        "batch normalisation by statistics of the whole step, however it is cut: exact, and 9 times slower and more"
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        moments = {"sgd": ("sgd_momentum",), "adamw": ("adam_beta1", "adam_beta2", "adam_epsilon")}
+        for optimizer, names in moments.items():
+            for name in names:
+                if (getattr(self, name) is None) == (optimizer == self.optimizer):
+                    rule = "must be a number" if optimizer == self.optimizer else "must be null"
+                    problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
+        if self.exact_batch_norm and self.normalization != "batch":
+            problems.append(
+                f"exact_batch_norm is true, but normalization is {self.normalization}, which is exact: set it to false"
+            )
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassification(ImageRecipe):
+    """Image classification by a ResNet."""
+
+    # Data
+    train_dir: str | None = setting("training images: CLASS/NAME.jpg, png, bmp or webp", decides=False)
+    validation_dir: str | None = setting("held-out images, as train_dir; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting("builtin/digits, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    validation_fraction: float = setting(
+        "fraction of the images held out, drawn by the seed; not used with validation_dir or a validation split of the hub",
+        BELOW_ONE,
+    )
+    image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
+    image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
+    augmentation: str = setting(
+        "of training images, drawn anew in every epoch: none, shift (by up to 1/8, zeros move in) or imagenet (random crop "
+        "and flip; of held-out images 7/8 of the short side)",
+        one_of("none", "shift", "imagenet"),
+    )
+
+    # Loss
+    label_smoothing: float = setting("share of the target that all classes divide between them", BELOW_ONE)
+
+    # Model
+    model_name_or_path: str | None = setting(
+        "weights to start from, but for a head of another num_labels; null: random", decides=False
+    )
+    num_labels: int = setting("classes", VOCABULARY)
+    layer_type: str = setting(
+        "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
+    )
+    embedding_size: int = setting("channels of the first convolution", WIDTH)
+    hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
+    depths: tuple[int, ...] = setting("blocks of each stage", BLOCKS)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.validation_dir is not None and self.train_dir is None:
+            problems.append(f"validation_dir is {self.validation_dir}, but train_dir is not set: set both or neither")
+        if self.num_channels not in (1, 3):
+            problems.append(f"num_channels is {self.num_channels}, must be 1 (grey) or 3 (red, green, blue)")
+        for name in ("image_mean", "image_std"):
+            values = list(getattr(self, name))
+            if len(values) != self.num_channels:
+                problems.append(f"{name} {values} must hold one number for each of num_channels {self.num_channels}")
+        if min(self.image_std, default=1) <= 0:
+            problems.append(f"image_std {list(self.image_std)} must be positive numbers")
+        if len(self.hidden_sizes) != len(self.depths) or min(*self.hidden_sizes, *self.depths, 1) < 1:
+            problems.append(
+                f"hidden_sizes {list(self.hidden_sizes)} and depths {list(self.depths)} must be positive, one each per stage"
+            )
+        if self.layer_type == "bottleneck" and any(size % 4 for size in self.hidden_sizes):
+            problems.append(f"hidden_sizes {list(self.hidden_sizes)} must be multiples of 4 with layer_type bottleneck")
+        if self.normalization == "frozen" and self.model_name_or_path is None:
+            problems.append("normalization is frozen, but model_name_or_path, whose statistics it takes, is not set")
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"class": 1.0}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.ResNetConfig` takes it; `normalization` comes on top."""
+        names = ("num_channels", "num_labels", "layer_type", "embedding_size")
+        lists = {"hidden_sizes": list(self.hidden_sizes), "depths": list(self.depths)}
+        return {name: getattr(self, name) for name in names} | lists
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptchaRecognition(ImageRecipe):
+    """Reading the characters of a captcha: convolutions, each halving height and width, and one head per character."""
+
+    num_validation_samples: int = setting("held-out images, drawn beside the training data", POSITIVE, decides=False)
+    alphabet: str = setting("the characters that may occur")
+    num_characters: int = setting("characters of an image", at_most(1000))
+    conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
+    hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.conv_channels or min(self.conv_channels) < 1:
+            problems.append(f"conv_channels {list(self.conv_channels)} must be positive numbers, at least one")
+        elif min(self.image_height, self.image_width) < 2 ** len(self.conv_channels):
+            problems.append(
+                f"image_height {self.image_height} and image_width {self.image_width} cannot be halved by each of "
+                f"{len(self.conv_channels)} conv_channels: give fewer, or larger images"
+            )
+        if len(set(self.alphabet)) != len(self.alphabet) or not self.alphabet:
+            problems.append(f"alphabet {self.alphabet!r} must hold each character once, and at least one")
+        if self.num_channels != 3:
+            problems.append(
+                f"num_channels is {self.num_channels}, but captchas are drawn in red, green and blue: set it to 3"
+            )
+        if self.normalization == "frozen":
+            problems.append(
+                "normalization is frozen, but no trained statistics exist for captchas: set it to group or batch"
+            )
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term: a whole string's loss is the sum of its characters', and only logged."""
+        return {"character": 1.0, "string": 0.0}
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What `networks.CaptchaReader` takes."""
+        names = (
+            "image_height",
+            "image_width",
+            "num_channels",
+            "alphabet",
+            "num_characters",
+            "hidden_size",
+            "normalization",
+        )
+        return {name: getattr(self, name) for name in names} | {"conv_channels": list(self.conv_channels)}
+
+
+TASKS: dict[str, type[Recipe]] = {
+    "bert_pretraining": BertPretraining,
+    "gpt2_pretraining": Gpt2Pretraining,
+    "text_classification": TextClassification,
+    "image_classification": ImageClassification,
+    "captcha_recognition": CaptchaRecognition,
+}
+
+
+def catalog_names() -> list[str]:
+    """Names of the recipes that ship with the package."""
+    return sorted(path.stem for path in CATALOG.glob("*.yaml"))
+
+
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes` laid over them; setting one of several alternatives clears the others.
+
+    >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
+    {'max_train_steps': None, 'num_train_epochs': 2}
+    """
+    merged = dict(values)
+    for group in ALTERNATIVES:
+        if any(changes.get(name) is not None for name in group):
+            merged.update({name: None for name in group if name in merged})
+    return merged | dict(changes)
+
+
+def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: str | None = None) -> Recipe:
+    """Load a recipe from the catalog or from a YAML file, strictly.
+
+    Args:
+        name_or_file: a catalog name ("bert_base") or a path to a .yaml file. A file may begin with `extends: NAME_OR_FILE`
+            and then hold only what differs.
+        changes: field -> value, laid over the file's (flags).
+        task: refuse a recipe of another task.
+
+    Raises:
+        UsageError: unknown recipe, unreadable file, or any broken rule, all problems in one error.
+    """
+    values = _read(name_or_file, seen=())
+    kind = values.get("task")
+    if not isinstance(kind, str) or kind not in TASKS:
+        raise UsageError(f"recipe {named(name_or_file)}: task is {shown(kind)}, must be one of {', '.join(TASKS)}")
+    if task is not None and kind != task:
+        raise UsageError(
+            f"recipe {named(name_or_file)} is for the task {kind}, this script trains {task}: {_choices(task)}"
+        )
+    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {named(name_or_file)}")
+
+
+def _choices(task: str) -> str:
+    return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, seen=())["task"] == task)
+
+
+def _read(name_or_file: str, seen: Iterable[str]) -> dict[str, Any]:
+    is_path = name_or_file.endswith((".yaml", ".yml"))
+    if not is_path and name_or_file not in catalog_names():
+        raise UsageError(
+            f"unknown recipe {shown(name_or_file)}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
+        )
+    path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
+    if name_or_file in seen:
+        raise UsageError(
+            f"recipe {named(name_or_file)} extends itself through {' -> '.join(seen)}: remove one `extends`"
+        )
+    values = {"name": path.stem} | read_yaml(path, f"recipe {named(path)}")
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UsageError(f"recipe {named(path)}: extends is {shown(base)}, must be a recipe's name or file")
+    if str(base).endswith((".yaml", ".yml")):
+        base = path.parent / base
+    return overlay(_read(str(base), (*seen, name_or_file)), values)

@@ -1,0 +1,219 @@
+"""How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from shutil import which
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.recipe import recipe as recipes
+from samestep.recipe.settings import (
+    BATCH,
+    LENGTH,
+    POSITIVE,
+    SECONDS,
+    WORKERS,
+    at_most,
+    build,
+    one_of,
+    parse_flags,
+    setting,
+)
+
+MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10**6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of one run of a recipe on one machine."""
+
+    recipe: str = setting("name in the catalog (python -m recipes list) or a .yaml file")
+    output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
+    overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
+
+    # How the step is cut
+    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
+    gradient_accumulation_steps: int | None = setting(
+        "micro-steps per step (k); follows from b", POSITIVE, default=None
+    )
+    per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", BATCH, default=32)
+
+    # Speed, precision (mixed precision is the launch file's)
+    speed: str = setting(
+        "auto: measure once which kernels and how large cells are the fastest here; safe: the same ones everywhere, for runs "
+        "that are repeated bit by bit",
+        one_of("auto", "safe"),
+        default="auto",
+    )
+    dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
+    preprocessing_num_workers: int | None = setting(
+        "processes or threads that prepare the data", at_most(WORKERS), default=None
+    )
+    dataloader_num_workers: int | None = setting(
+        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", at_most(WORKERS, 0), default=None
+    )
+
+    # Progress, checkpoints
+    logging_steps: int = setting("steps between two reads of the loss from the device", POSITIVE, default=10)
+    eval_steps: int | None = setting(
+        "steps between evaluations; none: at the start and the end", POSITIVE, default=None
+    )
+    record_samples: bool = setting("write every sample's step, process and micro-step to samples.jsonl", default=False)
+    report_to: str = setting("tracker", one_of("none", "tensorboard", "wandb", "trackio"), default="none")
+    checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
+    async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
+    checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
+    resume_from_checkpoint: str | None = setting(
+        "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
+        default=None,
+    )
+    stop_after_step: int | None = setting("end this session early; the schedule stays", POSITIVE, default=None)
+    max_train_minutes: float | None = setting(
+        "end this session early, with a checkpoint",
+        MINUTES,
+        default=None,
+    )
+    on_nonfinite: str = setting(
+        "when a gradient is not finite: end the run as it was before the step, or leave the step out and count it",
+        one_of("stop", "skip"),
+        default="stop",
+    )
+    ddp_timeout: float = setting(
+        "seconds to wait for another process before the run ends", at_most(SECONDS), default=1800.0
+    )
+    push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
+    hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
+
+    @property
+    def memory_remedy(self) -> str:
+        """What helps when memory does not hold a sample."""
+        return "a smaller model or smaller images"
+
+    @property
+    def for_accelerator(self) -> dict[str, Any]:
+        """What `launch.create_accelerator` wants to know."""
+        tracker = None if self.report_to == "none" else self.report_to
+        known = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
+        is_sharded = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
+        return known | {"may_shard": is_sharded}
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.overwrite_output_dir and self.resume_from_checkpoint:
+            problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
+        if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            problems.append(
+                f"max_train_minutes is {self.max_train_minutes}, but the launcher's --max_restarts would start the run again: "
+                "leave one out"
+            )
+        if self.report_to != "none" and find_spec(self.report_to) is None:
+            problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelSettings(RunSettings):
+    """Settings of one run that trains a transformer on tokens."""
+
+    per_device_train_tokens: int | None = setting(
+        "most tokens in one forward, padding included", POSITIVE, default=None
+    )
+    attn_implementation: str | None = setting(
+        "attention kernel; none: sdpa on a GPU, on a CPU the one measured to be faster",
+        one_of("sdpa", "eager"),
+        default=None,
+    )
+    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
+
+    @property
+    def memory_remedy(self) -> str:
+        return "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
+            problems.append("torch_compile is true, but there is no C++ compiler: install g++, or leave it out")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuningSettings(LanguageModelSettings):
+    """Settings of one run that fine-tunes a classifier."""
+
+    predict_file: tuple[str, ...] | None = setting("texts to label at the end; columns as in train_file", default=None)
+    trust_metric_code: bool = setting(
+        "run the code of metrics that are not local: of the hub, or a file", default=False
+    )
+    metric_for_best_model: str | None = setting(
+        "which evaluation is the best one: loss or one of the recipe's metrics; none: the first metric", default=None
+    )
+    early_stopping_patience: int | None = setting(
+        "end the training after so many evaluations that are no better; none: never", POSITIVE, default=None
+    )
+    load_best_model_at_end: bool = setting("leave the best evaluation's model, not the last step's", default=False)
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, name) and self.eval_steps is None:
+                problems.append(f"{name} compares evaluations, but there is one only: set eval_steps")
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageSettings(RunSettings):
+    """Settings of one run that trains on files of images."""
+
+    on_bad_sample: str = setting(
+        "when images cannot be decoded: end before training, or leave them out and say which",
+        one_of("stop", "skip"),
+        default="stop",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmSettings(LanguageModelSettings):
+    """Settings of one run that trains a model to continue text."""
+
+    sample_prompt: str | None = setting("text that the trained model continues at the end", default=None)
+    sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
+
+
+SETTINGS: dict[str, type[RunSettings]] = {
+    "bert_pretraining": LanguageModelSettings,
+    "gpt2_pretraining": CausalLmSettings,
+    "text_classification": FineTuningSettings,
+    "image_classification": ImageSettings,
+    "captcha_recognition": RunSettings,
+}
+"""Task -> what can be set of its runs."""
+
+
+def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
+    """The recipe (flags laid over its file) and the run settings, of the task's class, that the flags in `argv` describe.
+
+    Args:
+        argv: the flags.
+        task: of the recipe.
+        description: of the program, for `--help`.
+
+    Raises:
+        UsageError: unknown flags or recipe, and any broken rule.
+    """
+    cls, settings_class = recipes.TASKS[task], SETTINGS[task]
+    flags = parse_flags([settings_class, cls], argv, description)
+    if "recipe" not in flags:
+        raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
+    names = {field.name for field in dataclasses.fields(settings_class)}
+    run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
+    changes = {name: value for name, value in flags.items() if name not in names}
+    recipe = recipes.load(run.recipe, changes, task=task)
+    if recipe.accumulation == "optimizer" and run.on_nonfinite == "skip":
+        raise UsageError(
+            "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
+            "found: set it to stop, or accumulation to gradient"
+        )
+    return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")

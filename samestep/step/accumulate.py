@@ -1,0 +1,102 @@
+"""What makes `accelerator.accumulate` exact: counts of the whole step, and the scale that undoes k and N.
+
+A cell's loss, `losses.weighted_loss` of its sums with the whole step's counts, has a gradient that only needs to be added up
+over all cells. `accelerator.backward` divides by k, and DistributedDataParallel averages over the N processes, so the loss is
+multiplied by k * N first. k may differ between processes and from step to step: each process undoes its own.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+
+from samestep.step.optim import Accumulating
+
+Cell = TypeVar("Cell")
+
+
+def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor:
+    """n_j of the step: the processes' counts added up in one all-reduce of a few integers.
+
+    Args:
+        counts: int64 [terms], targets in this process's cells.
+
+    Returns:
+        int64 [terms] on the accelerator's device. It is waited for when it is used, after the first forward, not before.
+    """
+    counts = counts.to(accelerator.device, non_blocking=True)
+    return counts if accelerator.num_processes == 1 else all_reduce(counts, "sum", dist.group.WORLD)
+
+
+def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
+    """Make torch's noise (dropout) a function of the seed, the step and the process: nothing to save, nothing to restore."""
+    number = hashlib.sha256(repr((seed, step, accelerator.process_index)).encode()).digest()[:8]
+    # torch.manual_seed seeds every kind of device, and on a machine without GPUs notes a stack trace each time.
+    torch.default_generator.manual_seed(int.from_bytes(number, "big"))
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(int.from_bytes(number, "big"))
+
+
+def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Iterate over a step's cells so that `accelerator.accumulate` synchronises at the last one, and only there."""
+    accelerator.gradient_accumulation_steps = len(cells)
+    accelerator.step = 0  # Accelerate's count of micro-steps; it must not carry over from a step with another k
+    yield from cells
+
+
+def clip(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+) -> torch.Tensor:
+    """Clip the step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)), as
+    `torch.nn.utils.clip_grad_norm_` does. Where it accumulates in the optimizer, approximately (see
+    `Accumulating.clip_grad_norm_`).
+
+    On CPUs torch computes |G| of large gradients inexactly (see `_row_norms`), and multiplies G with 1; here neither.
+
+    Args:
+        optimizer: as prepared by `accelerator`.
+
+    Returns:
+        scalar on the device, the norm before clipping.
+    """
+    limit = math.inf if max_norm is None else max_norm
+    if isinstance(optimizer.optimizer, Accumulating):
+        return optimizer.optimizer.clip_grad_norm_(limit)
+    gradients = _on_cpu(accelerator, parameters)
+    if not gradients:
+        return accelerator.clip_grad_norm_(parameters, limit)
+    norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
+    factor = limit / (norm.item() + 1e-6)
+    if max_norm is not None and not factor >= 1:  # nan as well
+        torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+def _on_cpu(accelerator: Accelerator, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients, where each process has them whole, and may read a number of theirs without waiting; else none."""
+    is_whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    is_ready = is_whole and accelerator.device.type == "cpu" and accelerator.scaler is None
+    gradients = [p.grad for p in parameters if p.grad is not None] if is_ready else []
+    return gradients if {gradient.dtype for gradient in gradients} in ({torch.float32}, {torch.float64}) else []
+
+
+def _row_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """L2 norms of a gradient's rows, [1] for a vector: of all that belongs to one index of its first dimension.
+
+    `torch.linalg.vector_norm` adds up in one sum: in float32 it is 1e-7 too small for 1e4 numbers, 1e-6 for 1e5, 1e-5 for 1e6,
+    5e-3 for 4e7. Rows have sums of their own, and `torch.sum` adds those up pairwise.
+    """
+    rows = torch.atleast_2d(gradient)
+    return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.ndim)))
+
+
+def loss_scale(accelerator: Accelerator) -> int:
+    """k * N: undoes the division by k in `accelerator.backward` and the mean over N processes of the gradient reduction."""
+    return accelerator.gradient_accumulation_steps * accelerator.num_processes

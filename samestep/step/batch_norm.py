@@ -1,0 +1,494 @@
+"""Batch normalisation whose statistics do not depend on how a step is cut.
+
+Per channel, over the n elements of the feature maps x that are normalised together (Ioffe and Szegedy, 2015,
+arXiv:1502.03167):
+
+    mean = sum x / n,    var = sum (x - mean)^2 / n,    xhat = (x - mean) / sqrt(var + eps),    y = weight * xhat + bias
+
+What is together: in `BatchNorm` a micro-step on all processes, in `WholeStep` the whole step, though its cells are computed
+one at a time. `FrozenBatchNorm` uses the running statistics. Statistics are computed, exchanged and combined in float32 or
+wider, as triples (n, mean, M2) with M2 = n var (Chan, Golub and LeVeque, 1983, The American Statistician 37).
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from samestep.errors import RunError, UsageError
+
+Cell = TypeVar("Cell")
+Loss = Callable[[Cell], torch.Tensor]
+
+
+class PeerError(RunError):
+    """Another process failed where all have to go together; its own error says why."""
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """nn.BatchNorm2d, with the statistics of a micro-step on all processes of a group. Made by `synchronize`.
+
+    With a group, every process calls it equally often. Processes may have different numbers of samples, or none. Gradients of
+    weight and bias are this process's share of the sums, which DistributedDataParallel adds up. Checkpointed (its forward
+    computed twice) it counts a micro-step twice in its running statistics, as nn.BatchNorm2d does.
+
+    Attributes:
+        group: the processes; None: this one alone.
+        mode: what a `WholeStep` at work computes in the place of training's forward.
+    """
+
+    group: dist.ProcessGroup | None = None
+    mode: Callable[["BatchNorm", torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, C, H, W], in x's dtype and memory format, of x [S, C, H, W]."""
+        if self.training and self.mode is not None:
+            return self.mode(self, x)
+        uses_running = not self.training and self.running_mean is not None
+        if self.group is None or uses_running:
+            return super().forward(x)
+        self._check_input_dim(x)
+        with torch.no_grad():
+            moments = _combine(_gather(_moments(x), self.group))
+            if self.training:
+                self.update(moments)
+        return _Normalize.apply(x, moments, self, self.weight, self.bias)
+
+    @torch.no_grad()
+    def update(self, moments: torch.Tensor) -> None:
+        """Running statistics after a step with these: as nn.BatchNorm2d, the variance divided by n - 1 instead of n.
+
+        Args:
+            moments: [3, C], n, mean and M2; n = 0 changes nothing.
+        """
+        if self.running_mean is None:
+            return
+        n, mean, squares = moments
+        self.num_batches_tracked += n[0] > 0
+        share = (n > 0).to(n.dtype)
+        share *= 1 / self.num_batches_tracked.clamp(min=1).to(n.dtype) if self.momentum is None else self.momentum
+        self.running_mean += share * (mean - self.running_mean)
+        self.running_var += share * (squares / (n - 1).clamp(min=1) - self.running_var)
+
+
+class FrozenBatchNorm(nn.BatchNorm2d):
+    """Normalises with its running statistics and never changes them, in training, too. Made by `freeze`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, C, H, W] of x [S, C, H, W]."""
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+def synchronize(model: nn.Module) -> None:
+    """Make every nn.BatchNorm2d a `BatchNorm`, of all processes where there are several. Called by all of them.
+
+    The modules stay the same objects, with their parameters, buffers and hooks; frozen ones stay frozen. Their collectives
+    have a process group of their own, so that they do not mix with those of DistributedDataParallel.
+
+    Raises:
+        UsageError: a subclass of nn.BatchNorm2d, whose forward may do more.
+    """
+    layers = _layers(model)
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    group = None if is_alone or not layers else dist.new_group()
+    for layer in layers:
+        layer.__class__ = BatchNorm
+        layer.group = group
+
+
+def freeze(model: nn.Module) -> None:
+    """Make every nn.BatchNorm2d a `FrozenBatchNorm`; weight and bias are trained as before. Raises as `synchronize`."""
+    for layer in _layers(model):
+        layer.__class__ = FrozenBatchNorm
+
+
+def _layers(model: nn.Module) -> list[nn.BatchNorm2d]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    layers = {name: layer for name, layer in layers.items() if not isinstance(layer, FrozenBatchNorm)}
+    unknown = [name for name, layer in layers.items() if type(layer) not in (nn.BatchNorm2d, BatchNorm)]
+    if unknown:
+        raise UsageError(
+            f"{', '.join(unknown)} of {type(model).__name__}: a kind of batch normalisation that is not known here; only "
+            "nn.BatchNorm2d itself can be replaced"
+        )
+    return list(layers.values())
+
+
+class WholeStep:
+    """Batch normalisation of a whole step at once, though its cells are computed one at a time: exact, for more passes.
+
+    With the statistics s_l of layer l as variables, the loss of a step is a sum over cells again,
+
+        L = sum_cells loss(cell; s),    s_l = sum_cells m_l(cell; s_1 .. s_(l-1)),
+        m_l = (sum x / n, sum (x - c)^2 / n) with constants n and c = mean,
+
+    and so is its gradient, with Lagrange's multipliers lambda_l (the method of adjoints):
+
+        dL = sum_cells d [loss + sum_l lambda_l . m_l] at constant s,
+        lambda_l = sum_cells d/ds_l [loss + sum_(l' > l) lambda_l' . m_l'],
+
+    of which lambda = (-weight / sqrt(var + eps) * G, -weight / 2 (var + eps) * H) with G = sum dy and H = sum dy * xhat over
+    all cells. `prepare` finds s by forward passes over all cells, then G and H by passes with a backward. Both systems are
+    triangular: what depends on nothing unknown is exact after one pass, what depends on that after two, so as many passes as
+    there are layers are always enough. Fewer do, because cells learn from each other: while a pass is under way, the whole
+    step's statistics are taken to have changed since the pass before as those of this process's cells so far have.
+
+        whole.prepare(cells, loss)
+        for cell in cells:
+            backward(loss(cell) + whole.correction())
+        whole.finish()
+
+    Held are one cell's activations at a time, and per cell four numbers per channel. Out of scope: dropout and other noise,
+    which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
+
+    Args:
+        model: without DistributedDataParallel around it, its layers made `BatchNorm` by `synchronize`. Layers in evaluation
+            mode, and layers that a forward does not reach, are left alone.
+        tolerance: passes end when none changes any layer's y (in the adjoint passes: its gradient) by more, as root mean
+            square over root mean square. None: 16 eps of the statistics' dtype, which is what summing in another order makes of
+            it; where layers compute in half precision, eps / 2 of that, to which each y is rounded anyway.
+
+    Attributes:
+        layers: the model's `BatchNorm`.
+        num_forward_passes, num_adjoint_passes: in the latest `prepare`.
+    """
+
+    def __init__(self, model: nn.Module, tolerance: float | None = None):
+        self.model, self.tolerance = model, tolerance
+        self.names = {module: name for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+        self.layers = list(self.names)
+        self.group = self.layers[0].group if self.layers else None
+        self.num_forward_passes = self.num_adjoint_passes = 0
+        self._sizes = [layer.num_features for layer in self.layers]
+        ends = list(itertools.accumulate(self._sizes, initial=0))
+        self._places = dict(zip(self.layers, map(slice, ends, ends[1:]), strict=False))  # among all channels
+        self.release()
+
+    def prepare(self, cells: Sequence[Cell], loss: Loss, scale: float = 1.0) -> None:
+        """Find the step's statistics and multipliers, and let the layers use them until `finish` or `release`.
+
+        Called by all processes, which may have different numbers of cells, or none. No parameter's .grad is touched.
+
+        Args:
+            cells: this process's; gone through once per pass.
+            loss: scalar, a cell's share of the step's loss, computed by the bare model; without any factor k * N.
+            scale: multiplies the loss in backward passes, so that gradients in fp16 do not vanish (the gradient scaler's).
+
+        Raises:
+            UsageError: a layer is called twice in a forward.
+            PeerError: a pass failed on another process. There it raises what it was.
+        """
+        self.release()
+        if not self.layers:
+            return
+        try:
+            self._find_statistics(cells, loss)
+            self._find_adjoints(cells, loss, scale)
+        except BaseException:
+            self.release()
+            raise
+        self._set_mode(self._apply)
+
+    def correction(self) -> torch.Tensor:
+        """sum_l lambda_l . m_l of the latest forward, a scalar whose value is left out (0): only its gradient counts.
+
+        So loss + correction() still is the loss. Once per forward.
+        """
+        total = sum(self._terms.values(), torch.zeros(()))
+        self._terms = {}
+        return total
+
+    def finish(self) -> None:
+        """Update running statistics once, with those of the whole step, and let the layers be ordinary ones again."""
+        if self._moments is not None:
+            for layer, place in self._places.items():
+                layer.update(self._moments[:, place])
+        self.release()
+
+    def release(self) -> None:
+        """Let the layers be ordinary ones again, running statistics as they are: after a step that failed."""
+        self._set_mode(None)
+        self._moments = self._slopes = self._sofar = self._counts = None
+        self._terms: dict[BatchNorm, torch.Tensor] = {}
+
+    def _set_mode(self, mode: Callable | None) -> None:
+        for layer in self.layers:
+            layer.mode = mode
+
+    def _find_statistics(self, cells: Sequence[Cell], loss: Loss) -> None:
+        """Sets _moments [3, channels]: n, mean and M2 of the step; and _var, _invstd."""
+        some = next(self.model.parameters())
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
+        self._sofar = torch.zeros(len(cells), 3, sum(self._sizes), dtype=dtype, device=some.device)
+        eps = torch.cat([some.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
+        self._precision = 0.0
+        self._set_mode(self._measure)
+        for number in range(1, len(self.layers) + 1):
+            self.num_forward_passes = number
+            with torch.no_grad():
+                parts = self._pass(cells, loss)
+            before, self._moments = self._moments, _combine(parts)
+            n, mean, squares = self._moments
+            self._var = squares / n.clamp(min=1)
+            self._invstd = (self._var + eps).rsqrt()
+            if before is not None:
+                d_mean = (mean - before[1]) * self._invstd
+                d_var = (squares - before[2]) / n.clamp(min=1) * self._invstd**2 / 2
+                if self._is_settled(d_mean**2 + d_var**2, torch.ones_like(mean), self._moments):
+                    break
+
+    def _measure(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        if layer in self._reached:
+            raise UsageError(
+                f"{self.names[layer]} is called twice in a forward: batch normalisation of a whole step has one set of "
+                "statistics per layer. Give each call a layer of its own"
+            )
+        self._reached.add(layer)
+        place = self._places[layer]
+        old, own = self._add(place, _moments(x), lambda *both: _combine(torch.stack(both)))
+        mean, var = own[1], own[2] / own[0].clamp(min=1)
+        if self._moments is not None:  # the affine map that makes the old distribution the new one
+            growth = (own[2] / old[2]).nan_to_num(1.0).clamp(0.25, 4.0)
+            mean = mean + growth.sqrt() * (self._moments[1, place] - old[1])
+            var = growth * self._var[place]
+        if x.dtype.itemsize < 4:
+            self._precision = torch.finfo(x.dtype).eps
+        return _normalize(layer, x, mean, var)
+
+    def _find_adjoints(self, cells: Sequence[Cell], loss: Loss, scale: float) -> None:
+        """Sets _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
+        self._counts, self._sofar = self._sofar[:, 0].clone(), torch.zeros_like(self._sofar)
+        self._anchor = torch.zeros((), device=self._sofar.device, requires_grad=True)
+        self._set_mode(self._propagate)
+
+        def backward(cell: Cell) -> None:
+            scaled = loss(cell) * scale
+            if scaled.requires_grad:
+                torch.autograd.grad(scaled, self._anchor, allow_unused=True)
+
+        for number in range(1, len(self.layers) + 1):
+            self.num_adjoint_passes = number
+            before, self._slopes = self._slopes, self._pass(cells, backward).sum(0) / self._moments[0].clamp(min=1)
+            if before is not None:
+                changes = (self._slopes - before)[:2].square().sum(0)
+                if self._is_settled(changes, self._slopes[2], self._slopes):
+                    break
+        self._slopes, self._sofar, self._counts = self._slopes / scale, None, None
+
+    def _propagate(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        return _Propagate.apply(x, self._anchor, layer, self)
+
+    def _apply(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        place = self._places[layer]
+        mean, invstd, slopes = self._moments[1, place], self._invstd[place], self._slopes[:, place]
+        if torch.is_grad_enabled():
+            factor = -invstd if layer.weight is None else -invstd * layer.weight.detach()
+            self._terms[layer] = _Correction.apply(x, mean, factor * slopes[0], factor * invstd * slopes[1])
+        return _normalize(layer, x, mean, self._var[place])
+
+    def _add(self, place: slice, own: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the cells up to the present one gave in the pass before, and what they give now with this cell's own."""
+        now = add(self._running[:, place], own)
+        self._running[:, place] = now
+        return self._sofar[self._index, :, place], now
+
+    def _pass(self, cells: Sequence[Cell], work: Callable[[Cell], object]) -> torch.Tensor:
+        """Go through this process's cells: [processes, 3, channels], what the cells of each process gave. Called by all."""
+        error, self._running = None, self._sofar.new_zeros(self._sofar.shape[1:])
+        try:
+            for self._index, cell in enumerate(cells):
+                self._reached: set[BatchNorm] = set()
+                work(cell)
+                self._sofar[self._index] = self._running
+        except Exception as failure:  # the others wait
+            error = failure
+        flags = self._running.new_tensor([error is not None, self._precision])
+        slots = _gather(torch.cat([flags, self._running.flatten()]), self.group)
+        has_failed, self._precision = slots[:, :2].amax(0).tolist()
+        if error is not None:
+            raise error
+        if has_failed:
+            raise PeerError("another process failed while the statistics of the step were computed")
+        return slots[:, 2:].unflatten(1, self._running.shape)
+
+    def _is_settled(self, changes: torch.Tensor, sizes: torch.Tensor, now: torch.Tensor) -> bool:
+        """Whether no layer's share of changes [channels], by its share of sizes [channels], exceeds tolerance squared.
+
+        All processes decide alike. Channels of which `now` [3, channels] is not finite, and will not be, do not count.
+        """
+        is_finite = now.isfinite().all(0)
+        changes, sizes = torch.where(is_finite, changes, 0.0), torch.where(is_finite, sizes, 0.0)
+        pairs = zip(changes.split(self._sizes), sizes.split(self._sizes), strict=True)
+        tiny = torch.finfo(changes.dtype).tiny
+        shares = torch.stack([change.sum() / size.sum().clamp(min=tiny) for change, size in pairs])
+        largest = shares.nan_to_num(torch.inf).amax().sqrt()  # not finite before, finite now: a change
+        if self.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        tolerance = self.tolerance
+        if tolerance is None:
+            tolerance = self._precision / 2 or 16 * torch.finfo(changes.dtype).eps
+        return largest.item() <= tolerance
+
+
+def deviation(model: nn.Module, cells: Sequence[Cell], loss: Loss) -> float:
+    """How far the statistics of micro-steps take a step's gradient: |own - whole| / |whole|, over all parameters.
+
+    `own`: the gradient as training without `WholeStep` computes it, `whole`: with the statistics of the whole step, to a
+    tolerance of 1e-4. Called by all processes; where there are several, all have equally many cells, empty ones included.
+    Parameters' .grad, running statistics and modes are left as they were. Noise in the model is taken for deviation.
+
+    Args:
+        model, cells, loss: as for `WholeStep`; a constant factor of the loss does not matter.
+    """
+    whole = WholeStep(model, tolerance=1e-4)
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for layer in whole.layers for buffer in layer.buffers()]
+    model.train()
+    try:
+        own = _gradient(model, cells, loss, whole.group)
+        whole.prepare(cells, loss)
+        exact = _gradient(model, cells, lambda cell: loss(cell) + whole.correction(), whole.group)
+    finally:
+        whole.release()
+        for module, training in modes.items():
+            module.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return ((own - exact).norm() / exact.norm()).item()
+
+
+def _gradient(model: nn.Module, cells: Sequence[Cell], loss: Loss, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[parameters], of the summed loss of all cells of all processes."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    totals = [torch.zeros_like(parameter) for parameter in parameters]
+    for cell in cells:
+        gradients = torch.autograd.grad(loss(cell), parameters, allow_unused=True)
+        for total, gradient in zip(totals, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+    flat = torch.cat([total.flatten() for total in totals])
+    if group is not None:
+        dist.all_reduce(flat, group=group)
+    return flat
+
+
+class _Normalize(torch.autograd.Function):
+    """y of x normalised by statistics of all processes, of which x is a part.
+
+    dx = weight / sqrt(var + eps) * (dy - sum dy / n - xhat * sum (dy * xhat) / n), sums over all processes.
+    """
+
+    @staticmethod
+    def forward(ctx, x, moments, layer, weight, bias):
+        n, mean, squares = moments
+        var = squares / n.clamp(min=1)
+        ctx.group, ctx.invstd = layer.group, (var + layer.eps).rsqrt()
+        ctx.save_for_backward(x, weight, moments)
+        return _normalize(layer, x, mean, var)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, (n, mean, _) = ctx.saved_tensors
+        dy, xhat = dy.to(mean.dtype), (x - _maps(mean)) * _maps(ctx.invstd)
+        own = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3))])
+        d_bias, d_weight = (None, None) if weight is None else own.to(weight.dtype)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _to_inputs(dy, xhat, _gather(own, ctx.group).sum(0) / n.clamp(min=1), weight, ctx.invstd).to(x.dtype)
+        return dx, None, None, d_weight, d_bias
+
+
+class _Propagate(torch.autograd.Function):
+    """An adjoint pass's layer: y of x, whose backward adds up what it sees and goes on with the sums of the whole step.
+
+    The anchor is what the gradient is asked for: so every layer that was reached is part of the backward, and no parameter.
+    """
+
+    @staticmethod
+    def forward(ctx, x, anchor, layer, step):
+        place = step._places[layer]
+        ctx.layer, ctx.step, ctx.place, ctx.index = layer, step, place, step._index
+        ctx.save_for_backward(x)
+        return _normalize(layer, x, step._moments[1, place], step._var[place])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (x,), step, place = ctx.saved_tensors, ctx.step, ctx.place
+        mean, invstd = step._moments[1, place], step._invstd[place]
+        dy, xhat = dy.to(mean.dtype), (x - _maps(mean)) * _maps(invstd)
+        own = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3)), (dy * dy).sum((0, 2, 3))])
+        old, own = step._add(place, own, torch.add)
+        n = step._counts[ctx.index, place].clamp(min=1)
+        slopes = own / n if step._slopes is None else step._slopes[:, place] + (own - old) / n
+        return _to_inputs(dy, xhat, slopes, ctx.layer.weight, invstd).to(x.dtype), None, None, None
+
+
+class _Correction(torch.autograd.Function):
+    """0, with the gradient a + b * (x - mean) for each element of x."""
+
+    @staticmethod
+    def forward(ctx, x, mean, a, b):
+        ctx.save_for_backward(x, mean, a, b)
+        return mean.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        x, mean, a, b = ctx.saved_tensors
+        dx = _maps(scale * a) + _maps(scale * b) * (x - _maps(mean))
+        return dx.to(x.dtype), None, None, None
+
+
+def _normalize(layer: BatchNorm, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+    """y [S, C, H, W] of x by mean and var [C], constants."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if each is None else each.to(wide) for each in (layer.weight, layer.bias))
+    return F.batch_norm(x, mean.to(wide), var.to(wide), weight, bias, eps=layer.eps)
+
+
+def _to_inputs(
+    dy: torch.Tensor, xhat: torch.Tensor, slopes: torch.Tensor, weight: torch.Tensor | None, invstd: torch.Tensor
+) -> torch.Tensor:
+    """dx [S, C, H, W]; slopes: means of dy and of dy * xhat, [C] each."""
+    factor = invstd if weight is None else invstd * weight
+    return _maps(factor) * (dy - _maps(slopes[0]) - xhat * _maps(slopes[1]))
+
+
+def _moments(x: torch.Tensor) -> torch.Tensor:
+    """[3, C] of x [S, C, H, W]: n, mean and M2; zeros where there is nothing."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    n = x.numel() // x.shape[1]
+    if n == 0:
+        return x.new_zeros(3, x.shape[1])
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    return torch.stack([torch.full_like(mean, n), mean, var * n])
+
+
+def _combine(parts: torch.Tensor) -> torch.Tensor:
+    """[3, C], moments of the union of parts [parts, 3, C]."""
+    counts, means, squares = parts.unbind(1)
+    n = counts.sum(0)
+    mean = (counts * means).sum(0) / n.clamp(min=1)
+    return torch.stack([n, mean, (squares + counts * (means - mean) ** 2).sum(0)])
+
+
+def _gather(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[processes, ...] of each process's values [...]: in slots of a sum, which every backend has."""
+    if group is None:
+        return values[None]
+    slots = values.new_zeros(dist.get_world_size(group), *values.shape)
+    slots[dist.get_rank(group)] = values
+    dist.all_reduce(slots, group=group)
+    return slots
+
+
+def _maps(values: torch.Tensor) -> torch.Tensor:
+    """[C, 1, 1] of [C]: for each element of feature maps."""
+    return values[:, None, None]

@@ -1,0 +1,128 @@
+"""Loss terms as sums over targets, and the loss of a step made of them.
+
+For the global batch S, terms j with weights w_j, the summed loss s_j(i) and the number of targets c_j(i) of a sample i:
+
+    L = sum_j  w_j * (sum_{i in S} s_j(i)) / n_j,     n_j = sum_{i in S} c_j(i)
+
+A cut of S into cells leaves L and its gradient unchanged when each cell contributes its sums divided by the n_j of the
+whole step. A mean over each cell, averaged over cells, does not: cells differ in their number of targets.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from samestep.cut.layout import LOGITS_AT_ONCE
+
+IGNORED = -100  # label of a place where nothing is to be predicted
+
+
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Summed cross-entropy: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
+
+    Args:
+        logits: [targets, classes].
+        labels: int64 [targets]; targets of -100 are left out.
+        label_smoothing: share of the target that all classes divide between them (Szegedy et al. 2016, 1512.00567).
+    """
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+
+
+def squared_error_sum(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed squared error: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
+
+    Args:
+        predictions: [targets, 1].
+        labels: floating [targets]; targets of NaN are left out.
+    """
+    wide = torch.promote_types(predictions.dtype, torch.float32)
+    errors = predictions.squeeze(1).to(wide) - labels.nan_to_num().to(wide)
+    return (errors.square() * labels.isfinite()).sum()
+
+
+def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Targets whose largest logit is the label's: int64 scalar. Arguments as in `cross_entropy_sum`."""
+    return (logits.argmax(-1) == labels).sum()
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = LOGITS_AT_ONCE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
+
+    The rows are cut into chunks of max_logits / classes rows. With p = softmax(logits) and y the one-hot
+    labels, the gradient of the sum is known as soon as a chunk's logits are,
+
+        d hidden = (p - y) weight,    d weight = sum over chunks (p - y)^T hidden,
+
+    so it is computed there and then, without computing any logits twice, and the backward only scales it (the idea of
+    Liger Kernel, Hsu et al. 2024, arXiv 2410.10989). Held from forward to backward: d hidden and one d weight, instead of
+    [rows, classes] three times over. Under autocast the products are computed in its dtype; the softmax, the sum and
+    d weight in float32 or wider.
+
+    Args:
+        hidden: [rows, width].
+        weight: [classes, width].
+        labels: int64 [rows]; rows of -100 are left out.
+        max_logits: most logits at once.
+
+    Returns:
+        Summed cross-entropy, scalar in float32 or wider; rows whose largest logit is the label's, int64 scalar, counted
+        only when no gradient is recorded, else 0.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, max_logits, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, max_logits, with_gradient):
+        device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if with_gradient else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient else None
+        size = max(1, max_logits // len(weight))
+        with torch.autocast(device, enabled=False):
+            narrow_weight = weight.to(dtype)
+            for first in range(0, len(labels), size):
+                chunk = slice(first, first + size)
+                rows, wanted = hidden[chunk].to(dtype), labels[chunk]
+                counted, places = wanted != IGNORED, wanted.clamp(min=0)[:, None]
+                log_p = F.log_softmax(F.linear(rows, narrow_weight), -1, dtype=wide)
+                total -= torch.where(counted, log_p.gather(1, places).squeeze(1), 0).sum()
+                if not with_gradient:
+                    correct += (log_p.argmax(-1) == wanted).sum()
+                    continue
+                error = log_p.exp_().scatter_add_(1, places, log_p.new_full(places.shape, -1)).to(dtype)
+                d_hidden[chunk] = (error @ narrow_weight) * counted[:, None]
+                rows = rows * counted[:, None]
+                if dtype == wide:
+                    d_weight.addmm_(error.T, rows)
+                else:
+                    d_weight += error.T @ rows
+                del log_p, error  # before the next chunk's logits
+        ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_total, _):
+        d_hidden, d_weight = ctx.gradients
+        del ctx.gradients  # scaled in place: good for one backward
+        return d_hidden.mul_(d_total), d_weight.mul_(d_total).to(ctx.weight_dtype), None, None, None
+
+
+def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """sum_j w_j * s_j / n_j: the loss of a whole step from whole sums, or one cell's part of it from the cell's sums.
+
+    Args:
+        sums: [terms], summed losses of a cell or of the step.
+        counts: [terms], n_j: targets in the whole step. A term without targets counts 0, never NaN.
+        weights: [terms], w_j.
+
+    >>> weighted_loss(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]), torch.tensor([1.0, 1.0])).item()
+    2.0
+    """
+    return (weights * sums / counts.clamp(min=1)).sum()

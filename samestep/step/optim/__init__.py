@@ -1,0 +1,86 @@
+"""Optimizers: torch's fused ones, and those that accumulate in their moments. Decay is on matrices and filters only, not on
+biases and normalisation weights.
+
+Parameter groups carry `lr_scale`, what the schedule's learning rate is multiplied with: 1 but for layer-wise decay.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.recipe.recipe import Recipe, TextClassification
+from samestep.recipe.scaling import Hyperparameters
+from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
+from samestep.step.optim.folding import Accumulating
+
+__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "depths", "of_recipe", "sgd"]
+
+
+def adamw(
+    model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float, layerwise_lr_decay: float = 1.0
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, 1711.05101).
+
+    Args:
+        model: its parameters that require gradients are trained.
+        hyperparameters: learning rate, betas, eps.
+        weight_decay: of matrices.
+        layerwise_lr_decay: learning rate of a layer / of the one above it (see `depths`).
+    """
+    betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
+    groups = _groups(model, weight_decay, layerwise_lr_decay)
+    return torch.optim.AdamW(
+        groups, lr=hyperparameters.learning_rate, betas=betas, eps=hyperparameters.adam_epsilon, fused=True
+    )
+
+
+def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: float) -> torch.optim.SGD:
+    """SGD with momentum, as torch defines it: v = momentum * v + g + weight_decay * p, p = p - learning_rate * v."""
+    return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
+
+
+def of_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer that a recipe asks for."""
+    scaled, decay = recipe.scaled(), recipe.weight_decay
+    layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
+    accumulates = recipe.accumulation == "optimizer"
+    if recipe.optimizer_name == "sgd":
+        if accumulates:
+            return AccumulatingSGD(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
+        return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
+    if accumulates:
+        groups, betas = _groups(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
+        return AccumulatingAdamW(
+            groups, scaled.learning_rate, betas, scaled.adam_epsilon, second_moment=recipe.second_moment
+        )
+    return adamw(model, scaled, decay, layerwise)
+
+
+def depths(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> layers above it: 0 of the head, 1 of the last layer, L of the first, L + 1 of the embeddings.
+
+    Layer-wise decay d gives a parameter d ** depth of the learning rate (Howard and Ruder 2018, 1801.06146; Clark et al. 2020,
+    2003.10555). Layers are the items of a list called `layer`; before them are modules called `embeddings`.
+    """
+    places = {}
+    for name, _ in model.named_parameters():
+        words = name.split(".")
+        layer = next((int(b) + 1 for a, b in itertools.pairwise(words) if a == "layer" and b.isdecimal()), None)
+        places[name] = layer if layer is not None else 0 if "embeddings" in words else None
+    num_layers = max((place for place in places.values() if place is not None), default=0)
+    return {name: 0 if place is None else num_layers + 1 - place for name, place in places.items()}
+
+
+def _groups(model: nn.Module, weight_decay: float, layerwise_lr_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Parameters to decay and others, from the head down."""
+    groups, depth_of = [], depths(model)
+    for depth in sorted(set(depth_of.values())) if layerwise_lr_decay < 1 else [None]:
+        parameters = [p for name, p in model.named_parameters() if p.requires_grad and depth in (None, depth_of[name])]
+        scale = {"lr_scale": layerwise_lr_decay ** (depth or 0)}
+        groups += [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay} | scale,
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0} | scale,
+        ]
+    return [group for group in groups if group["params"]]

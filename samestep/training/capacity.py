@@ -1,0 +1,96 @@
+"""What is known of a recipe on a device: how many samples fit at once, and what is fastest. Remembered from run to run."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from accelerate.utils.memory import should_reduce_batch_size
+from huggingface_hub.constants import HF_HOME
+
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
+
+FILE = Path(HF_HOME) / "accelerate-recipes" / "capacity.json"
+
+
+@dataclasses.dataclass
+class Capacity:
+    """What is known of one recipe on one device.
+
+    Attributes:
+        key: names the two, and what else they depend on.
+        fits: samples of the greatest length that were seen to fit at once; 0: unknown.
+        fails: fewest that were seen not to fit; None: unknown.
+        way: to compute that was measured to be the fastest; None: unknown.
+        at_once: samples of the greatest length, or as many tokens in shorter ones, that were; None: unknown.
+    """
+
+    key: str
+    fits: int = 0
+    fails: int | None = None
+    way: str | None = None
+    at_once: int | None = None
+
+    def note(self, num_samples: int, has_fit: bool) -> None:
+        """Learn from a try. What memory held once it may not hold later: the last word counts."""
+        if has_fit:
+            self.fits = max(self.fits, num_samples)
+        else:
+            self.fails = num_samples if self.fails is None else min(self.fails, num_samples)
+            self.fits = 0 if self.fits >= self.fails else self.fits
+
+    def write(self) -> None:
+        """Remember it. A cache that cannot be written is done without."""
+        known = {name: value for name, value in dataclasses.asdict(self).items() if name != "key"}
+        try:
+            FILE.parent.mkdir(parents=True, exist_ok=True)
+            temporary = FILE.with_suffix(f".{self.key}")
+            temporary.write_text(json.dumps(_read_all() | {self.key: known}), encoding="utf-8")
+            temporary.replace(FILE)
+        except OSError:
+            pass
+
+
+def _read_all() -> dict[str, dict[str, Any]]:
+    try:
+        known = json.loads(FILE.read_text(encoding="utf-8"))
+        return {key: values for key, values in known.items() if _is_valid(values)}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _is_valid(values: object) -> bool:
+    """Whether a `Capacity` can have these."""
+    kinds = {"fits": int, "fails": int | None, "way": str | None, "at_once": int | None}
+    return (
+        isinstance(values, dict)
+        and values.keys() == kinds.keys()
+        and all(isinstance(values[name], kind) for name, kind in kinds.items())
+    )
+
+
+def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> Capacity:
+    """What process 0's machine remembers of this recipe on this device. Called by all processes."""
+    device = accelerator.device
+    hardware = torch.cuda.get_device_properties(device) if device.type == "cuda" else device.type
+    names = ("per_device_train_tokens", "attn_implementation", "gradient_checkpointing", "dtype", "torch_compile")
+    parts = [
+        recipe.fingerprint,
+        accelerator.mixed_precision,
+        accelerator.num_processes,
+        str(hardware),
+        torch.__version__,
+    ]
+    parts += [getattr(settings, name, None) for name in names]
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Capacity(key, **broadcast_object_list([_read_all().get(key, {})])[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: the device's or, where the allocator says so, the host's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)

@@ -1,0 +1,210 @@
+"""Which of several ways to compute a model, all of them the same step, is the fastest here.
+
+`--speed auto` measures forward and backward of the same few samples by every way, in turns, before anything is prepared, and
+remembers the fastest (`capacity`). `--speed safe` takes the first way, so that a run can be repeated bit by bit. Between ways
+is rounding only: one whose gradient is not that of the first is not taken, and the log says so. The processes measure
+together, and their mean counts, so that all choose the same.
+"""
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from samestep.data.steps import Cell, SampleSource, to_device
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
+from samestep.training.capacity import is_out_of_memory, recall
+from samestep.training.launch import is_sharded
+
+Ways = Mapping[str, Callable[[], None]]
+"""Name -> what makes the model compute that way. The first is the safe one."""
+
+ROUNDS, SECONDS = 10, 20.0
+"""Most measurements of each way, and seconds after which no round begins, but for the first two."""
+TOO_LONG = 5.0
+"""Seconds of one computation for which nothing is compared."""
+SLOWER = 1.1
+"""How much slower than the fastest a way is, in the first two measurements or more, that is measured no longer."""
+GAIN = 1.03
+"""How much faster than the first a way must be: less may be noise."""
+SAMPLES, UNITS = 32, 4096
+"""Most samples, and most tokens, that ways are compared on."""
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
+"""Largest |g - g_first| / |g_first| of a way's gradient, by the type that is computed in."""
+
+
+def choose(
+    accelerator: Accelerator, recipe: Recipe, settings: RunSettings, model: nn.Module, source: SampleSource, ways: Ways
+) -> None:
+    """Make the model compute the fastest way. Called by all processes, before `launch.prepare`.
+
+    Args:
+        accelerator, recipe, settings: of this run.
+        model: returns a cell's summed losses [terms] first; not yet wrapped.
+        source: of its samples.
+        ways: at least one.
+    """
+    name, *others = ways
+    if settings.speed == "auto" and others and not is_sharded(accelerator):
+        capacity = recall(accelerator, recipe, settings)
+        if capacity.way not in ways:
+            capacity.way = _fastest(accelerator, model, source, ways)
+            if accelerator.is_main_process:
+                capacity.write()
+        name = capacity.way
+    ways[name]()
+    if others:
+        accelerator.print(f"kernels: {name} (--speed {settings.speed})")
+
+
+def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
+    """Seconds of each computation, the least of some rounds in turns: what else runs on a machine only adds to it.
+    Infinite where memory runs out. The first round warms up and counts for nothing else; where its first computation takes
+    `TOO_LONG`, the others are not tried, and infinite. What is `SLOWER` after two more rounds or later is left out, so that the
+    time is spent on those among which it is not clear yet.
+
+    Called by all processes; what they measure is averaged.
+    """
+    start, (first, *_) = time.perf_counter(), computations
+    least, left = dict.fromkeys(computations, math.inf), dict(computations)
+
+    def has_run(seconds: float) -> bool:
+        is_over = torch.tensor(float(time.perf_counter() - start > seconds), device=accelerator.device)
+        return bool(accelerator.reduce(is_over, reduction="sum").item())
+
+    for number in range(1 + ROUNDS):
+        for name, compute in left.items():
+            _wait(accelerator)
+            before, seconds = time.perf_counter(), math.inf
+            try:
+                compute()
+                _wait(accelerator)
+                seconds = time.perf_counter() - before
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            if number > 0:
+                least[name] = min(least[name], seconds)
+            elif name == first and has_run(TOO_LONG):
+                return least | {first: seconds}
+        if number > 0:
+            values = accelerator.reduce(torch.tensor(list(least.values()), device=accelerator.device), reduction="mean")
+            means = dict(zip(least, values.tolist(), strict=True))
+            if number > 1:
+                left = {name: of for name, of in left.items() if means[name] <= SLOWER * min(means.values())}
+            if len(left) == 1 or has_run(SECONDS):
+                break
+    return means
+
+
+def fastest(seconds: Mapping[Hashable, float]) -> Hashable:
+    """The fastest, or the first if that is hardly slower.
+
+    >>> fastest({"eager": 1.0, "sdpa": 0.99}), fastest({"eager": 1.0, "sdpa": 0.9})
+    ('eager', 'sdpa')
+    """
+    first, best = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
+    return best if seconds[first] > GAIN * seconds[best] else first
+
+
+def _wait(accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize(accelerator.device)
+
+
+def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, ways: Ways) -> str:
+    model.to(accelerator.device)
+    was_training = model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    with torch.random.fork_rng():
+        next(iter(ways.values()))()
+        cell = _cell(accelerator, source, _number(accelerator, model, source, len(ways)))
+        good = _same(accelerator, model, cell, ways)
+        model.train()
+
+        def computation(take: Callable[[], None]) -> Callable[[], None]:
+            return lambda: (take(), _compute(accelerator, model, cell))
+
+        seconds = measure(accelerator, {name: computation(ways[name]) for name in good})
+    model.train(was_training)
+    model.zero_grad(set_to_none=True)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    return fastest(seconds)
+
+
+def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_ways: int) -> int:
+    """Samples that ways are compared on: no more than that four rounds take `SECONDS`, as one sample says that was
+    computed before; two at least, as batch normalisation needs."""
+    cell, seconds = _cell(accelerator, source, 1), 0.0
+    try:
+        for _ in range(2):
+            before = time.perf_counter()
+            _compute(accelerator, model, cell)
+            _wait(accelerator)
+            seconds = time.perf_counter() - before
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+    mean = accelerator.reduce(torch.tensor(seconds, device=accelerator.device), reduction="mean").item()
+    most = min(len(source), SAMPLES, max(1, UNITS // source.max_length))
+    return most if mean == 0 else min(most, max(2, int(SECONDS / (4 * num_ways * mean))))
+
+
+def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
+    """Samples from all over the data, which may be sorted, themselves sorted as in the cells of a step."""
+    drawn = (source.draw(0, place * len(source) // number) for place in range(number))
+    cell = source.collate(sorted(drawn, key=lambda of: -of.length))
+    cell.pop("counts")
+    return to_device(cell, accelerator.device)
+
+
+def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) -> list[str]:
+    """The ways that all processes can compute, and whose gradient is that of the first."""
+    precision = accelerator.mixed_precision
+    kind = precision if precision != "no" else str(next(model.parameters()).dtype).removeprefix("torch.")
+    first, expected, problems = next(iter(ways)), None, {}
+    for name, take in ways.items():
+        take()
+        try:
+            found = _gradient(accelerator, model, cell)
+            expected = found if expected is None else expected
+            distance = ((found - expected).norm() / expected.norm()).item()
+            if not distance <= TOLERANCE[kind]:
+                problems[name] = f"its gradient is {distance:.1e} of its size away from that of {first}"
+        except (RuntimeError, NotImplementedError) as error:
+            if name == first and not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            problems[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        if expected is None:  # memory does not hold the first, with which the others are compared
+            problems = dict.fromkeys(ways, f"memory ran out computing {first}, with which it is compared")
+            break
+    failed = torch.tensor([name in problems and name != first for name in ways], device=accelerator.device).int()
+    failed = accelerator.reduce(failed, reduction="sum").tolist()
+    for name, problem in problems.items():
+        if name != first:
+            accelerator.print(f"kernels: not {name}: {problem}")
+    return [name for name, times in zip(ways, failed, strict=True) if not times]
+
+
+def _compute(accelerator: Accelerator, model: nn.Module, cell: Cell) -> None:
+    with accelerator.autocast():
+        sums, *_ = model(**cell)
+    sums.sum().backward()
+
+
+def _gradient(accelerator: Accelerator, model: nn.Module, cell: Cell) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    _compute(accelerator, model, cell)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found

@@ -1,0 +1,243 @@
+"""The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import warnings
+from datetime import timedelta
+
+import accelerate.optimizer
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    get_int_from_env,
+    is_lomo_available,
+    parse_flag_from_env,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from samestep.errors import UsageError
+from samestep.step.batch_norm import BatchNorm
+from samestep.step.optim import Accumulating
+
+# How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+ONEDNN_KERNELS = "8192"
+"""How many kernels oneDNN keeps, of which it generates one for every size of a product in bf16, in 0.7 ms: its 1024 are too few
+for cells of all sizes."""
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "with tensor, context or sequence parallelism processes share samples",
+}
+
+
+def create_accelerator(
+    mixed_precision: str | None = None, ddp_timeout: float = 1800, may_shard: bool = True, **kwargs
+) -> Accelerator:
+    """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
+
+    One process takes the GPU if there is one. The launch asks for the CPU by ACCELERATE_USE_CPU or by hiding the GPUs
+    (`gpu_ids: "-1,-1"` in the launch file, or CUDA_VISIBLE_DEVICES); several processes then talk over gloo. Several
+    processes that find no GPU without having asked for the CPU are an error.
+
+    Args:
+        mixed_precision: no, fp16 or bf16; None: what the launch says.
+        ddp_timeout: seconds that a process waits for another in a collective.
+        may_shard: whether FSDP2 is supported.
+        kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
+
+    Raises:
+        UsageError: a launch that would not be what it says, or whose steps would not be the recipe's.
+    """
+    if not gc.isenabled():  # the program did without it while it imported modules
+        gc.freeze()  # they stay: nothing of them need be looked at again, which takes 0.4 s each time
+        gc.enable()
+    problems = _environment_problems()
+    if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        problems.append(
+            "the launch file shards weights (FSDP), which only programs of language models do: launch with distributed_type "
+            "MULTI_GPU"
+        )
+    if problems:
+        raise UsageError(problems)
+    plugin = _sharding()
+    # By itself `optimizer.step()` looks through all of sys.path for LOMO's package, twice in every micro-step: 0.3 ms.
+    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
+    # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    accelerator = Accelerator(
+        # Sharded gradients are reduced in every micro-step: kept until the last, they would be whole on every process.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
+        fsdp_plugin=plugin,
+        mixed_precision=mixed_precision,
+        cpu=_gpus_are_hidden(),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(init_method=_init_method(), timeout=timedelta(seconds=ddp_timeout)),
+        ],
+        **kwargs,
+    )
+    if problems := _accelerator_problems(accelerator):
+        raise UsageError(problems)
+    if accelerator.device.type == "cpu":
+        keep_memory()
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read at the first one
+    if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
+        # What AcceleratorState does for every kind of device but CPUs, where it would quietly take DDP instead.
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return accelerator
+
+
+def keep_memory() -> None:
+    """Let glibc keep the memory of tensors that are freed. By itself it gives that of large ones back to the system, which
+    clears every page that it hands out again in the next step.
+
+    Images per second of the captcha reader's training on 2 cores: 151 without, 352 with it in float32, 385 and 635 in
+    bf16, and most memory held 1.24 and 1.46 GB there. Without glibc nothing is done.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def _init_method() -> str | None:
+    """Where restarted workers meet. torch 2.13 lets them (`--max_restarts`) find the addresses of the dead ones in the store
+    that their agent keeps, and they fail to connect; here each generation of workers has keys of its own."""
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if generation == "0":
+        return None
+
+    def meet(url: str, timeout: timedelta, **kwargs):
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        yield dist.PrefixStore(f"generation-{generation}", store), rank, size
+
+    with contextlib.suppress(RuntimeError):  # it is registered already
+        dist.register_rendezvous_handler("restarted", meet)
+    return "restarted://"
+
+
+def _sharding() -> FullyShardedDataParallelPlugin | None:
+    """FSDP2 as the launch file asks for it; None: every process holds the whole model.
+
+    Parameters are gathered in their own type, and `prepare` lets autocast decide what is computed in bf16, as without
+    sharding; Accelerate's own policy would reduce gradients in bf16.
+    """
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return None
+    return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
+    """`accelerator.prepare`, with autocast around a sharded model's forward, which Accelerate leaves out. An optimizer that
+    accumulates takes the place of DistributedDataParallel.
+
+    Args:
+        model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
+
+    Raises:
+        UsageError: an optimizer that accumulates with fp16 or sharded weights.
+    """
+    if isinstance(optimizer, Accumulating):
+        problem = "accumulation is optimizer, but {}: set it to gradient, or {}"
+        if is_sharded(accelerator):
+            why = "the launch file shards weights (FSDP), whose gradients are parts of tensors that hooks do not see"
+            raise UsageError(problem.format(why, "launch with distributed_type MULTI_GPU"))
+        if accelerator.scaler is not None:
+            why = (
+                "mixed_precision is fp16, where a step whose scaled gradient overflows must be left out, but then it is in the "
+                "moments already"
+            )
+            raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
+        prepared = accelerator.prepare(optimizer)
+        if accelerator.num_processes > 1:
+            optimizer.distribute(model)
+        optimizer.allocate()
+        return model, prepared
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
+        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
+    return model, optimizer
+
+
+def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether each forward needs all processes: for parts of the model, or for statistics of batch normalisation."""
+    synchronized = any(isinstance(module, BatchNorm) and module.group is not None for module in model.modules())
+    return is_sharded(accelerator) or synchronized
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether processes hold parts of the model, so that each of their forwards needs all of them."""
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def _gpus_are_hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU. `accelerate launch` gives gpu_ids to all processes by that name, but
+    use_cpu only to a single one (as ACCELERATE_USE_CPU, which Accelerate reads itself)."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+
+
+def _environment_problems() -> list[str]:
+    problems = [
+        f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
+        for name, why in UNSUPPORTED.items()
+        if parse_flag_from_env(name)
+    ]
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+            problems.append(f"fsdp_version is {version}, but only FSDP2 is supported: set it to 2 in the launch file")
+        if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            problems.append(
+                "fsdp_cpu_ram_efficient_loading is true, which parts tied weights (the head from the embedding): set it to "
+                "false in the launch file"
+            )
+    if (value := os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) is not None:
+        problems.append(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {value!r}, but k follows from the recipe and the hardware: "
+            "remove gradient_accumulation_steps from the launch file, and unset the variable"
+        )
+    size, has_rank = get_int_from_env(SIZES, 1), get_int_from_env(RANKS, -1) >= 0
+    if size > 1 and not has_rank:
+        problems.append(
+            f"the environment counts {size} processes, but this one has no RANK: start them by `accelerate launch`, or "
+            "unset WORLD_SIZE to run one"
+        )
+    if size == 1 and not has_rank and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        problems.append(
+            "the launch file has num_processes above 1, but `accelerate launch` starts a single process for its "
+            "distributed_type (MULTI_CPU, NO): on CPUs launch as accelerate_configs/2xcpu.yaml does, on GPUs with "
+            "MULTI_GPU; for one process set num_processes: 1 and unset MASTER_ADDR"
+        )
+    return problems
+
+
+def _accelerator_problems(accelerator: Accelerator) -> list[str]:
+    problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
+    if size > 1 and accelerator.num_processes == 1:
+        problems.append(
+            f"{size} processes were launched, but each would train alone, on {device}: to train on GPUs, see that "
+            "torch.cuda.is_available() and that LOCAL_RANK is set; to train on CPUs, launch with "
+            "accelerate_configs/2xcpu.yaml or set ACCELERATE_USE_CPU=true"
+        )
+    if accelerator.mixed_precision == "fp16" and device.type == "cpu":
+        problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
+    if accelerator.mixed_precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        problems.append("mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no")
+    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if accelerator.mixed_precision == "bf16" and emulated:
+        name = torch.cuda.get_device_name(device)
+        problems.append(f"mixed_precision is bf16, but {name} only emulates it, slowly: set it to fp16")
+    return problems

@@ -1,0 +1,257 @@
+"""What keeps a run going, or stops it in good order: memory that runs out, numbers that are not finite, processes that
+do not answer, requests to stop.
+
+A step is attempted. When memory runs out on any process, every process throws its gradients away, halves its caps and
+attempts the step again: the same samples in smaller cells, so the same gradient. For that all must learn of it and none may
+wait for ever. Processes agree once per step, between the last backward and the optimizer's step, through one all-reduce of
+two flags on the host, which waits for no device. The process that failed first takes part, with zeros, in those reductions of
+the gradient for which the others are waiting or will wait; the sums are thrown away.
+"""
+
+import contextlib
+import datetime
+import time
+import traceback
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep import interrupt
+from samestep.data.steps import StepData, Steps
+from samestep.errors import RunError
+from samestep.step import accumulate
+from samestep.step.optim import Accumulating
+from samestep.training.capacity import is_out_of_memory, recall
+from samestep.training.launch import waits_in_forward
+from samestep.training.report import RunLog
+
+SECONDS_TO_REPORT = 5  # that waiting processes give each other to say that they wait
+
+
+class _Repeat(Exception):
+    """Memory ran out on some process: leave the step."""
+
+
+class Recovery:
+    """Attempts steps until all processes have done them.
+
+    Args:
+        accelerator: of this run.
+        steps: where smaller cells come from.
+        model, optimizer: as prepared by `accelerator`.
+        log: where it is said; its run's settings are used: `on_nonfinite` (`stop` keeps the parameters as they are from a
+            gradient on that is not finite, `skip` leaves that step out), `ddp_timeout`, `max_train_minutes`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        steps: Steps,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        log: RunLog,
+    ):
+        self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
+        # An optimizer that accumulates: what it has folded cannot be taken back.
+        self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
+        self.log, self.settings = log, log.run
+        self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
+        self.capacity = recall(accelerator, log.recipe, self.settings)
+        self.stopping = False  # whether any process was asked to stop; the same on all of them
+        self.not_finite = torch.zeros((), device=accelerator.device)
+        self.hosts = None
+        if accelerator.num_processes > 1:
+            self.hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self.settings.ddp_timeout))
+
+    def attempts(self, data: StepData) -> Iterator["Attempt"]:
+        """Attempts of a step, each a context manager around all of it, until one is complete."""
+        while True:
+            attempt = Attempt(self, data)
+            yield attempt
+            if attempt.is_complete:
+                return
+            self._cut_smaller(data.step)
+            data = self.steps[data.step]
+
+    def agree(self, has_failed: bool) -> bool:
+        """Whether any process has failed; learns also whether any was asked to stop. Called by all, on the host only."""
+        flags = has_failed, bool(self.stop)
+        if self.hosts is not None:
+            of_all = torch.tensor(flags, dtype=torch.int32)
+            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.hosts)
+            flags = map(bool, of_all.tolist())
+        any_failed, self.stopping = flags
+        return any_failed
+
+    def hold_back(self, grad_norm: torch.Tensor) -> None:
+        """Let the optimizer leave out this step's update if the gradient is not finite, without waiting for the device.
+
+        torch's fused optimizers read `found_inf`, and keep parameters and state as they are where it is 1. When a gradient
+        scaler is used, it does the same by itself. An optimizer that accumulates has taken the gradient in already.
+
+        Args:
+            grad_norm: scalar on the device, norm of the whole gradient: the same on all processes.
+        """
+        if self.accelerator.scaler is None and self.folding is None:
+            now = (~grad_norm.isfinite()).float()
+            self.not_finite = torch.maximum(self.not_finite, now) if self.settings.on_nonfinite == "stop" else now
+            self.optimizer.optimizer.found_inf = self.not_finite
+
+    def exit_code(self, is_finished: bool) -> int:
+        """0, or what tells a scheduler to start the run again. Signals are handled as before from then on.
+
+        Called before `Accelerator.free_memory` and `Accelerator.end_training`, in this order. Lets go of the model: a
+        DistributedDataParallel must be gone before its process group is, because its reducer, if it holds the last reference to
+        gloo, waits for gloo's threads without giving them Python's lock, which they may wait for.
+        """
+        self.stop.close()
+        self.model = self.optimizer = None
+        return interrupt.RESTART if self.stopping and not is_finished else 0
+
+    def _cut_smaller(self, step: int) -> None:
+        """Called by all processes after a failed attempt."""
+        self.capacity.note(self.steps.longest_at_once, has_fit=False)
+        self.remember()
+        self.model.zero_grad(set_to_none=True)
+        if isinstance(self.model, DistributedDataParallel):
+            # In place: a backward that was broken off leaves DDP's reducer in no usable state.
+            kwargs = self.accelerator.ddp_handler.to_kwargs()
+            where = {"device_ids": self.model.device_ids, "output_device": self.model.output_device}
+            DistributedDataParallel.__init__(self.model, self.model.module, **where, **kwargs)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not self.steps.halve(step):
+            raise RunError(
+                f"memory ran out in step {step + 1} with one sample in a cell: nothing smaller is the same step. Try "
+                f"{self.settings.memory_remedy}"
+            )
+        caps = {"per_device_train_batch_size": self.steps.layout.per_device_train_batch_size}
+        if self.steps.max_tokens is not None:
+            caps["per_device_train_tokens"] = self.steps.max_tokens
+        self.log.event(step + 1, "memory ran out: the step is done again in smaller cells", **caps)
+
+    def remember(self) -> None:
+        """Keep for later runs what is known about memory."""
+        if self.accelerator.is_main_process:
+            self.capacity.write()
+
+    def _collectives(self) -> int:
+        """How many collectives DDP's process group has begun."""
+        if isinstance(self.model, DistributedDataParallel):
+            return self.model.process_group._get_sequence_number_for_group()
+        return 0
+
+
+class Attempt:
+    """One try to compute the gradient of a step.
+
+    Attributes:
+        data: this process's part of the step as it is cut now.
+        counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
+        sums: detached summed losses of each cell, [terms] each; the loop appends them.
+        is_complete: whether all processes came to its end.
+    """
+
+    def __init__(self, recovery: Recovery, data: StepData):
+        self.recovery, self.data, self.is_complete, self.is_agreed = recovery, data, False, False
+        self.sums: list[torch.Tensor] = []
+
+    def __enter__(self) -> "Attempt":
+        recovery = self.recovery
+        with self._naming_who_is_missing():
+            if isinstance(recovery.model, DistributedDataParallel):
+                recovery.model.reducer._rebuild_buckets()  # which its first forward would do, were it certain to come
+            self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
+        if recovery.folding is not None:
+            recovery.folding.gradient_accumulation_steps = len(self.data.cells)
+            recovery.folding.num_cells = self.data.num_cells
+        self.first_collective = recovery._collectives()
+        return self
+
+    def gradient_is_complete(self) -> None:
+        """To be called between the last backward and the optimizer's step, which only comes when no process failed."""
+        any_failed = self.recovery.agree(has_failed=False)
+        self.is_agreed = True
+        if any_failed and self.recovery.folding is not None:
+            raise self._cannot_repeat("another process")
+        if any_failed:
+            raise _Repeat
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            self.is_complete = True
+        if error is None or isinstance(error, _Repeat):
+            return error is not None
+        with self._naming_who_is_missing():
+            if not is_out_of_memory(error):
+                raise error
+            self._leave_in_good_order(error)
+        return True
+
+    def _leave_in_good_order(self, error: BaseException) -> None:
+        recovery, step = self.recovery, self.data.step + 1
+        if self.is_agreed:
+            raise RunError(
+                f"memory ran out in the optimizer's step {step}, which cannot be cut: resume with "
+                f"{recovery.settings.memory_remedy}"
+            ) from error
+        if waits_in_forward(recovery.accelerator, recovery.model):
+            raise RunError(
+                f"memory ran out in step {step}. With sharded weights or synchronised batch normalisation it cannot be done "
+                "again: resume with a smaller "
+                f"--per_device_train_batch_size than {recovery.steps.layout.per_device_train_batch_size}"
+            ) from error
+        traceback.clear_frames(error.__traceback__)  # whose variables hold the activations
+        if recovery.folding is not None:
+            recovery.folding.abandon()
+            recovery.agree(has_failed=True)
+            raise self._cannot_repeat("this process") from error
+        if isinstance(recovery.model, DistributedDataParallel):
+            begun = recovery._collectives() - self.first_collective
+            reducer = recovery.model.reducer
+            works = [reducer._run_comm_hook(bucket) for bucket in reducer._get_zeros_like_grad_buckets()[begun:]]
+            for work in works:
+                work.wait()
+        recovery.agree(has_failed=True)
+
+    def _cannot_repeat(self, where: str) -> RunError:
+        return RunError(
+            f"memory ran out on {where} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
+            "(accumulation optimizer): it cannot be done again. Resume with a smaller --per_device_train_batch_size than "
+            f"{self.recovery.steps.layout.per_device_train_batch_size}"
+        )
+
+    @contextlib.contextmanager
+    def _naming_who_is_missing(self):
+        try:
+            yield
+        except RuntimeError as error:
+            if self.recovery.hosts is None or isinstance(error, RunError) or not _is_about_others(error):
+                raise
+            raise RunError(f"step {self.data.step + 1}: {self._who_is_missing()}") from error
+
+    def _who_is_missing(self) -> str:
+        """Every process that waits says so in the common store; who does not is the one that is waited for."""
+        rank, size = self.recovery.accelerator.process_index, self.recovery.accelerator.num_processes
+        store, key = dist.distributed_c10d._get_default_store(), f"recipes/waiting/{self.data.step}/"
+        try:
+            store.set(f"{key}{rank}", "")
+            time.sleep(SECONDS_TO_REPORT)
+            missing = [other for other in range(size) if not store.check([f"{key}{other}"])]
+        except RuntimeError:
+            missing = [0]  # it holds the store
+        names = ", ".join(map(str, missing)) or "unknown"
+        return (
+            f"no answer from process {names} of {size}: it hangs (longer than --ddp_timeout) or has ended; its own output "
+            "may say why. Resume with --resume_from_checkpoint latest"
+        )
+
+
+def _is_about_others(error: RuntimeError) -> bool:
+    """Whether it comes from a collective: another process is late, or gone."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text or "connection" in text

@@ -1,0 +1,514 @@
+"""What a run leaves behind: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from tqdm import tqdm
+
+from samestep.data.steps import StepData
+from samestep.errors import RunError, UsageError
+from samestep.planner import text
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
+from samestep.training import checkpoint
+
+PICTURES = ("loss.png", "predictions.png", "confusion.png")
+"""That the model card shows, where they were drawn."""
+
+
+def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
+    """Make the output folder and lock it. An earlier run in it is resumed or overwritten, when asked for, never mixed with
+    a new one.
+
+    Called by all processes, before anything costly. Nothing is deleted before `RunLog` starts the new run.
+
+    Raises:
+        UsageError: the folder holds a run, another process is running one in it, or it cannot be made.
+    """
+    output_dir = Path(run.output_dir)
+    if accelerator.is_main_process:
+        if _earlier_run(output_dir) and not run.resume_from_checkpoint and not run.overwrite_output_dir:
+            raise UsageError(
+                f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
+                "with --overwrite_output_dir, or choose another folder"
+            )
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            _lock(output_dir)
+        except OSError as error:
+            raise UsageError(
+                f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder"
+            ) from None
+    accelerator.wait_for_everyone()
+
+
+_locks: dict[Path, TextIO] = {}  # kept open: the system unlocks them when this process ends, however it ends
+
+
+def _lock(output_dir: Path) -> None:
+    file = (output_dir / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        raise UsageError(
+            f"output_dir {output_dir} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another "
+            "folder"
+        ) from None
+    except OSError as error:
+        print(f"WARNING: {output_dir} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    _locks[output_dir.resolve()] = file
+
+
+def _earlier_run(output_dir: Path) -> list[Path]:
+    files = [path for name in ("metrics.jsonl", "samples.jsonl") if (path := output_dir / name).exists()]
+    return files + checkpoint.checkpoints(output_dir)
+
+
+class RunLog:
+    """Metrics of the steps, read from the device once per `logging_steps` and written one JSON line per step.
+
+    The losses written are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
+
+    Args:
+        accelerator, recipe, run: of this run.
+        start: where an earlier session was; its lines of later steps are removed, trackers go on with its run.
+        num_steps: steps at the end of training.
+        saver: writes checkpoints.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        recipe: Recipe,
+        run: RunSettings,
+        start: checkpoint.State,
+        num_steps: int,
+        saver: checkpoint.Saver,
+    ):
+        self.accelerator, self.recipe, self.run = accelerator, recipe, run
+        self.output_dir = Path(run.output_dir)
+        self.num_steps, self.num_skipped = num_steps, start.num_skipped
+        self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
+        self.first_step = first_step
+        self.num_units, self.seconds = 0, 0.0
+        self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
+        self.saver = saver
+        if accelerator.is_main_process:
+            if run.overwrite_output_dir:
+                for path in _earlier_run(self.output_dir):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
+            _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
+            (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        done = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
+        # Of this session and earlier ones.
+        self.evaluations: list[dict[str, Any]] = broadcast_object_list([done])[0]
+        if run.report_to != "none":
+            config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
+            goes_on = {
+                "wandb": {"id": self.run_id, "resume": "allow"},
+                "tensorboard": {"purge_step": first_step + 1},
+            }
+            accelerator.init_trackers(recipe.name, config=config, init_kwargs=goes_on)
+        self._say_what_is_not_exact()
+        self.bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            unit="step",
+            disable=not accelerator.is_main_process,
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        )
+        self.clock = time.perf_counter()
+
+    def _say_what_is_not_exact(self) -> None:
+        noise = [
+            f"{name} {value}"
+            for name, value in self.recipe.decisive().items()
+            if ("dropout" in name or "pdrop" in name) and value
+        ]
+        if self.recipe.accumulation == "optimizer":
+            self.accelerator.print(text.accumulation(self.recipe.second_moment))
+        if noise:
+            self.accelerator.print(
+                f"{', '.join(noise)}: the noise is drawn per process and micro-step, so that another layout's losses differ "
+                "by it; samples, batch, learning rate and masks do not"
+            )
+
+    def step(
+        self,
+        data: StepData,
+        sums: Sequence[torch.Tensor],
+        counts: torch.Tensor,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
+        """Note a step; `sums`, [terms] each, are those of this process's cells, `counts` [terms] the whole step's."""
+        now = time.perf_counter()
+        line = {
+            "step": data.step + 1,
+            "epoch": data.epoch,
+            "learning_rate": learning_rate,
+            "samples": data.num_samples,
+        }
+        if self.recipe.unit != "image":  # images are samples
+            line[f"{self.recipe.unit}s"] = data.num_tokens
+        line["seconds"] = now - self.clock
+        self.clock = now
+        self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
+        self.bar.update()
+        if line["step"] % self.run.logging_steps == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the noted steps' sums from the device, add them up over the processes, write their lines.
+
+        Raises:
+            RunError: a loss or gradient is not finite, and on_nonfinite is stop.
+        """
+        if not self.pending:
+            return
+        pending, self.pending = self.pending, []
+        sums = self.accelerator.reduce(torch.stack([sums.sum(0) for _, _, sums, _, _ in pending]), reduction="sum")
+        rows = zip(
+            pending,
+            sums.cpu(),
+            torch.stack([counts for *_, counts, _ in pending]).cpu(),
+            torch.stack([norm for *_, norm in pending]).double().cpu(),
+            strict=True,
+        )
+        ledger, broken, num_units, seconds = [], None, 0, 0.0
+        for (line, cells, cell_sums, *_), total, counts, norm in rows:
+            line |= self.losses(total, counts) | {"grad_norm": norm.item()}
+            # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
+            is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
+            is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
+            if is_broken and self.run.on_nonfinite == "stop":
+                is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
+                broken = self._not_finite(line, cells, cell_sums), is_held_back
+                break
+            if has_skipped:
+                self.num_skipped += 1
+                line["skipped"] = True
+            self._write(_order(line))
+            num_units += line.get(f"{self.recipe.unit}s", line["samples"])
+            seconds += line["seconds"]
+            for micro_step, samples in enumerate(cells):
+                where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
+                ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
+        self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
+        if seconds:
+            self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
+        if self.run.record_samples:
+            ledger = gather_object(ledger)
+            ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
+            self._append("samples.jsonl", ledger)
+        if broken is not None:
+            message, is_held_back = broken
+            if not is_held_back:
+                raise RunError(f"{message}. Resume from a checkpoint before it")
+            self.saver.save(line["step"] - 1, self.num_skipped, self.run_id)
+            self.saver.close()
+            raise RunError(
+                f"{message}. Parameters and optimizer are those after step {line['step'] - 1}, and saved: resume with "
+                "--on_nonfinite skip to leave such steps out"
+            )
+
+    def _progress(self, line: dict[str, Any], rate: float) -> dict[str, str]:
+        """What the progress bar says beside the time left, of the last step that was read."""
+        memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
+        numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
+        return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
+
+    def _not_finite(self, line: dict[str, Any], cells: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
+        """What is not finite in a step, and where: called by all processes, `sums` [cells, terms] are each one's own."""
+        rank = self.accelerator.process_index
+        mine = [
+            f"process {rank}, micro-step {cell}, samples "
+            + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
+            for cell, (is_finite, samples) in enumerate(zip(sums.isfinite().all(1).tolist(), cells, strict=True))
+            if not is_finite
+        ]
+        places = gather_object(mine)
+        what = "the loss is" if places else "the losses are finite, but their gradient is"
+        return f"step {line['step']}: {what} not finite" + (f" ({'; '.join(places)})" if places else "")
+
+    def event(self, step: int, what: str, **values: Any) -> None:
+        """Write and say something that happened in `step`."""
+        self.flush()
+        self._append("metrics.jsonl", [{"step": step, "event": what} | values])
+        if self.accelerator.is_main_process:
+            details = ", ".join(f"{name} {value}" for name, value in values.items())
+            tqdm.write(f"step {step}: {what} ({details})", file=sys.stderr)
+
+    def losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
+        """The loss and, of several, each of its terms, from whole sums and counts, both [terms] on the host."""
+        weights = self.recipe.loss_weights
+        means = [s / max(n, 1) for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+        terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True) if len(weights) > 1}
+        return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
+
+    @property
+    def evaluated(self) -> set[int]:
+        """Steps after which the model was evaluated, now or in an earlier session."""
+        return {line["step"] for line in self.evaluations}
+
+    def evaluation(self, step: int, totals: torch.Tensor, judged: Mapping[str, float] | None = None) -> None:
+        """Write the losses of `totals` (see `evaluate`) at `step`, and what they were `judged` by.
+
+        None: accuracies, and of a language model the perplexity.
+        """
+        self.flush()
+        sums, correct, counts = totals
+        accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
+        metrics = self.losses(sums, counts, prefix="eval_")
+        if judged is not None:
+            metrics |= {f"eval_{name}": value for name, value in judged.items()}
+        else:
+            if terms == ["lm"]:
+                metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
+            names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
+            metrics |= dict(zip(names, accuracies, strict=True))
+        self.evaluations.append({"step": step} | metrics)
+        self._write({"step": step} | metrics)
+        if self.accelerator.is_main_process:
+            tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's."""
+        self.clock = time.perf_counter()
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint of the run as it is after `step`."""
+        self.flush()
+        self.saver.save(step, self.num_skipped, self.run_id)
+        self.restart_clock()
+
+    def close(self) -> None:
+        """Write what is left.
+
+        Raises:
+            RunError: the last checkpoint, or lines, could not be written.
+        """
+        self.flush()
+        for name, lines in self.unwritten.items():
+            if lines:
+                self._append(name, [])
+        self.bar.close()
+        try:
+            self.saver.close()
+        finally:
+            if lock := _locks.pop(self.output_dir.resolve(), None):
+                lock.close()
+        if lost := [name for name, lines in self.unwritten.items() if lines]:
+            raise RunError(f"{', '.join(lost)} in {self.output_dir} could not be written to the end")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._append("metrics.jsonl", [line])
+        if self.run.report_to != "none":
+            self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+
+    def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        """Append lines to a file of process 0; what cannot be written, because the disk is full, is tried again next time."""
+        if not self.accelerator.is_main_process:
+            return
+        self.unwritten[name] += "".join(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+        path = self.output_dir / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(self.unwritten[name])
+            self.unwritten[name] = ""
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            tqdm.write(f"WARNING: {path} cannot be written ({error.strerror}); trying again later", file=sys.stderr)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most, of a GPU's memory in tensors, on a CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity and no NaN: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _order(line: dict[str, Any]) -> dict[str, Any]:
+    """`step, epoch, loss, terms ...` first: the order in which people read them."""
+    first = ["step", "epoch", *(name for name in line if name.endswith("loss")), "learning_rate", "grad_norm"]
+    return {name: line[name] for name in first} | line
+
+
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the lines that a resumed run is going to write again, and one that was cut off when the run was killed."""
+    if path.exists():
+        kept = []
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                kept += [text + "\n"] if wanted(json.loads(text)) else []
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _is_before(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
+    # The evaluation at the very end is made again when a finished run is resumed.
+    return line["step"] <= first_step and ("eval_loss" not in line or line["step"] < num_steps)
+
+
+def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The step lines and the evaluation lines of metrics.jsonl."""
+    path = output_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+
+
+def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:
+    """Draw every loss of metrics.jsonl over the steps, training as lines and evaluations as points, into loss.png."""
+    from matplotlib.figure import Figure
+
+    steps, evaluations = read_metrics(output_dir)
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel="loss")
+    for number, name in enumerate(["loss", *(f"{term}_loss" for term in terms)]):
+        numbers = np.array([line["step"] for line in steps])
+        values = np.array([line[name] for line in steps], float)  # null, not finite, becomes NaN
+        window = max(1, len(values) // 50)
+        means = np.convolve(values, np.full(window, 1 / window), mode="valid") if len(values) else values
+        axes.plot(numbers, values, color=f"C{number}", lw=0.7, alpha=0.35)
+        axes.plot(numbers[window - 1 :], means, color=f"C{number}", lw=1.5, label=f"{name}, mean of {window} steps")
+        points = [(line["step"], line[f"eval_{name}"]) for line in evaluations if line["step"] > 0]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=f"C{number}", label=f"eval_{name}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(output_dir / "loss.png")
+    return output_dir / "loss.png"
+
+
+def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer: Any) -> None:
+    """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
+    if accelerator.is_main_process:
+        partial, best = output_dir / "best.partial", output_dir / "best"
+        for each in (model, tokenizer):
+            each.save_pretrained(partial)
+        shutil.rmtree(best, ignore_errors=True)
+        partial.rename(best)
+    accelerator.wait_for_everyone()
+
+
+def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
+    """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
+
+    Called by process 0 only, after the model and the tokenizer were saved in the output folder.
+
+    Args:
+        log: closed.
+        usage: lines of Python that load what was saved; OUTPUT_DIR stands for the folder.
+        best_step: whose evaluation is that of what was saved; None: the last one.
+    """
+    recipe, output_dir = log.recipe, log.output_dir
+    steps, evaluations = read_metrics(output_dir)
+    results: dict[str, Any] = {"steps": steps[-1]["step"] if steps else log.num_steps}
+    if best_step is not None:
+        results["best_step"] = best_step
+        evaluations = [line for line in evaluations if line["step"] <= best_step]
+    if steps:  # none when a finished run is resumed into another folder
+        results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
+    if evaluations:
+        results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
+    if log.seconds:
+        results |= {"train_seconds": log.seconds, f"{recipe.unit}s_per_second": log.num_units / log.seconds}
+        results["peak_memory_gb"] = peak_memory(log.accelerator.device) / 1e9
+    if log.num_skipped:
+        results["skipped_steps"] = log.num_skipped
+    (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    terms = list(recipe.loss_weights)
+    plot_losses(output_dir, recipe.name, terms if len(terms) > 1 else [])
+    usage = usage.replace("OUTPUT_DIR", str(output_dir))
+    pictures = [name for name in PICTURES if (output_dir / name).exists()]
+    (output_dir / "README.md").write_text(_model_card(recipe, results, usage, pictures), encoding="utf-8")
+    first = evaluations[0] if evaluations else {}
+    width = max(len(name) for name in results)
+    print(f"\n{recipe.name}: {recipe.description}")
+    for name, value in results.items():
+        change = f"  (from {_number(first[name])} at step {first['step']})" if name in first else ""
+        print(f"  {name:{width}}  {_number(value)}{change}")
+    files = ", ".join(
+        sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
+    )
+    newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
+    print(
+        f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n"
+        + "".join(f"  {line}\n" for line in usage.split("\n"))
+    )
+    if log.run.push_to_hub:
+        print(f"Uploaded to {_push_to_hub(output_dir, log.run.hub_model_id)}")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
+
+
+def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str, pictures: Iterable[str]) -> str:
+    shown = "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in pictures)
+    rows = "".join(f"| {name} | {_number(value)} |\n" for name, value in results.items())
+    return f"""---
+library_name: {"transformers" if "transformers" in usage else "pytorch"}
+tags: [{recipe.task}]
+---
+# {recipe.name}
+
+{recipe.description}
+
+Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Source of its numbers: {recipe.source}.
+
+| metric | value |
+|---|---|
+{rows}
+{shown}
+
+```python
+{usage}
+```
+"""
+
+
+def _push_to_hub(output_dir: Path, repo_id: str | None) -> str:
+    """Upload the results, without checkpoints; returns the URL of the commit."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        repository = HfApi().create_repo(repo_id or output_dir.name, exist_ok=True)
+        return HfApi().upload_folder(
+            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", ".*"]
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"push_to_hub failed ({reason}): log in with `hf auth login`; the results are in {output_dir}"
+        ) from None

@@ -1,0 +1,25 @@
+"""Does a training loop take the step that it says? `audit_step` for models and loops, `python -m stepaudit` for programs.
+
+Needs torch, numpy and cloudpickle only.
+"""
+
+import importlib
+
+_HOMES = {
+    "CAUSES": "causes",
+    "Audit": "step",
+    "Comparison": "judge",
+    "Cut": "step",
+    "Finding": "causes",
+    "assert_same_step": "step",
+    "audit_step": "step",
+    "default_cuts": "step",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str):
+    """Import a public name when it is first used: pytest loads the plugin in every run, and few of them need torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,119 @@
+"""Steps that several processes take together, over gloo."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from stepaudit.errors import UsageError
+from stepaudit.recording import Recording
+
+TIMEOUT = 300  # seconds for all cuts of one number of processes
+
+
+def run(
+    command: list[str], num_processes: int, what: str, timeout: float, variables: Mapping[str, str] | None = None
+) -> None:
+    """Run a command, in `num_processes` processes in the environment that torchrun gives; the first failure ends them all.
+
+    Raises:
+        UsageError: one failed (the end of what it wrote), or it took longer than `timeout` seconds.
+    """
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | dict(variables or {})
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    if not torch.cuda.is_available():
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if num_processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "audit"}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder, contextlib.ExitStack() as stack:
+        logs, processes = [Path(folder) / str(rank) for rank in range(num_processes)], []
+        for rank, log in enumerate(logs):
+            own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_processes > 1 else {})
+            output = stack.enter_context(log.open("w"))
+            processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + timeout
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"{what} took longer than {timeout:g} seconds: does a process wait, or is more time needed?"
+                )
+            time.sleep(0.02)
+        if any(codes):
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            where = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
+            last = "\n  ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-12:])
+            raise UsageError(f"{what} failed{where}:\n  {last}")
+
+
+def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:
+    """Of each cut the recordings of all processes, which talk over gloo. Functions need not be importable: they are sent."""
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        sent = dataclasses.replace(subject, model=copy.deepcopy(subject.model).cpu()), cuts
+        (Path(folder) / "subject").write_bytes(_sent(sent))
+        (Path(folder) / "path").write_text(json.dumps(sys.path))
+        command = [sys.executable, "-c", "from stepaudit import processes; processes.work()", folder]
+        run(command, num_processes, f"the audit on {num_processes} processes", TIMEOUT)
+        return load(Path(folder), len(cuts), num_processes)
+
+
+def load(folder: Path, num_runs: int, num_processes: int) -> list[list[Recording]]:
+    """What `num_processes` wrote for each run: RUN-RANK.npz."""
+    runs, ranks = range(num_runs), range(num_processes)
+    return [[Recording.load(folder / f"{number}-{rank}.npz") for rank in ranks] for number in runs]
+
+
+def _sent(value: Any) -> bytes:
+    """Pickled; functions and classes of modules that another process cannot import, by value."""
+    named = {
+        name: module for name, module in sys.modules.items() if name == getattr(module, "__name__", "") != "__main__"
+    }
+    tops = {name.partition(".")[0] for name in named}
+    hidden = {top for top in tops if not any(finder.find_spec(top, None) for finder in sys.meta_path)}
+    own = [module for name, module in named.items() if name.partition(".")[0] in hidden]
+    with contextlib.ExitStack() as stack:
+        for module in own:
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        return cloudpickle.dumps(value)
+
+
+def work() -> None:
+    """What one of the processes does: the environment and FOLDER say which."""
+    folder, code = Path(sys.argv[1]), 0
+    try:
+        sys.path[:] = json.loads((folder / "path").read_text())
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.distributed.init_process_group("gloo")
+        subject, cuts = cloudpickle.loads((folder / "subject").read_bytes())
+        rank = torch.distributed.get_rank()
+        for number, cut in enumerate(cuts):
+            subject.take_steps(cut, subject.loop, rank).save(folder / f"{number}-{rank}.npz")
+        torch.distributed.barrier()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # models wrapped for several processes must not be destroyed after the process group

@@ -1,0 +1,68 @@
+"""Runs a program as `python PROGRAM ARGS` would, and records it: python -m stepaudit.program FOLDER STEPS PROGRAM ARGS"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepaudit.record import Enough, Recorder
+
+FAILED = "failed"  # file in FOLDER: the recorder failed, not the program
+
+
+def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
+    sys.argv = [program, *argv]
+    sys.path[0] = str(Path(program).resolve().parent)
+    # Not runpy's, which empties the module at the end: DDP must not be destroyed after its process group.
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = program
+    recorder, code, pid = Recorder(int(num_steps)), 0, os.getpid()
+    _count_children(recorder)
+    # It can wait for ever while DistributedDataParallel is alive, as accelerator.end_training() calls it.
+    torch.distributed.destroy_process_group = lambda *_, **__: None
+    try:
+        with recorder:
+            exec(compile(Path(program).read_bytes(), program, "exec"), module.__dict__)
+    except Enough:
+        pass
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)  # as Python does
+    except BaseException as error:
+        traceback.print_exc()
+        code = 1
+        frames = traceback.extract_tb(error.__traceback__)
+        if Path(frames[-1].filename).parent == Path(__file__).parent and frames[-1].name != "main":
+            (Path(folder) / FAILED).write_text(f"{type(error).__name__}: {error}, in {frames[-1].name}")
+    if os.getpid() == pid:  # not in a process that the program forked
+        recorder.recording.save(Path(folder) / f"0-{recorder.recording.process_index}.npz")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what the program would do after its end (threads, process groups) does not concern us
+
+
+def _count_children(recorder: Recorder) -> None:
+    """Note the Python processes that the program starts, which are not recorded. A DataLoader's workers are daemons."""
+    start, init = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+
+    def started(process: Any) -> None:
+        recorder.num_children += not process.daemon
+        start(process)
+
+    def opened(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
+        recorder.num_children += any("python" in Path(os.fsdecode(word)).name for word in words[:1])
+        init(process, args, *rest, **named)
+
+    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = started, opened
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,41 @@
+"""A pytest plugin, there once the package is installed: the fixture `assert_same_step`, the option `--audit-processes`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stepaudit.errors import UsageError
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("stepaudit").addoption(
+        "--audit-processes",
+        type=_numbers,
+        metavar="1,2",
+        help="numbers of processes of assert_same_step, where a test gives none (default 1)",
+    )
+
+
+@pytest.fixture
+def assert_same_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`stepaudit.assert_same_step`: a failure shows the table and the causes, and no traceback."""
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        from stepaudit import audit_step  # here: every run of pytest loads this plugin, and few need torch
+
+        if (processes := request.config.getoption("--audit-processes")) and "cuts" not in kwargs:
+            kwargs.setdefault("processes", processes)
+        try:
+            audit = audit_step(*args, **kwargs)
+        except UsageError as error:
+            pytest.fail(f"assert_same_step: {error}", pytrace=False)
+        if not audit.is_exact:
+            pytest.fail(f"the step depends on how it is cut\n{audit}", pytrace=False)
+        return audit
+
+    return check

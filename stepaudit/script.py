@@ -1,0 +1,264 @@
+"""`python -m recipes audit-script`: runs a program under several layouts, and compares the steps that it takes."""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from stepaudit.causes import HARMLESS, Finding
+from stepaudit.errors import UsageError, nearest
+from stepaudit.judge import alone, compare
+from stepaudit.processes import load, run
+from stepaudit.program import FAILED as FAILED_FILE
+from stepaudit.recording import Recording
+from stepaudit.table import table
+
+USAGE = """python -m recipes audit-script --vary "FLAG=VALUE,..." [--vary ...] [--processes 1,2] [--per_process FLAG]
+                                      [--steps 8] [--tolerance 1e-5] [--timeout 600] [--json] -- PROGRAM.py ARGS"""
+BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
+FAILED = 3  # exit code of an audit that has failed itself
+MOST_PROCESSES = 64
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(f"audit-script: {message}\nusage: {USAGE}")
+
+
+class AuditError(RuntimeError):
+    """The audit itself has failed: nothing is known of the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """How the program is run once.
+
+    Attributes:
+        flags: name -> value. How a name is given: `batch` or `--batch` as --batch=4, `-b` as -b 4, `key:batch` as batch=4,
+            `env:BATCH` as the environment variable.
+    """
+
+    flags: dict[str, str]
+    num_processes: int
+
+    def __str__(self) -> str:
+        names = {BATCH: "b", WINDOW: "k"}
+        parts = [f"{names.get(name, name)} {value}" for name, value in self.flags.items()]
+        return ", ".join([*parts, f"N {self.num_processes}"])
+
+    @property
+    def argv(self) -> list[str]:
+        """
+        >>> Variation({"batch": "4", "--k": "2", "-b": "4", "key:data.batch": "4", "env:BATCH": "4"}, 1).argv
+        ['--batch=4', '--k=2', '-b', '4', 'data.batch=4']
+        """
+        words = []
+        for name, value in self.flags.items():
+            if name.startswith("-") and not name.startswith("--"):
+                words += [name, value]
+            elif not name.startswith("env:"):
+                key = name.removeprefix("key:")
+                words.append(f"{key}={value}" if key != name else f"--{name.lstrip('-')}={value}")
+        return words
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {name.removeprefix("env:"): value for name, value in self.flags.items() if name.startswith("env:")}
+
+
+def variations(
+    vary: list[str], processes: list[int], per_process: tuple[str, ...] = (WINDOW, BATCH)
+) -> list[Variation]:
+    """Every variation on every number of processes, with the same global batch: k is divided by N, or b where k cannot be.
+
+    Args:
+        vary: FLAG=VALUE,FLAG=VALUE of each.
+        processes: numbers of processes.
+        per_process: flags of which one is divided by N, the first that can be. A program without them is run as it is: what it
+            makes of N is seen in its samples.
+
+    >>> [str(v) for v in variations(["per_device_train_batch_size=8,gradient_accumulation_steps=1"], [1, 2])]
+    ['b 8, k 1, N 1', 'b 4, k 1, N 2']
+    """
+    names = [_bare(name) for name in per_process]
+    problems, found = [], []
+    for text in vary:
+        flags = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+        if len(flags) != len(text.split(",")):
+            problems.append(f'--vary is {text!r}, not FLAG=VALUE,FLAG=VALUE: for example "{BATCH}=8,{WINDOW}=1"')
+            continue
+        for num_processes in processes:
+            own = sorted((name for name in flags if _bare(name) in names), key=lambda name: names.index(_bare(name)))
+            numbers = {name: int(flags[name]) for name in own if flags[name].isdecimal() and len(flags[name]) < 10}
+            divided = next((name for name, number in numbers.items() if not number % num_processes), None)
+            if num_processes == 1 or not own:
+                found.append(Variation(flags, num_processes))
+            elif divided is None:
+                problems.append(
+                    f"--vary {text!r} on {num_processes} processes: {' and '.join(own)} cannot be divided by {num_processes}"
+                )
+            else:
+                found.append(Variation(flags | {divided: str(int(flags[divided]) // num_processes)}, num_processes))
+    if problems:
+        raise UsageError(problems)
+    return found
+
+
+def _bare(name: str) -> str:
+    """A flag's name without the signs of how it is given.
+
+    >>> _bare("--per-device-train-batch-size"), _bare("-b"), _bare("env:BATCH")
+    ('per_device_train_batch_size', 'b', 'BATCH')
+    """
+    return name.removeprefix("key:").removeprefix("env:").lstrip("-").replace("-", "_")
+
+
+def record(program: list[str], variation: Variation, num_steps: int, timeout: float) -> list[Recording]:
+    """Run `program` once, and return what each process did.
+
+    Raises:
+        UsageError: it failed, or took no step.
+        AuditError: the recorder failed.
+    """
+    what = f"{program[0]} ({variation})"
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        words = ["-m", "stepaudit.program", folder, str(num_steps), *program, *variation.argv]
+        try:
+            run([sys.executable, *words], variation.num_processes, what, timeout, variation.environment)
+        except UsageError as error:
+            if (failed := Path(folder) / FAILED_FILE).exists():
+                raise AuditError(f"{what}: {failed.read_text()}") from error
+            raise
+        (recordings,) = load(Path(folder), 1, variation.num_processes)
+    if not recordings[0].steps:
+        hint = ""
+        if recordings[0].num_children:
+            hint = (
+                f"; it started {recordings[0].num_children} processes of its own, which are not recorded: leave torchrun, "
+                "accelerate launch or spawn out, and give --processes 2 to the audit"
+            )
+        raise UsageError(f"{what} ended without a step of an optimizer of torch.optim{hint}")
+    return recordings
+
+
+def audit_script(argv: list[str]) -> int:
+    """The command. Returns the exit code: 0 exact, 1 not exact, 3 when the audit itself has failed.
+
+    Raises:
+        UsageError: bad flags, a program that fails.
+    """
+    try:
+        return _audit_script(argv)
+    except UsageError:
+        raise
+    except Exception as error:  # ours, whatever it is: it must not look like a verdict
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}, line {frame.lineno}"
+        print(
+            f"ERROR: the audit itself has failed, and says nothing of the program: {type(error).__name__}: {error} ({place}). "
+            "Please report it, with the program",
+            file=sys.stderr,
+        )
+        return FAILED
+
+
+def _audit_script(argv: list[str]) -> int:
+    parser = _Parser(prog="python -m recipes audit-script", usage=USAGE, description=__doc__.split(":", 1)[1].strip())
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE,...",
+        help="flags of one run, the first is the reference: FLAG is given as --FLAG=VALUE, -F as -F VALUE, key:NAME as "
+        "NAME=VALUE, env:NAME as an environment variable",
+    )
+    parser.add_argument(
+        "--per_process",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help=f"flag that is divided by the number of processes [{WINDOW}, or {BATCH}]",
+    )
+    parser.add_argument(
+        "--processes", default="1", help="numbers of processes, with commas; the first belongs to the reference"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run; 0: all")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative error that is rounding")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    flags = parser.parse_args(own)
+    if not program:
+        raise UsageError(f"audit-script: the program is missing behind --\nusage: {USAGE}")
+    if not Path(program[0]).is_file():
+        raise UsageError(f"audit-script: {program[0]} is not a file")
+    if not all(number.isdecimal() and 0 < int(number[:9]) <= MOST_PROCESSES for number in flags.processes.split(",")):
+        rule = f"not numbers from 1 to {MOST_PROCESSES} with commas: for example 1,2"
+        raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
+    wrong = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
+    rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
+    if any(wrong.values()):
+        raise UsageError(
+            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in wrong.items() if is_wrong
+        )
+    varied = {_bare(part.split("=")[0]) for text in flags.vary for part in text.split(",")}
+    if unknown := [name for name in flags.per_process if _bare(name) not in varied]:
+        raise UsageError(f"--per_process {unknown[0]} is no flag of --vary: {nearest(_bare(unknown[0]), varied)}")
+    runs = variations(
+        flags.vary, [int(number) for number in flags.processes.split(",")], tuple(flags.per_process) or (WINDOW, BATCH)
+    )
+    if len(runs) < 2:
+        raise UsageError(
+            f"audit-script: one run has nothing to be compared with: give another --vary, or --processes 1,2\nusage: {USAGE}"
+        )
+    if problem := _not_a_program(program[0]):
+        raise UsageError(f"audit-script: {program[0]} {problem}")
+    recordings = []
+    for variation in runs:
+        if not flags.json:
+            print(f"{program[0]}: {variation}", file=sys.stderr, flush=True)
+        recordings.append(record(program, variation, flags.steps, flags.timeout))
+    in_itself = alone(recordings[0])
+    comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
+    is_exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
+    if flags.json:
+        rows = [
+            {"layout": str(variation)}
+            | _for_json(dataclasses.asdict(comparison))
+            | {"findings": [_finding(of) for of in comparison.findings], "is_exact": comparison.is_exact}
+            for variation, comparison in zip(runs[1:], comparisons, strict=True)
+        ]
+        answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
+        print(json.dumps(answer | {"findings": [_finding(of) for of in in_itself], "comparisons": rows}))
+    else:
+        print(table(runs, in_itself, comparisons))
+        print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
+    return 0 if is_exact else 1
+
+
+def _not_a_program(name: str) -> str:
+    """Why Python cannot run a file; empty if it can."""
+    try:
+        compile(Path(name).read_bytes(), name, "exec")
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except SyntaxError as error:
+        return f"is no Python program: line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"is no Python program: {error}"
+    return ""
+
+
+def _for_json(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN: null where a step is not compared."""
+    numbers = {name: row[name] for name in ("errors", "ratios", "cosines", "loss_errors", "update_errors")}
+    return row | {name: [x if math.isfinite(x) else None for x in values] for name, values in numbers.items()}
+
+
+def _finding(finding: Finding) -> dict[str, str]:
+    return dataclasses.asdict(finding) | {"remedy": finding.remedy}
