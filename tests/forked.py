@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 60  # seconds of a run
 TICK = 0.01  # seconds between two looks at the processes of a run
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
-"""Ends of a process that are done again once, where processes talk: gloo corrupted the heap under FSDP2, once in about 100 runs."""
+"""Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
 LIBRARIES = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
 
 
