@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 import torch
 import torch.distributed as dist
 import transformers
-from common import load_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel
@@ -38,6 +37,7 @@ from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import sentence_pairs
 from samestep.data.steps import StepData, Steps
+from samestep.models.bert_pretraining import PretrainingSums
 from samestep.models.trace import _Tracer
 from samestep.recipe import run_settings as run
 from samestep.step import losses, optim
@@ -106,13 +106,13 @@ def memory_case(way: str, k: int, num_processes: int) -> dict:
 class Loop:
     """A plain loop over steps, whose gradients accumulate one way or the other."""
 
-    def __init__(self, script, way: str, precision: str):
+    def __init__(self, way: str, precision: str):
         flags = ["--recipe", "bert_small_cpu"]
         if way != "gradient":
             flags += ["--accumulation", "optimizer", "--second_moment", way]
         recipe, _ = run.parse(flags, "bert_pretraining", "")
         torch.manual_seed(recipe.seed)
-        self.model, self.limit = script.PretrainingSums(script.build_model(recipe)).train(), recipe.max_grad_norm
+        self.model, self.limit = PretrainingSums.from_recipe(recipe).train(), recipe.max_grad_norm
         self.optimizer, self.bf16 = optim.of_recipe(self.model, recipe), precision == "bf16"
         self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
 
@@ -137,7 +137,6 @@ class Loop:
 
 def time_cases(num_rounds: int, num_steps: int) -> Iterator[dict]:
     launch.keep_memory()  # as programs do
-    script = load_script("pretrain_bert")
     recipe, _ = run.parse(["--recipe", "bert_small_cpu"], "bert_pretraining", "")
     source, _ = sentence_pairs.build(recipe)
     for precision, b, k in CASES:
@@ -147,7 +146,7 @@ def time_cases(num_rounds: int, num_steps: int) -> Iterator[dict]:
         data = [steps[number] for number in range(WARM_UP + max(1, num_steps // k))]
         ratios = []
         for _ in range(num_rounds):
-            loops = [Loop(script, way, precision) for way in WAYS]
+            loops = [Loop(way, precision) for way in WAYS]
             seconds = [[loop.step(of) for loop in loops] for of in data][WARM_UP:]
             ratios.append(statistics.median(theirs / ours for theirs, ours in seconds))
         print(precision, b, k, ratios, file=sys.stderr)

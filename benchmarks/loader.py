@@ -25,29 +25,17 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
-from common import load_script
 from images import write_photographs
 from run_loader_memory import COLUMNS, write
 from torch import nn
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data import captchas, images, labelled_texts, sentence_pairs, token_blocks
 from samestep.data.steps import StepData, Steps
-from samestep.models import networks
-from samestep.models.pretrained import causal_ways
-from samestep.planner.workload import SCRIPTS
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import losses
 from samestep.training import launch
 
-SOURCES = {
-    "bert_pretraining": sentence_pairs,
-    "gpt2_pretraining": token_blocks,
-    "text_classification": labelled_texts,
-    "image_classification": images,
-    "captcha_recognition": captchas,
-}
 # Title -> recipe, what differs from it, and steps of a round.
 CASES = {
     "bert_small_cpu": ("bert_small_cpu", {}, 10),
@@ -68,23 +56,10 @@ ROWS = (10**5, 10**7)
 
 def network(recipe: Recipe, source, precision: str) -> nn.Module:
     """The program's own model, which a cell's tensors are given to, as `--speed safe` computes it on a CPU."""
-    script, cpu = load_script(SCRIPTS[recipe.task].removesuffix(".py")), torch.device("cpu")
-    if recipe.task == "bert_pretraining":
-        return script.PretrainingSums(script.build_model(recipe)).train()
-    if recipe.task == "text_classification":
-        return script.ClassificationSums(script.build_model(recipe, source.classes)).train()
-    if recipe.task == "gpt2_pretraining":
-        model = script.PretrainingSums(script.build_model(recipe, source.end_of_text))
-        ways = causal_ways(model.gpt2, cpu, precision, recipe.block_size)
-    elif recipe.task == "image_classification":
-        resnet = script.build_model(recipe, source.classes)
-        model = script.ClassificationSums(resnet, recipe.label_smoothing)
-        ways = networks.ways(model, resnet, cpu, precision)
-    else:
-        reader = networks.CaptchaReader(**recipe.architecture)
-        model = script.ReadingSums(reader)
-        ways = networks.ways(model, reader, cpu, precision)
-    next(iter(ways.values()))()
+    settings = recipe.parts.find("settings")(recipe=recipe.name)
+    model = recipe.parts.find("model").from_recipe(recipe, source)
+    candidates = model.kernel_candidates(torch.device("cpu"), precision, settings)
+    next(iter(candidates.values()))()
     return model.train()
 
 
@@ -99,7 +74,7 @@ def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: 
 
 def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: str) -> dict:
     """What is delivered and taken per second, medians of rounds."""
-    source, _ = SOURCES[recipe.task].build(recipe)
+    source, _ = recipe.parts.find("data")(recipe)
     batch = recipe.global_batch_size
     order = Order(len(source), batch, recipe.seed, recipe.epoch_end)
     layout = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=batch)

@@ -52,7 +52,6 @@ from shakespeare import NANOGPT_FLAGS, Program, prepare_nanogpt
 
 from samestep.data.documents import load_documents
 from samestep.models import pretrained as models
-from samestep.planner.workload import SCRIPTS
 from samestep.recipe.recipe import Recipe, load
 
 WARM_UP, WHOLE_STEPS, WINDOW = 5, 3, 20
@@ -176,7 +175,7 @@ def start(title: str, folder: Path, precision: str, threads: int) -> Program:
     if file in ("ours", "floor"):
         words += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
         words += ["--mixed_precision", precision, str(PEERS / f"{file}.py"), str(stamps)]
-        words += [str(ROOT / "scripts" / SCRIPTS[recipe.task]), "--recipe", str(folder / "recipe.yaml")]
+        words += [str(ROOT / "scripts" / recipe.parts.script), "--recipe", str(folder / "recipe.yaml")]
         words += ["--output_dir", str(folder / title), "--overwrite_output_dir"]
     elif file == "nanogpt":
         words += [str(PEERS / "nanogpt.py"), str(stamps), str(recipe.global_batch_size * recipe.block_size), "train.py"]

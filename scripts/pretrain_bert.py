@@ -7,56 +7,13 @@ The recipe decides the optimizer's steps; the launch file and --per_device_train
 
 import gc
 import sys
-from functools import partial
-from pathlib import Path
 
-gc.disable()  # while modules are imported: 1 s of 4 less; `launch.create_accelerator` turns it on
+gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
 
-import torch
-from torch import nn
-from transformers import BertConfig, BertForPreTraining
-
-from samestep.cut import layout as plan
-from samestep.cut.order import Order
 from samestep.data import sentence_pairs
-from samestep.data.steps import Cell, Steps, to_device
 from samestep.errors import exit_code
-from samestep.models import pretrained as models
-from samestep.models.attention import bert_wanted, unpad, ways
-from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import BertPretraining
-from samestep.step import accumulate, losses, optim
-from samestep.training import checkpoint, kernels, launch, rehearsal, report
-from samestep.training.evaluation import evaluate
-from samestep.training.recovery import Recovery
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model: BertForPreTraining that returns sums over a cell, and scores the vocabulary at masked places only
-
-
-class PretrainingSums(nn.Module):
-    _no_split_modules = ("BertLayer",)  # where FSDP shards
-
-    def __init__(self, bert: BertForPreTraining):
-        super().__init__()
-        self.bert = unpad(bert)
-
-    def forward(
-        self, first_index, masked_index, masked_labels, next_sentence_label, **tokens
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Summed losses and, when evaluating, correct predictions: [masked tokens, pairs]. See SentencePairs.collate."""
-        hidden = bert_wanted(self.bert.bert, **tokens)
-        token_logits = self.bert.cls.predictions(hidden[masked_index])
-        pair_logits = self.bert.cls.seq_relationship(self.bert.bert.pooler(hidden[first_index][:, None]))
-        targets = [(token_logits, masked_labels), (pair_logits, next_sentence_label)]
-        sums = torch.stack([losses.cross_entropy_sum(*target) for target in targets])
-        return sums, None if self.training else torch.stack([losses.num_correct(*target) for target in targets])
-
-
-def build_model(recipe: BertPretraining) -> BertForPreTraining:
-    """The recipe's architecture, with random weights or those of model_name_or_path."""
-    return models.initial_model(BertForPreTraining, BertConfig(**recipe.architecture), recipe.model_name_or_path)
-
+from samestep.models.bert_pretraining import PretrainingSums
+from samestep.training.run import Run
 
 USAGE = """\
 from transformers import AutoTokenizer, BertForPreTraining
@@ -65,128 +22,41 @@ tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def main(argv: list[str]) -> int:
-    # -----------------------------------------------------------------------------------------------------------------
-    # What: the recipe. How here: the layout
+    # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
+    run = Run(argv, "bert_pretraining", description=__doc__)
+    recipe, accelerator = run.recipe, run.accelerator
 
-    recipe, settings = run.parse(argv, "bert_pretraining", __doc__)
-    output_dir = Path(settings.output_dir)
-    accelerator = launch.create_accelerator(**settings.for_accelerator)
-    layout = plan.solve_layout(
-        num_processes=accelerator.num_processes,
-        global_batch_size=recipe.global_batch_size,
-        per_device_train_batch_size=settings.per_device_train_batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-    )
-    report.open_output_dir(accelerator, settings)
-    found, start = checkpoint.find(accelerator, settings.resume_from_checkpoint, output_dir, recipe)
+    # The model returns summed losses, one per term: means of micro-batches must not be added up
+    train, held_out = run.load_data(sentence_pairs.build)
+    model, optimizer = run.prepare(PretrainingSums, train)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Things: data, model, optimizer, learning rate
+    # The loss of a step, n_j being the targets of term j in the whole global batch (all processes, all micro-batches):
+    #     L = sum_j w_j * (sum over all samples of s_j) / n_j
+    for step in run.steps(train):
+        if run.evaluates_before(step):
+            run.evaluate(model, held_out)
+        with (
+            step
+        ):  # its learning rate, noise and n_j; when memory runs out, the same step comes again in smaller micro-batches
+            for batch in step.micro_batches:
+                with accelerator.accumulate(model):
+                    sums, _ = model(**batch)
+                    loss = (run.loss_weights * sums / step.num_targets).sum()
+                    # Accelerate divides by the number of micro-batches, DDP by the number of processes: undo both
+                    accelerator.backward(loss * step.num_micro_batches * accelerator.num_processes)
+                    step.add_to_log(sums)
+                    if accelerator.sync_gradients:
+                        step.clip_grad_norm_(recipe.max_grad_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-    with accelerator.local_main_process_first():
-        train, held_out = sentence_pairs.build(recipe, settings.preprocessing_num_workers)
-    order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
-    num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
-    schedule = recipe.schedule(num_steps, float(order.steps_per_epoch))
-    steps = Steps(
-        train,
-        order,
-        layout,
-        process_index=accelerator.process_index,
-        max_tokens=settings.per_device_train_tokens,
-        same_num_cells=launch.is_sharded(accelerator),
-    )
-
-    torch.manual_seed(recipe.seed)
-    build = partial(build_model, recipe)
-    model = PretrainingSums(build()).to(getattr(torch, settings.dtype))
-    of_bert = ways(model.bert, accelerator.device, accelerator.mixed_precision, settings)
-    kernels.choose(accelerator, recipe, settings, model, train, of_bert)
-    if settings.gradient_checkpointing:
-        model.bert.gradient_checkpointing_enable()
-    if settings.torch_compile:
-        for layer in model.bert.bert.encoder.layer:
-            layer.compile(dynamic=True)  # once for cells of all sizes
-    optimizer = optim.of_recipe(model, recipe)
-    model, optimizer = launch.prepare(accelerator, model, optimizer)
-    parameters = list(model.parameters())
-    weights = torch.tensor(list(recipe.loss_weights.values()), dtype=parameters[0].dtype, device=accelerator.device)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Where we were, and where to stop
-
-    if found is not None:
-        checkpoint.load(accelerator, found, start, model, optimizer, train.fingerprints)
-    last_step = min(num_steps, settings.stop_after_step or num_steps)
-    saver = checkpoint.Saver(accelerator, recipe, model, optimizer, train.fingerprints, settings, start)
-    log = report.RunLog(accelerator, recipe, settings, start, num_steps, saver)
-    recovery = Recovery(accelerator, steps, model, optimizer, log)
-
-    def forward_backward(cell: Cell, counts: torch.Tensor) -> torch.Tensor:
-        """A micro-step: adds its part of the step's gradient, and returns its summed losses [terms]."""
-        sums, _ = model(**to_device(cell, accelerator.device))
-        loss = losses.weighted_loss(sums, counts, weights)
-        accelerator.backward(loss * accumulate.loss_scale(accelerator))
-        return sums.detach()
-
-    def evaluate_at(step: int) -> None:
-        if held_out is not None and step not in log.evaluated:
-            batch_size = settings.per_device_eval_batch_size
-            log.evaluation(step, evaluate(accelerator, model, held_out, recipe.seed, batch_size))
-
-    rehearsal.fit(recovery, forward_backward)
-    accelerator.print(
-        f"{len(train)} samples of {train.num_documents} documents ({train.num_tokens} tokens); {steps.layout}; on "
-        f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {start.step} to {last_step} of {num_steps}"
-    )
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Go
-
-    model.train()
-    step = start.step
-    for data in steps.stream(step, last_step, settings.dataloader_num_workers, accelerator.device):
-        if step == 0 or (settings.eval_steps and step % settings.eval_steps == 0):
-            evaluate_at(step)
-        learning_rate = schedule(step)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        for attempt in recovery.attempts(data):  # a second one, in smaller cells, if memory runs out
-            with attempt:
-                accumulate.seed_noise(accelerator, recipe.seed, step)
-                for cell in accumulate.micro_steps(accelerator, attempt.data.cells):
-                    with accelerator.accumulate(model):
-                        attempt.sums.append(forward_backward(cell, attempt.counts))
-                        if accelerator.sync_gradients:
-                            attempt.gradient_is_complete()
-                            grad_norm = accumulate.clip(accelerator, optimizer, parameters, recipe.max_grad_norm)
-                            recovery.hold_back(grad_norm)
-                        optimizer.step()
-                        optimizer.zero_grad()
-        log.step(attempt.data, attempt.sums, attempt.counts, grad_norm, learning_rate)
-        step += 1
-        if recovery.stopping:
-            break
-        if settings.checkpointing_steps and step % settings.checkpointing_steps == 0 and step < last_step:
-            log.save(step)
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # Done
-
-    if step > start.step:
-        log.save(step)
-    if step == num_steps:
-        evaluate_at(num_steps)
-    log.close()
-    trained = checkpoint.whole_model(accelerator, model, lambda: PretrainingSums(build()))
-    if step == num_steps and accelerator.is_main_process:
-        trained.bert.save_pretrained(output_dir)
-        train.tokenizer.save_pretrained(output_dir)
-        report.finish(log, USAGE)
-    status = recovery.exit_code(step == num_steps)
-    model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group: see `Recovery.exit_code`
-    accelerator.end_training()
-    return status
+    # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
+    trained = run.finish(lambda: run.evaluate(model, held_out))
+    if trained is not None:
+        trained.bert.save_pretrained(run.output_dir)
+        train.tokenizer.save_pretrained(run.output_dir)
+        run.publish(USAGE)
+    return run.close()
 
 
 if __name__ == "__main__":

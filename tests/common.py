@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from samestep.planner.workload import SCRIPTS
+from samestep.recipe.recipe import TASKS
 
 ROOT = Path(__file__).parent.parent
 # Models that train in moments; what a flag does not set is the recipe's.
@@ -49,7 +49,7 @@ TINIES = {
 
 def task_of(program: str) -> str:
     """The task that a program trains: pretrain_bert -> bert_pretraining."""
-    return next(task for task, script in SCRIPTS.items() if script == f"{program}.py")
+    return next(task for task, recipe in TASKS.items() if recipe.parts.script == f"{program}.py")
 
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:

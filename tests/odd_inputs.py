@@ -234,7 +234,7 @@ def recipe_flags(draw) -> Case:
 def run_flags(draw) -> Case:
     """A setting of a run, or a field of its recipe, by the flag of a script."""
     task = draw(TASKS)
-    fields = _fields(run.SETTINGS[task])
+    fields = _fields(recipes.TASKS[task].parts.find("settings"))
     del fields["recipe"]
     field, value = draw(_one(fields))
     words = ["--recipe", RECIPES[task], f"--{field}", *_words(value)]

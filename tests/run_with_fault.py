@@ -57,6 +57,7 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
 
     accumulate.seed_noise, script.PretrainingSums.forward = note_step, limited
     script.main(argv)
+    accumulate.seed_noise, script.PretrainingSums.forward = seed_noise, forward
 
 
 def say_how_many_reductions_had_begun(self, error):

@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from common import load_script
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -13,6 +12,7 @@ from samestep.data import ragged
 from samestep.data.ragged import by_length, cell_of, rows_of
 from samestep.models import attention
 from samestep.models.attention import bert_wanted
+from samestep.models.text_classification import ClassificationSums
 
 SHAPE = {"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20}
 CASES = {
@@ -74,7 +74,7 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     torch.nn.functional.cross_entropy(expected, labels, reduction="sum").backward()
     if recompute:
         ours.gradient_checkpointing_enable()
-    sums = load_script("finetune_classifier").ClassificationSums(ours).train()
+    sums = ClassificationSums(ours).train()
     loss, _ = sums(**cell, labels=labels)
     loss.sum().backward()
     assert (gradient(ours) - gradient(theirs)).norm() < 1e-12 * gradient(theirs).norm()
@@ -124,7 +124,7 @@ def gradient_norm(model) -> torch.Tensor:
 def test_dropout_is_at_work_in_training_only(kernel):
     *_, cell = samples_of(CASES["ragged"], "first")
     model = build(attention_probs_dropout_prob=0.5)
-    sums = load_script("finetune_classifier").ClassificationSums(model)
+    sums = ClassificationSums(model)
     labels = torch.zeros(4, dtype=torch.int64)
     first, second = (sums.train()(**cell, labels=labels)[0] for _ in range(2))
     assert first != second

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep.data import sentence_pairs
 from samestep.data.ragged import cell_of
 from samestep.data.steps import Steps
+from samestep.models import bert_pretraining, text_classification
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.training import launch, report
@@ -279,29 +280,29 @@ def test_a_peer_counts_the_tokens_of_its_steps(module, folder, peer, sampling):
 
 def test_products_are_those_that_torch_counts(module, folder):
     """Of a sample, forward."""
-    recipe, script = load(str(folder / "recipe.yaml")), load_script("pretrain_bert")
+    recipe = load(str(folder / "recipe.yaml"))
     source, _ = sentence_pairs.build(recipe)
     sample = max((source.draw(0, place) for place in range(20)), key=lambda sample: sample.length)
-    bert, cell = script.build_model(recipe), source.collate([sample])
+    bert, cell = bert_pretraining.build_model(recipe), source.collate([sample])
     bert.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as theirs:
         bert(cell["input_ids"][:, : sample.length])
     cell.pop("counts")
     with FlopCounterMode(display=False) as ours:
-        script.PretrainingSums(bert)(**cell)
+        bert_pretraining.PretrainingSums(bert)(**cell)
     ratio = theirs.get_total_flops() / ours.get_total_flops()
     assert module("workloads").products(recipe, np.array([sample.length])) == pytest.approx(ratio, rel=0.03)
 
 
 def test_products_of_a_classifier_are_those_that_torch_counts(module):
-    recipe, script = load("finetune_small_cpu"), load_script("finetune_classifier")
-    bert = script.build_model(recipe, ["a", "b"])
+    recipe = load("finetune_small_cpu")
+    bert = text_classification.build_model(recipe, ["a", "b"])
     cell = cell_of([np.arange(64)], [64], [np.zeros(1, int)])
     bert.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as theirs:
         bert(cell["input_ids"])
     with FlopCounterMode(display=False) as ours:
-        script.ClassificationSums(bert)(**cell, labels=torch.zeros(1, dtype=torch.int64))
+        text_classification.ClassificationSums(bert)(**cell, labels=torch.zeros(1, dtype=torch.int64))
     ratio = theirs.get_total_flops() / ours.get_total_flops()
     assert module("workloads").products(recipe, np.array([64])) == pytest.approx(ratio, rel=0.01)
 

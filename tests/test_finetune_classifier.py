@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from common import evaluations, load_script, metrics
+from common import evaluations, metrics
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, BertForSequenceClas
 
 from samestep.data import labelled_texts
 from samestep.errors import UsageError
+from samestep.models import text_classification
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.step import optim
@@ -130,7 +131,7 @@ def test_it_starts_from_what_pretraining_left(finetune, train, corpus, capsys):
     pretrained = train("pretrained", f"{SMALL} {shape} --max_train_steps 1")
     flags = f"{SMALL} --model_name_or_path {pretrained} --max_train_steps 1 --learning_rate 1e-12"
     started = finetune("run", flags)
-    assert f"from {pretrained}" in capsys.readouterr().out
+    assert f"weights of {pretrained}" in capsys.readouterr().out
     before, after = (load_file(folder / "model.safetensors") for folder in (pretrained, started))
     body = [name for name in after if name.startswith("bert.")]
     assert len(body) > 20
@@ -150,8 +151,7 @@ def test_frozen_embeddings_and_slower_layers(finetune, train):
 
 def test_learning_rates_of_layers():
     recipe = load("finetune_small_cpu", {"layerwise_lr_decay": 0.5, "weight_decay": 0.1})
-    script = load_script("finetune_classifier")
-    model = script.ClassificationSums(script.build_model(recipe, ["a", "b"]))
+    model = text_classification.ClassificationSums(text_classification.build_model(recipe, ["a", "b"]))
     scales = {
         id(p): (group["lr_scale"], group["weight_decay"])
         for group in optim.of_recipe(model, recipe).param_groups

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from accelerate import Accelerator
 from common import ROOT, all_metrics, metrics, tiny_argv
 from test_checkpoint import DROPOUT, same_weights, without_time
 from test_recovery import HANG, launch_with
@@ -24,20 +25,20 @@ def during_step(monkeypatch):
     """Do something in the middle of a step, between two micro-steps."""
 
     def install(step: int, action) -> None:
-        seed_noise, scale, steps = accumulate.seed_noise, accumulate.loss_scale, []
+        seed_noise, backward, steps = accumulate.seed_noise, Accelerator.backward, []
 
         def note(accelerator, seed, number):
             steps.append(number + 1)
             seed_noise(accelerator, seed, number)
 
-        def act(accelerator):
+        def act(accelerator, loss):
             if steps and steps[-1] == step and not accelerator.sync_gradients:
                 steps.append(0)
                 action()
-            return scale(accelerator)
+            backward(accelerator, loss)
 
         monkeypatch.setattr(accumulate, "seed_noise", note)
-        monkeypatch.setattr(accumulate, "loss_scale", act)
+        monkeypatch.setattr(Accelerator, "backward", act)
 
     return install
 

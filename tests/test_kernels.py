@@ -11,12 +11,11 @@ from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_s
 from test_equivalence import parameters, relative
 from torch import nn
 
-from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import load
+from samestep.recipe.recipe import TASKS, load
 from samestep.training import capacity, kernels, launch
 
 PROGRAMS = [*TINIES]
-COMPILED = [program for program in PROGRAMS if hasattr(run.SETTINGS[task_of(program)], "torch_compile")]
+COMPILED = [program for program in PROGRAMS if hasattr(TASKS[task_of(program)].parts.find("settings"), "torch_compile")]
 
 
 class Model(nn.Module):

@@ -11,6 +11,7 @@ from test_checkpoint import same_weights, without_time
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from samestep.errors import UsageError, exit_code
+from samestep.models.gpt2_pretraining import build_model
 
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
@@ -186,5 +187,5 @@ def test_the_published_sizes_on_the_meta_device(scripts):
     }
     for name, size in sizes.items():
         with torch.device("meta"):
-            model = scripts["pretrain_gpt2"].build_model(load(name), 50256)
+            model = build_model(load(name), 50256)
         assert sum(parameter.numel() for parameter in model.parameters()) == size

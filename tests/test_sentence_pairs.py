@@ -10,6 +10,7 @@ from samestep.data import sentence_pairs
 from samestep.data.ragged import round_up
 from samestep.data.sentence_pairs import SentencePairs, _chunk
 from samestep.errors import UsageError
+from samestep.models import bert_pretraining
 from samestep.recipe import run_settings as run
 
 SETTINGS = {
@@ -139,9 +140,9 @@ def test_collate(pairs):
     assert cell["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
 
 
-def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs, script):
+def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs):
     recipe, _ = run.parse(TINY, "bert_pretraining", "")
-    model = script.PretrainingSums(script.build_model(recipe)).train()
+    model = bert_pretraining.PretrainingSums(bert_pretraining.build_model(recipe)).train()
     cell = pairs.collate([])
     assert cell.pop("counts").tolist() == [0, 0]
     sums, _ = model(**cell)
@@ -152,11 +153,11 @@ def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs, script):
         assert not parameter.grad.any()
 
 
-def test_masked_places_alone_give_the_published_model_its_own_loss(pairs, script):
+def test_masked_places_alone_give_the_published_model_its_own_loss(pairs):
     """Our sums are those of transformers' BertForPreTraining, which scores every place."""
     recipe, _ = run.parse(TINY, "bert_pretraining", "")
     torch.manual_seed(0)
-    bert = script.build_model(recipe).double().train()
+    bert = bert_pretraining.build_model(recipe).double().train()
     drawn = [pairs.draw(0, sample_id) for sample_id in range(9)]
     shape = (9, max(pair.length for pair in drawn))
     ids, kinds, is_token = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
@@ -170,7 +171,7 @@ def test_masked_places_alone_give_the_published_model_its_own_loss(pairs, script
     theirs = bert(ids, is_token, kinds, labels=labels, next_sentence_label=next_sentence).loss
     cell = pairs.collate(drawn)
     counts = cell.pop("counts")
-    sums, _ = script.PretrainingSums(bert)(**cell)
+    sums, _ = bert_pretraining.PretrainingSums(bert)(**cell)
     assert (sums / counts).sum().item() == pytest.approx(theirs.item(), rel=1e-12)
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from common import load_script, tiny_argv
+from common import tiny_argv
 from datasets import Dataset
 
 from samestep.data import token_blocks
 from samestep.data.token_blocks import PackedBlocks, SeparateDocuments
 from samestep.data.tokenizer import train_byte_level_bpe
 from samestep.errors import UsageError
+from samestep.models import gpt2_pretraining
 from samestep.recipe import run_settings as run
 
 
@@ -122,7 +123,6 @@ def test_positions_start_anew_at_every_document(blocks):
 
 def test_attention_stays_inside_a_document(corpus):
     """With document_mask a document's loss in a block is its loss alone; without, it is not."""
-    script = load_script("pretrain_gpt2")
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
     texts = ["One document.", "Another one, a little longer."]
     for masked in (True, False):
@@ -131,7 +131,9 @@ def test_attention_stays_inside_a_document(corpus):
         whole = PackedBlocks(Dataset.from_dict({"text": texts}), tokenizer, **settings)
         alone = SeparateDocuments(Dataset.from_dict({"text": texts}), tokenizer, **settings)
         torch.manual_seed(0)
-        model = script.PretrainingSums(script.build_model(recipe, whole.end_of_text)).double().eval()
+        model = (
+            gpt2_pretraining.PretrainingSums(gpt2_pretraining.build_model(recipe, whole.end_of_text)).double().eval()
+        )
         for attention in ("sdpa", "eager"):
             model.gpt2.set_attn_implementation(attention)
             totals = []
@@ -145,14 +147,13 @@ def test_attention_stays_inside_a_document(corpus):
 
 def test_the_loss_is_the_published_models_own(blocks, corpus):
     """Our sum is that of transformers' GPT2LMHeadModel, which shifts the labels itself."""
-    script = load_script("pretrain_gpt2")
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
     torch.manual_seed(0)
-    gpt2 = script.build_model(recipe, blocks.end_of_text).double().train()
+    gpt2 = gpt2_pretraining.build_model(recipe, blocks.end_of_text).double().train()
     drawn = [blocks.draw(0, sample_id) for sample_id in range(5)]
     cell = blocks.collate(drawn)
     counts = cell.pop("counts")
-    sums, _ = script.PretrainingSums(gpt2)(**cell)
+    sums, _ = gpt2_pretraining.PretrainingSums(gpt2)(**cell)
     logits = gpt2(cell["input_ids"]).logits
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cell["labels"], reduction="sum")
     assert sums.item() == pytest.approx(theirs.item(), rel=1e-12)
@@ -164,11 +165,10 @@ def test_the_loss_is_the_published_models_own(blocks, corpus):
 
 
 def test_padding_changes_nothing(blocks, corpus):
-    script = load_script("pretrain_gpt2")
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
     source = small(blocks, ["a b c", "word " * 40, "d"], SeparateDocuments, block_size=40)
     torch.manual_seed(0)
-    model = script.PretrainingSums(script.build_model(recipe, source.end_of_text)).double().eval()
+    model = gpt2_pretraining.PretrainingSums(gpt2_pretraining.build_model(recipe, source.end_of_text)).double().eval()
 
     def total(runs) -> float:
         cell = source.collate(runs)
@@ -180,9 +180,8 @@ def test_padding_changes_nothing(blocks, corpus):
 
 
 def test_an_empty_cell_has_zero_loss_and_zero_gradients(blocks, corpus):
-    script = load_script("pretrain_gpt2")
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
-    model = script.PretrainingSums(script.build_model(recipe, blocks.end_of_text)).train()
+    model = gpt2_pretraining.PretrainingSums(gpt2_pretraining.build_model(recipe, blocks.end_of_text)).train()
     cell = blocks.collate([])
     assert cell.pop("counts").tolist() == [0]
     sums, _ = model(**cell)

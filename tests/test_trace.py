@@ -36,13 +36,14 @@ CONFIGS = {
 
 
 def build(recipe: Recipe) -> nn.Module:
-    kind = recipe.task.partition("_")[0]
-    config = transformers.AutoConfig.for_model(kind, **recipe.architecture, use_cache=False)
-    return transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)](config).train()
+    model = recipe.parts.find("model").from_recipe(recipe, None).train()
+    if recipe.task == "gpt2_pretraining":
+        model.gpt2.set_attn_implementation("eager")
+    return model
 
 
 def loss(model: nn.Module, recipe: Recipe, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
-    return trace._TASKS[recipe.task][1](model, recipe, num_samples)
+    return model(**type(model).example(recipe, num_samples))[0].sum()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -85,11 +86,11 @@ def test_a_step_is_traced_as_it_is_allocated(kind, changes, mixed_precision, rec
     forward().backward()
     optimizer.step()
     if recomputed:
-        model.activation_checkpointing_enable()
+        model.recompute_activations()
     traced = on_cpu(recipe, mixed_precision, recomputed)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     before = traced.parameters + traced.gradients + traced.moments + buffers
-    within = 0.006 if recomputed else 0.001  # each layer keeps the CPU generator's state, 5 KB, out of torch's sight
+    within = 0.006 if recomputed else 0.002  # each layer keeps the CPU generator's state, 5 KB, out of torch's sight
     assert traced.forward - before == pytest.approx(peak(forward, tmp_path), rel=within)
     whole = max(traced.forward, traced.backward) - before
     assert whole == pytest.approx(peak(lambda: forward().backward(), tmp_path), rel=within)
@@ -175,7 +176,9 @@ def test_dropout_is_the_same_when_it_is_recomputed():
         trace_recipe(small("bert", **changes), 4, mixed_precision="no"),
     )
     tokens, h, layers = 4 * 128, 128, 5
-    masks = (2 * layers + 1) * tokens * h  # after attention, after the feed-forward layer; of the embeddings
+    wanted = 4 * 20  # the first and the masked ones, for which the last layer is computed
+    # After attention, after the feed-forward layer; of the embeddings.
+    masks = (2 * (layers - 1) + 1) * tokens * h + 2 * wanted * h
     assert kept.forward - without.forward == masks
     recomputed = trace_recipe(small("bert", **changes), 4, mixed_precision="no", gradient_checkpointing=True)
     assert recomputed.peak < kept.peak
@@ -188,11 +191,6 @@ def test_a_document_mask_keeps_a_matrix_for_each_sample():
     assert several - one == pytest.approx(5 * 4 * 4 * 128**2, rel=0.01)
 
 
-def test_padding_keeps_a_matrix_for_each_sample_but_a_single_one():
-    one, two, four = (trace_recipe(small("bert"), b, mixed_precision="no").forward for b in (1, 2, 4))
-    assert (two - one) - (four - two) / 2 == pytest.approx(5 * 4 * 128**2, rel=0.15)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # FLOPs
 
@@ -202,7 +200,6 @@ def test_padding_keeps_a_matrix_for_each_sample_but_a_single_one():
 def test_flops_are_those_that_torch_counts(kind, attention):
     recipe = small(kind)
     model = build(recipe)
-    model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
         loss(model, recipe).backward()
     # In float32 the head adds a product in place, which torch does not count.
@@ -452,5 +449,5 @@ def test_other_mistakes(tmp_path):
             gradient_checkpointing=True,
             make_optimizer=adamw,
         )
-    with pytest.raises(UsageError, match="task captcha cannot be traced"):
-        trace_recipe(type("Other", (), {"task": "captcha"}), 1, mixed_precision="no")
+    with pytest.raises(UsageError, match="gradient_checkpointing is true, but ReadingSums"):
+        trace_recipe(load("captcha_cpu"), 1, mixed_precision="no", gradient_checkpointing=True)

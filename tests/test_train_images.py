@@ -62,7 +62,7 @@ def test_what_a_run_leaves_behind(classify, capsys, drawn):
     assert results["peak_memory_gb"] > 0.1
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
     said = capsys.readouterr()
-    assert "1438 images of 10 classes; global batch 8" in said.out
+    assert "1438 images of 10 classes; random weights; global batch 8" in said.out
     assert "images/s=" in said.err
     assert "peak=" in said.err
     card = (output_dir / "README.md").read_text()

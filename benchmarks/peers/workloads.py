@@ -30,15 +30,7 @@ from transformers import (
     default_data_collator,
 )
 
-from samestep.data import images, labelled_texts, sentence_pairs, token_blocks
 from samestep.recipe.recipe import Recipe, load
-
-SOURCES = {
-    "bert_pretraining": sentence_pairs,
-    "gpt2_pretraining": token_blocks,
-    "text_classification": labelled_texts,
-    "image_classification": images,
-}
 
 
 @dataclass
@@ -134,7 +126,7 @@ def prepare(folder: Path) -> dict[str, Any]:
         samples of the greatest length; of BERT `products`, see there.
     """
     recipe = load(str(folder / "recipe.yaml"))
-    source, _ = SOURCES[recipe.task].build(recipe)
+    source, _ = recipe.parts.find("data")(recipe)
     if recipe.task == "image_classification":
         return {"samples": len(source)}
     rows = datasets.Dataset.from_list(list(_rows(recipe.task, source)))
@@ -164,7 +156,7 @@ def build(folder: Path, attention: str, clock: Clock) -> Workload:
     recipe = load(str(folder / "recipe.yaml"))
     torch.manual_seed(recipe.seed)
     if recipe.task == "image_classification":
-        source, _ = images.build(recipe)
+        source, _ = recipe.parts.find("data")(recipe)
         model, dataset = ResNetForImageClassification(ResNetConfig(**recipe.architecture)), Samples(source)
         pad = default_data_collator
     else:

@@ -214,6 +214,10 @@ class Captchas:
             "counts": torch.tensor([len(samples) * self.num_characters, len(samples)]),
         }
 
+    def __str__(self) -> str:
+        """How many images."""
+        return f"{len(self)} images"
+
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
         """float [S, height, width, 3] in [0, 1], to look at, of a cell's pixel_values."""
         return ((pixel_values + 1) / 2).permute(0, 2, 3, 1).numpy()

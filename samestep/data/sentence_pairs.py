@@ -121,6 +121,10 @@ class SentencePairs:
         """Chunks: the gaps between neighbouring cuts of a document."""
         return self.cuts.num_values - len(self.cuts)
 
+    def __str__(self) -> str:
+        """How many samples, and of how much text."""
+        return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
+
     @property
     def num_documents(self) -> int:
         return len(self.tokens)

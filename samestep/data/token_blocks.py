@@ -78,6 +78,10 @@ class TokenBlocks:
         )
         self.tokens = ListColumn(built, "tokens")
 
+    def __str__(self) -> str:
+        """How many samples, and of how much text."""
+        return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
+
     @property
     def num_documents(self) -> int:
         return len(self.tokens)

@@ -29,19 +29,12 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_
 from transformers.utils.generic import find_labels
 
 from samestep.errors import UsageError
-from samestep.models import networks
-from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
+from samestep.models.summed_losses import SummedLosses
 from samestep.planner.transformer import Moment
-from samestep.recipe.recipe import (
-    BertPretraining,
-    Gpt2Pretraining,
-    ImageClassification,
-    ImageRecipe,
-    Recipe,
-    TextClassification,
-)
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
-from samestep.step import losses, optim
+from samestep.step import optim
 
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -275,12 +268,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
+    if isinstance(model, SummedLosses):
+        model.recompute_activations()
+    elif isinstance(model, PreTrainedModel) and model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    else:
         raise UsageError(
-            f"gradient_checkpointing is true, but {name} cannot recompute its activations: set it to false"
+            f"gradient_checkpointing is true, but {type(model).__name__} cannot recompute its activations: set it to false"
         )
-    model.activation_checkpointing_enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,8 +292,7 @@ def trace_recipe(
 ) -> Trace:
     """Trace a recipe's step as its script takes it, on a GPU: its model, loss and optimizer, every sample at full length.
 
-    BERT's samples are padded, unless there is one, as in nearly all of its micro-batches; then each layer keeps a mask of
-    [T, T] for each sample. So does GPT-2's with document_mask.
+    With document_mask each layer of GPT-2 keeps a mask of [T, T] for each sample.
 
     Args:
         recipe: of any task of the catalog.
@@ -308,20 +302,30 @@ def trace_recipe(
         attn_implementation: sdpa or eager.
 
     Raises:
-        UsageError: another task.
+        UsageError: gradient_checkpointing of a model that cannot recompute its activations.
 
     >>> from samestep.recipe.recipe import load
     >>> trace = trace_recipe(load("gpt2_xl_8xa100"), 4, mixed_precision="bf16")
     >>> print(f"{trace.num_parameters:,} parameters, {trace.peak / 1e9:.1f} GB")
     1,557,611,200 parameters, 40.5 GB
     """
-    if recipe.task not in _TASKS:
-        raise UsageError(f"task {recipe.task} cannot be traced: known are {', '.join(_TASKS)}")
-    build, loss = _TASKS[recipe.task]
-    with as_cuda(), _packed(getattr(recipe, "document_mask", False)):
+    model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
+    if hasattr(recipe, "model_name_or_path"):
+        recipe = dataclasses.replace(recipe, model_name_or_path=None)
+
+    def build() -> SummedLosses:
+        with _no_weights():
+            model = model_class.from_recipe(recipe, None)
+        if issubclass(settings_class, LanguageModelSettings):
+            settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
+            (take,) = model.kernel_candidates(torch.device("cuda"), mixed_precision, settings).values()
+            take()
+        return model
+
+    with as_cuda():
         return trace_step(
-            lambda: build(recipe, attn_implementation),
-            lambda model, num_samples: loss(model, recipe, num_samples),
+            build,
+            lambda model, num_samples: model(**model_class.example(recipe, num_samples))[0].sum(),
             num_samples,
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
@@ -329,90 +333,14 @@ def trace_recipe(
         )
 
 
-def _bert(recipe: BertPretraining, attn_implementation: str) -> PreTrainedModel:
-    config = AutoConfig.for_model("bert", **recipe.architecture, attn_implementation=attn_implementation)
-    return _build(transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)], config)
-
-
-def _bert_classifier(recipe: TextClassification, attn_implementation: str) -> PreTrainedModel:
-    shape = recipe.architecture | {"num_labels": recipe.num_labels or 2, "attn_implementation": attn_implementation}
-    config = AutoConfig.for_model("bert", **shape)
-    model = _build(transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], config)
-    model.bert.embeddings.requires_grad_(not recipe.freeze_embeddings)
-    return model
-
-
-def _gpt2(recipe: Gpt2Pretraining, attn_implementation: str) -> PreTrainedModel:
-    shape = recipe.architecture | {"use_cache": False, "attn_implementation": attn_implementation}
-    config = AutoConfig.for_model("gpt2", **shape)
-    return _build(transformers.MODEL_FOR_PRETRAINING_MAPPING[type(config)], config)
-
-
-def _resnet(recipe: ImageClassification, _: str) -> PreTrainedModel:
-    if recipe.normalization == "group":
-        return _build(GroupNormResNet, GroupNormResNetConfig(**recipe.architecture))
-    config = AutoConfig.for_model("resnet", **recipe.architecture)
-    return _build(transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config)
-
-
-def _bert_loss(model: nn.Module, recipe: BertPretraining, num_samples: int) -> Tensor:
-    """As scripts/pretrain_bert.py: the vocabulary is scored at the masked places only."""
-    ids = torch.zeros(num_samples, recipe.max_seq_length, dtype=torch.int64)
-    mask = None
-    if num_samples > 1:
-        mask = torch.ones_like(ids)
-        mask[0, -1] = 0
-    hidden, pooled = model.bert(ids, mask, torch.zeros_like(ids), return_dict=False)
-    num_predicted = max(1, round((recipe.max_seq_length - 3) * recipe.mlm_probability))  # never [CLS] and both [SEP]
-    places = torch.arange(num_samples * num_predicted)
-    token_logits = model.cls.predictions(hidden.flatten(0, 1)[places])
-    pair_logits = model.cls.seq_relationship(pooled)
-    pairs = torch.zeros(num_samples, dtype=torch.int64)
-    targets = [(token_logits, torch.zeros_like(places)), (pair_logits, pairs)]
-    return torch.stack([losses.cross_entropy_sum(*target) for target in targets]).sum()
-
-
-def _classifier_loss(model: nn.Module, recipe: TextClassification, num_samples: int) -> Tensor:
-    """As scripts/finetune_classifier.py."""
-    ids = torch.zeros(num_samples, recipe.max_seq_length, dtype=torch.int64)
-    mask = None
-    if num_samples > 1:
-        mask = torch.ones_like(ids)
-        mask[0, -1] = 0
-    logits = model(ids, mask, torch.zeros_like(ids)).logits
-    if logits.shape[1] == 1:
-        return losses.squared_error_sum(logits, torch.zeros(num_samples))
-    return losses.cross_entropy_sum(logits, torch.zeros(num_samples, dtype=torch.int64))
-
-
-def _gpt2_loss(model: nn.Module, recipe: Gpt2Pretraining, num_samples: int) -> Tensor:
-    """As scripts/pretrain_gpt2.py: every token is predicted, by a head in chunks."""
-    ids = torch.zeros(num_samples, recipe.block_size, dtype=torch.int64)
-    position_ids = torch.zeros_like(ids) if recipe.document_mask else None
-    hidden = model.transformer(ids, position_ids=position_ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    return losses.linear_cross_entropy(hidden, model.lm_head.weight, ids.flatten())[0]
-
-
-def _image_loss(model: nn.Module, recipe: ImageRecipe, num_samples: int) -> Tensor:
-    """Of classes, or of the classes of each character."""
-    logits = model(torch.zeros(num_samples, recipe.num_channels, recipe.image_height, recipe.image_width))
-    logits = logits if isinstance(logits, Tensor) else logits.logits
-    rows = logits.flatten(0, -2)
-    return losses.cross_entropy_sum(rows, torch.zeros(len(rows), dtype=torch.int64))
-
-
-_TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
-    "bert_pretraining": (_bert, _bert_loss),
-    "gpt2_pretraining": (_gpt2, _gpt2_loss),
-    "text_classification": (_bert_classifier, _classifier_loss),
-    "image_classification": (_resnet, _image_loss),
-    "captcha_recognition": (lambda recipe, _: networks.CaptchaReader(**recipe.architecture), _image_loss),
-}
+def _no_weights():
+    """While it lasts, models of transformers leave their weights as they are: they are fake, and some initialisations read
+    numbers."""
+    return mock.patch.object(PreTrainedModel, "initialize_weights")
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The model, its weights left as they are: they are fake, and some initialisations read numbers."""
-    with mock.patch.object(PreTrainedModel, "initialize_weights"):
+    with _no_weights():
         return model_class(config)
 
 

@@ -5,7 +5,6 @@ number of parameters.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
@@ -13,6 +12,7 @@ from samestep.planner import convnet, transformer
 from samestep.planner.convnet import ConvNet
 from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import (
+    TASKS,
     BertPretraining,
     CaptchaRecognition,
     Gpt2Pretraining,
@@ -38,49 +38,44 @@ def model_of(recipe: Recipe) -> Model:
     >>> [round(model_of(load(name)).flops_per_sample / 1024 / 1e9, 3) for name in ("gpt2_124m", "gpt2_xl_8xa100")]
     [0.855, 10.28]
     """
-    if recipe.task not in _MODELS:
-        raise UsageError(
-            f"task {recipe.task} has no formula for its size, compute and memory: known are {', '.join(_MODELS)}"
-        )
-    return _MODELS[recipe.task](recipe)
+    if recipe.parts.shape is None:
+        known = ", ".join(task for task, recipe_class in TASKS.items() if recipe_class.parts.shape is not None)
+        raise UsageError(f"task {recipe.task} has no formula for its size, compute and memory: known are {known}")
+    return recipe.parts.find("shape")(recipe)
 
 
-def _bert(recipe: BertPretraining) -> Transformer:
+def bert_pretraining(recipe: BertPretraining) -> Transformer:
+    """Give the shape of BERT with both heads."""
     num_predicted = max(
         1, round((recipe.max_seq_length - 3) * recipe.mlm_probability)
     )  # [CLS], two [SEP]: never masked
-    return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted)
+    return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted, unpadded=True)
 
 
-def _gpt2(recipe: Gpt2Pretraining) -> Transformer:
+def gpt2_pretraining(recipe: Gpt2Pretraining) -> Transformer:
+    """Give the shape of GPT-2."""
     return transformer.gpt2(recipe.architecture, recipe.block_size)
 
 
-def _bert_classifier(recipe: TextClassification) -> Transformer:
+def text_classification(recipe: TextClassification) -> Transformer:
+    """Give the shape of BERT with a classifier, of two classes where the data decide."""
     shape = recipe.architecture | {"num_labels": recipe.num_labels or 2}
-    return transformer.bert(shape, recipe.max_seq_length, None)
+    return transformer.bert(shape, recipe.max_seq_length, None, unpadded=True)
 
 
-def _resnet(recipe: ImageClassification) -> ConvNet:
+def image_classification(recipe: ImageClassification) -> ConvNet:
+    """Give the shape of a ResNet."""
     grouped = recipe.normalization == "group"
     return convnet.resnet(recipe.architecture, recipe.image_height, recipe.image_width, grouped=grouped)
 
 
-def _captcha_reader(recipe: CaptchaRecognition) -> ConvNet:
+def captcha_recognition(recipe: CaptchaRecognition) -> ConvNet:
+    """Give the shape of a reader of captchas."""
     return convnet.captcha_reader(
         *(recipe.image_height, recipe.image_width, recipe.num_channels, recipe.conv_channels, recipe.hidden_size),
         recipe.num_characters * len(recipe.alphabet),
         grouped=recipe.normalization == "group",
     )
-
-
-_MODELS: dict[str, Callable[..., Model]] = {
-    "bert_pretraining": _bert,
-    "gpt2_pretraining": _gpt2,
-    "text_classification": _bert_classifier,
-    "image_classification": _resnet,
-    "captcha_recognition": _captcha_reader,
-}
 
 
 @dataclasses.dataclass(frozen=True)

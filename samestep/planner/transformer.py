@@ -56,6 +56,9 @@ class Transformer:
         chunked: whether the head is `losses.linear_cross_entropy`.
         eager: attention stores its [T, T] matrices; False: the sdpa kernels do not.
         post_norm: normalisations follow the residual sums, as in BERT.
+        num_wanted: tokens of a sample for which the last layer is computed, in `samestep.models.attention`; None: all, in
+            transformers' own forward.
+        kept: bytes that this layer keeps of each other token, in float32 and under autocast.
     """
 
     vocab_size: int
@@ -72,6 +75,8 @@ class Transformer:
     chunked: bool = False
     eager: bool = False
     post_norm: bool = False
+    num_wanted: int | None = None
+    kept: tuple[int, int] = (0, 0)
 
     unit = "token"
     layered = True  # of equal layers, which are recomputed and sharded one by one
@@ -122,7 +127,9 @@ class Transformer:
         End of the forward
             cache           0 or 2 N, less 2 V h if the head is not tied
             activations     b T (L a + 8 h); 8 h: the normalisation outside the layers and the last hidden states. With
-                            gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too
+                            gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too.
+                            Where the last layer is computed for W tokens of a sample, W a + (T - W) kept in the place of
+                            its T a
             head            8 m or 10 m; in chunks 4 V h + 4 b T h + 8 c or 10 c, for c <= LOGITS_AT_ONCE logits at once
         Backward of the head
             cache           as before; with gradient_checkpointing only the vocabulary matrix's
@@ -135,7 +142,8 @@ class Transformer:
                             of the feed-forward layer, or, when that is done, those of eager attention: 8 b a T^2, or 6, but
                             4 in float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the
                             embeddings' normalisation, and as much again with gradient_checkpointing, a layer's own input
-                            beside its casts
+                            beside its casts. With gradient_checkpointing and a last layer of the masked tokens 4 b T h
+                            more, as measured: the gradient of its input, while the layer before it is the fullest
             head            4 V h if it is tied
         End of the backward
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
@@ -150,10 +158,14 @@ class Transformer:
         h, layer = self.hidden_size, self.per_layer(autocast=autocast)
         tokens, cached = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
         saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
+        if self.num_wanted is not None and not gradient_checkpointing:
+            saved -= num_samples * (self.length - self.num_wanted) * (layer - self.kept[autocast])
         recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
         square = self.eager * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
+        if self.num_wanted is not None and self.num_predicted and gradient_checkpointing:
+            inputs += tokens * 4 * h
         temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
         outside, matrix = 8 * tokens * h, self.vocab_size * h
         num_cast = self.num_parameters - matrix * (
@@ -265,13 +277,16 @@ def bert_flops(
     return 3 * (layers + heads)
 
 
-def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None) -> Transformer:
+def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, unpadded: bool = False) -> Transformer:
     """BERT: for pretraining, its masked-token head at `num_predicted` places of a sample, or as a classifier.
 
     Args:
         shape: as `transformers.BertConfig` takes it; a classifier's has num_labels.
         length: T.
         num_predicted: the most masked tokens of a sample; None: a classifier.
+        unpadded: computed as `samestep.models.attention` does it: without padding, the last layer for the first and the masked
+            tokens only. A layer keeps 4 h (under autocast 2 h) more per token, attention's output as tables and as rows. The
+            last keeps of the other tokens keys, values and its input, 12 h (8 h); a classifier's, measured, 6.5 h (11 h).
     """
     vocab, h, f, layers = (
         shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -287,6 +302,9 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None) -> Tr
         flops += 6 * h * (shape["num_labels"] - 2)  # instead of the two classes of the next sentence
     else:
         head = pretraining
+    layer = _layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0, 24)
+    if unpadded:
+        layer = layer._replace(saved=(layer.saved[0] + 4 * h, layer.saved[1] + 2 * h))
     return Transformer(
         vocab_size=vocab,
         length=length,
@@ -294,12 +312,14 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None) -> Tr
         hidden_size=h,
         num_layers=layers,
         num_heads=shape["num_attention_heads"],
-        layer=_layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0, 24),
+        layer=layer,
         num_outside=embeddings + pooler + head,
         flops_per_sample=flops,
         attention_dropout=shape["attention_probs_dropout_prob"] > 0,
         tied=num_predicted is not None,
         post_norm=True,
+        num_wanted=1 + (num_predicted or 0) if unpadded else None,
+        kept=(12 * h, 8 * h) if num_predicted is not None else (13 * h // 2, 11 * h),
     )
 
 

@@ -12,14 +12,6 @@ from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
 
-SCRIPTS = {
-    "bert_pretraining": "pretrain_bert.py",
-    "gpt2_pretraining": "pretrain_gpt2.py",
-    "text_classification": "finetune_classifier.py",
-    "image_classification": "train_image_classifier.py",
-    "captcha_recognition": "train_captcha.py",
-}
-"""task -> the script that trains it; a task that is missing can be planned only."""
 UPDATE = {"adamw": 28, "sgd": 20}
 """Bytes that an update moves per parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""
 CLIPPING = 12
@@ -148,7 +140,7 @@ def of_recipe(
         num_steps=num_steps,
         steps_per_epoch=per_epoch,
         schedule=recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None,
-        script=SCRIPTS.get(recipe.task),
+        script=recipe.parts.script,
         moment_bytes=MOMENTS[optimizer],
         gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
         second_moment=recipe.second_moment,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -48,14 +49,45 @@ ALTERNATIVES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What trains the recipes of a task.
+
+    A part is the object itself, or "module:name" of one that is imported when it is asked for: planning needs no torch.
+
+    Attributes:
+        settings: class of what can be set of a run.
+        data: makes the training samples and the held-out ones, called with the recipe and the number of workers.
+        model: class that returns summed losses (`samestep.models.summed_losses`).
+        shape: makes a recipe's model as the planner takes it; None: such recipes are not planned.
+        script: file in scripts/ that trains it; None: this repository has none.
+    """
+
+    settings: Any = "samestep.recipe.run_settings:RunSettings"
+    data: Any
+    model: Any
+    shape: Any = None
+    script: str | None = None
+
+    def find(self, name: str) -> Any:
+        """Give a part, imported if need be."""
+        part = getattr(self, name)
+        if not isinstance(part, str):
+            return part
+        module, _, attribute = part.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
 
     Attributes:
         unit: what `length` of its samples counts.
+        parts: what trains it, see `register`.
     """
 
     unit: ClassVar[str] = "token"
+    parts: ClassVar[Parts]
 
     # What it is
     name: str = setting("name in the catalog", decides=False, flag=False)
@@ -552,13 +584,77 @@ class CaptchaRecognition(ImageRecipe):
         return {name: getattr(self, name) for name in names} | {"conv_channels": list(self.conv_channels)}
 
 
-TASKS: dict[str, type[Recipe]] = {
-    "bert_pretraining": BertPretraining,
-    "gpt2_pretraining": Gpt2Pretraining,
-    "text_classification": TextClassification,
-    "image_classification": ImageClassification,
-    "captcha_recognition": CaptchaRecognition,
-}
+TASKS: dict[str, type[Recipe]] = {}
+"""Task -> its recipes, filled by `register`: the only list of tasks."""
+
+
+def register(task: str, recipe_class: type[Recipe], parts: Parts) -> None:
+    """Make a task known to scripts, planner, tracer and command line.
+
+    Args:
+        task: name in recipes.
+        recipe_class: what its recipes decide.
+        parts: what trains it.
+    """
+    recipe_class.parts = parts
+    TASKS[task] = recipe_class
+
+
+register(
+    "bert_pretraining",
+    BertPretraining,
+    Parts(
+        settings="samestep.recipe.run_settings:LanguageModelSettings",
+        data="samestep.data.sentence_pairs:build",
+        model="samestep.models.bert_pretraining:PretrainingSums",
+        shape="samestep.planner.memory:bert_pretraining",
+        script="pretrain_bert.py",
+    ),
+)
+register(
+    "gpt2_pretraining",
+    Gpt2Pretraining,
+    Parts(
+        settings="samestep.recipe.run_settings:CausalLmSettings",
+        data="samestep.data.token_blocks:build",
+        model="samestep.models.gpt2_pretraining:PretrainingSums",
+        shape="samestep.planner.memory:gpt2_pretraining",
+        script="pretrain_gpt2.py",
+    ),
+)
+register(
+    "text_classification",
+    TextClassification,
+    Parts(
+        settings="samestep.recipe.run_settings:FineTuningSettings",
+        data="samestep.data.labelled_texts:build",
+        model="samestep.models.text_classification:ClassificationSums",
+        shape="samestep.planner.memory:text_classification",
+        script="finetune_classifier.py",
+    ),
+)
+register(
+    "image_classification",
+    ImageClassification,
+    Parts(
+        settings="samestep.recipe.run_settings:ImageSettings",
+        data="samestep.data.images:build",
+        model="samestep.models.image_classification:ClassificationSums",
+        shape="samestep.planner.memory:image_classification",
+        script="train_image_classifier.py",
+    ),
+)
+register(
+    "captcha_recognition",
+    CaptchaRecognition,
+    Parts(
+        settings="samestep.recipe.run_settings:RunSettings",
+        data="samestep.data.captchas:build",
+        model="samestep.models.captcha_recognition:ReadingSums",
+        shape="samestep.planner.memory:captcha_recognition",
+        script="train_captcha.py",
+    ),
+)
 
 
 def catalog_names() -> list[str]:

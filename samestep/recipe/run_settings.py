@@ -182,16 +182,6 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
-SETTINGS: dict[str, type[RunSettings]] = {
-    "bert_pretraining": LanguageModelSettings,
-    "gpt2_pretraining": CausalLmSettings,
-    "text_classification": FineTuningSettings,
-    "image_classification": ImageSettings,
-    "captcha_recognition": RunSettings,
-}
-"""Task -> what can be set of its runs."""
-
-
 def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
     """The recipe (flags laid over its file) and the run settings, of the task's class, that the flags in `argv` describe.
 
@@ -203,7 +193,8 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     Raises:
         UsageError: unknown flags or recipe, and any broken rule.
     """
-    cls, settings_class = recipes.TASKS[task], SETTINGS[task]
+    cls = recipes.TASKS[task]
+    settings_class = cls.parts.find("settings")
     flags = parse_flags([settings_class, cls], argv, description)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")

@@ -23,6 +23,7 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.errors import UsageError
 from samestep.step.batch_norm import BatchNorm
@@ -171,6 +172,15 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     return model, optimizer
+
+
+def release(model: nn.Module) -> None:
+    """Take DistributedDataParallel's reducer and process group from a model that somebody may still hold, before the process
+    group ends: a reducer that holds the last reference to gloo waits for gloo's threads without giving them Python's lock,
+    which they may wait for (torch 2.13)."""
+    if isinstance(model, DistributedDataParallel):
+        for name in ("reducer", "logger", "process_group"):
+            delattr(model, name)
 
 
 def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:

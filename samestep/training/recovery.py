@@ -205,7 +205,7 @@ class Attempt:
                 "again: resume with a smaller "
                 f"--per_device_train_batch_size than {recovery.steps.layout.per_device_train_batch_size}"
             ) from error
-        traceback.clear_frames(error.__traceback__)  # whose variables hold the activations
+        _free_activations(error)
         if recovery.folding is not None:
             recovery.folding.abandon()
             recovery.agree(has_failed=True)
@@ -249,6 +249,16 @@ class Attempt:
             f"no answer from process {names} of {size}: it hangs (longer than --ddp_timeout) or has ended; its own output "
             "may say why. Resume with --resume_from_checkpoint latest"
         )
+
+
+def _free_activations(error: BaseException) -> None:
+    """Free what a forward or backward that was broken off holds: variables of functions that have ended, and the graphs of
+    tensors in those that go on, the script's loop."""
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None and not value._is_view():
+                value.detach_()
 
 
 def _is_about_others(error: RuntimeError) -> bool:

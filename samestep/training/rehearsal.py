@@ -19,8 +19,8 @@ from samestep.training.capacity import is_out_of_memory
 from samestep.training.launch import waits_in_forward
 from samestep.training.recovery import Recovery
 
-ForwardBackward = Callable[[Cell, torch.Tensor], torch.Tensor]
-Share = Callable[[Cell, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
+ForwardBackward = Callable[[Cell, torch.Tensor], None]
+LossOf = Callable[[Cell, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
 def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
@@ -116,22 +116,22 @@ def _fastest(recovery: Recovery, forward_backward: ForwardBackward, most: int) -
         return kernels.fastest(kernels.measure(accelerator, {size: computation(size) for size in sizes}))
 
 
-def measure_batch_norm(recovery: Recovery, model: nn.Module, share: Share) -> None:
+def measure_batch_norm(recovery: Recovery, model: nn.Module, loss_of: LossOf) -> None:
     """Say at the start of training, where batch normalisation makes the step depend on its cut, by how much it does: the
     relative error of the first step's gradient beside that of one large batch. Called by all processes.
 
     Args:
         recovery: of this run.
         model: as it was before `launch.prepare`.
-        share: a cell's share of the step's loss, and its summed losses, given the cell, the step's counts and the model.
+        loss_of: a cell's part of the step's loss, and its summed losses, given the cell, the step's counts and the model.
     """
     log, accelerator, recipe = recovery.log, recovery.accelerator, recovery.log.recipe
     if recipe.normalization != "batch" or recipe.exact_batch_norm or log.first_step > 0:
         return
     data = recovery.steps[0]
-    counts = accumulate.total_counts(accelerator, data.counts)
+    counts = accumulate.total_counts(accelerator, data.counts).clamp(min=1)
     accumulate.seed_noise(accelerator, recipe.seed, 0)
-    error = batch_norm.deviation(model, data.cells, lambda cell: share(cell, counts, model)[0])
+    error = batch_norm.deviation(model, data.cells, lambda cell: loss_of(cell, counts, model)[0])
     log.event(
         1,
         "batch normalisation takes its statistics from each micro-step, so that the step depends on how it is cut, unlike with "

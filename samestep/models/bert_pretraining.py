@@ -1,0 +1,69 @@
+"""BERT pretraining: BertForPreTraining that returns sums over a micro-batch, scores the vocabulary at masked places only."""
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import BertConfig, BertForPreTraining
+
+from samestep.data.ragged import cell_of
+from samestep.models import attention
+from samestep.models.pretrained import initial_model
+from samestep.models.summed_losses import SummedLosses
+from samestep.recipe.recipe import BertPretraining
+from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.step import losses
+
+
+def build_model(recipe: BertPretraining) -> BertForPreTraining:
+    """Build the recipe's architecture, with random weights or those of `model_name_or_path`."""
+    return initial_model(BertForPreTraining, BertConfig(**recipe.architecture), recipe.model_name_or_path)
+
+
+class PretrainingSums(SummedLosses):
+    """Sums the losses of masked tokens and of next sentences."""
+
+    _no_split_modules = ("BertLayer",)
+
+    def __init__(self, bert: BertForPreTraining):
+        super().__init__()
+        self.bert = attention.unpad(bert)
+
+    @classmethod
+    def from_recipe(cls, recipe: BertPretraining, source: Any = None) -> Self:
+        return cls(build_model(recipe))
+
+    @classmethod
+    def example(cls, recipe: BertPretraining, num_samples: int) -> dict[str, torch.Tensor | None]:
+        length = recipe.max_seq_length
+        num_masked = max(1, round((length - 3) * recipe.mlm_probability))  # [CLS], two [SEP]: never masked
+        wanted = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
+        tokens = [np.zeros(length, np.int64)] * num_samples
+        return {
+            **cell_of(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
+            "first_index": torch.from_numpy(wanted[:, 0]),
+            "masked_index": torch.from_numpy(wanted[:, 1:].flatten()),
+            "masked_labels": torch.zeros(num_samples * num_masked, dtype=torch.int64),
+            "next_sentence_label": torch.zeros(num_samples, dtype=torch.int64),
+        }
+
+    def forward(
+        self, first_index, masked_index, masked_labels, next_sentence_label, **tokens
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the losses and, when evaluating, count correct predictions: [masked tokens, pairs]. See SentencePairs.collate."""
+        hidden = attention.bert_wanted(self.bert.bert, **tokens)
+        token_logits = self.bert.cls.predictions(hidden[masked_index])
+        pair_logits = self.bert.cls.seq_relationship(self.bert.bert.pooler(hidden[first_index][:, None]))
+        targets = [(token_logits, masked_labels), (pair_logits, next_sentence_label)]
+        sums = torch.stack([losses.cross_entropy_sum(*target) for target in targets])
+        return sums, None if self.training else torch.stack([losses.num_correct(*target) for target in targets])
+
+    def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
+        return attention.ways(self.bert, device, mixed_precision, settings)
+
+    def recompute_activations(self) -> None:
+        self.bert.activation_checkpointing_enable()
+
+    def compile_layers(self) -> None:
+        for layer in self.bert.bert.encoder.layer:
+            layer.compile(dynamic=True)  # once for micro-batches of all sizes

@@ -1,0 +1,60 @@
+"""Defines what every model of a task offers to a run: summed losses, kernels to choose from, first weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from samestep.errors import UsageError
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
+
+
+class SummedLosses(nn.Module):
+    """A model that returns the sums of its losses over a micro-batch, one per term: means must not be added up.
+
+    `forward(**micro_batch)` returns `(sums, seen)`: `sums` is floating [terms], in the order of the recipe's `loss_weights`,
+    and no view, so that its graph can be freed when memory runs out;
+    `seen` is what an evaluation needs of the micro-batch, None while training: correct predictions int64 [terms], or logits.
+
+    Attributes:
+        _no_split_modules: names of the classes that FSDP2 shards one by one.
+    """
+
+    _no_split_modules: Sequence[str] = ()
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, source: Any) -> Self:
+        """Build the model of a recipe, with random weights (of torch's seed) or those of `model_name_or_path`.
+
+        Args:
+            recipe: decides the shapes.
+            source: the training data, which may decide the number of classes or the vocabulary; None: as the planner takes it.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
+        """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing."""
+        raise NotImplementedError
+
+    def kernel_candidates(
+        self, device: torch.device, mixed_precision: str, settings: RunSettings
+    ) -> Mapping[str, Callable[[], object]]:
+        """Name the ways to compute the model that may be the fastest, all the same function, the safe one first."""
+        return {"torch": lambda: None}
+
+    def recompute_activations(self) -> None:
+        """Keep few activations for the backward, which computes the others again.
+
+        Raises:
+            UsageError: the model cannot.
+        """
+        raise UsageError(
+            f"gradient_checkpointing is true, but {type(self).__name__} cannot recompute its activations: set it to false"
+        )
+
+    def compile_layers(self) -> None:
+        """Compile each layer."""
+        raise NotImplementedError
