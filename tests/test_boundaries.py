@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [["errors", "interrupt"], ["recipe", "cut"], ["planner", "step"], ["data"], ["models"], ["training"], ["cli"]]
+FLOORS = [
+    ["errors", "interrupt", "_internals"],
+    ["recipe", "cut"],
+    ["planner", "step"],
+    ["data"],
+    ["models"],
+    ["training"],
+    ["cli"],
+]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {"errors", "interrupt", "recipe", "cut", "planner"}
 OF_AUDIT = {
@@ -43,6 +51,7 @@ def test_imports_go_one_way(module):
         if name[0] == "samestep" and name[1] not in ("__version__", room):
             assert FLOOR[name[1]] < FLOOR[room], f"{module} imports {'.'.join(name)}"
         if room in WITHOUT_TORCH:
+            assert name[:2] != ("samestep", "_internals"), f"{module} imports what needs torch"
             assert name[0] in sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}, (
                 f"{module}: {name[0]}"
             )
