@@ -62,6 +62,26 @@ def test_the_audit_stands_alone(module):
     assert {name[0] for name in imports(module)} <= OF_AUDIT | sys.stdlib_module_names
 
 
+def names(path: Path) -> tuple[set[str], set[str]]:
+    """Private names that a module defines, and those that it uses of others or imports, modules with such a name included."""
+    defined, used = set(), set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            of = defined if isinstance(node.ctx, ast.Store) or ast.unparse(node.value) in ("self", "cls") else used
+            of.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    used |= {part for name in imports(path) if name[0] not in ("samestep", "stepaudit", "__future__") for part in name}
+    return tuple({name for name in of if name.startswith("_") and not name.startswith("__")} for of in (defined, used))
+
+
+def test_what_is_private_of_other_libraries_has_a_room():
+    """os._exit and namedtuples' methods are documented."""
+    found = {module: names(module) for module in MODULES + AUDIT if "_internals" not in str(module)}
+    ours = set().union(*(defined for defined, _ in found.values())) | {"_exit", "_asdict"}
+    assert {str(module): used - ours for module, (_, used) in found.items() if used - ours} == {}
+
+
 def test_rooms_are_few():
     assert len(FLOOR) <= 12
     assert len(FLOORS) <= 7
