@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertModel
 
+from samestep._internals.libc import stop_malloc_returning_memory
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import sentence_pairs
@@ -42,7 +43,6 @@ from samestep.models.trace import _Tracer
 from samestep.recipe import run_settings as run
 from samestep.step import losses, optim
 from samestep.step.optim import Accumulating, AccumulatingAdamW
-from samestep.training import launch
 
 RESULTS = ROOT / "benchmarks" / "results" / "accumulation"
 WARM_UP = 1  # steps that are not counted
@@ -136,7 +136,7 @@ class Loop:
 
 
 def time_cases(num_rounds: int, num_steps: int) -> Iterator[dict]:
-    launch.keep_memory()  # as programs do
+    stop_malloc_returning_memory()  # as programs do
     recipe, _ = run.parse(["--recipe", "bert_small_cpu"], "bert_pretraining", "")
     source, _ = sentence_pairs.build(recipe)
     for precision, b, k in CASES:

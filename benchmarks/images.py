@@ -7,7 +7,7 @@ shakespeare.py), so that a machine whose speed changes is the same for all. Coun
 the first ones and without those that the end of a turn interrupted; no program evaluates or saves inside them.
 
 - ours: the script as users launch it: channels_last in bf16 (`networks.memory_format`), fused optimizers, freed
-  memory kept (`launch.keep_memory`).
+  memory kept (`_internals.libc.stop_malloc_returning_memory`).
 - plain: the loop that every tutorial has: DataLoader, autocast, cross_entropy, torch's optimizer with its defaults.
 - plain, channels_last: the same, with model and images in channels_last.
 - Trainer: transformers', on the same dataset.

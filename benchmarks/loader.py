@@ -29,12 +29,12 @@ from images import write_photographs
 from run_loader_memory import COLUMNS, write
 from torch import nn
 
+from samestep._internals.libc import stop_malloc_returning_memory
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import StepData, Steps
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import losses
-from samestep.training import launch
 
 # Title -> recipe, what differs from it, and steps of a round.
 CASES = {
@@ -126,7 +126,7 @@ def main() -> None:
     for flag, values in (("rounds", [arguments.rounds]), ("rows", arguments.rows)):
         if min(values) < 1:
             parser.error(f"--{flag} is {min(values)}: it must be 1 or more")
-    launch.keep_memory()
+    stop_malloc_returning_memory()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for title in arguments.only:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
+
+from stepaudit._internals import loaded, rows_chosen, tree_leaves
 
 MOST_PENDING = 256  # batches that were drawn and not used; older ones are forgotten
 
@@ -89,8 +90,8 @@ class Batches:
         batch = following(iterator)
         index = iterator.__dict__["_audit_drawn"].popleft()
         digests = self.digests.pop() if len(self.digests) == 1 else None  # workers collate elsewhere
-        self.newest = id(iterator._dataset)
-        self.pending.append(Drawn(self.newest, _samples(iterator._dataset, index), digests, batch))
+        self.newest = id(loaded(iterator))
+        self.pending.append(Drawn(self.newest, _samples(loaded(iterator), index), digests, batch))
         return batch
 
     def evaluate(self) -> None:
@@ -158,14 +159,9 @@ def _samples(dataset: Any, index: Any) -> list[int] | None:
     if not isinstance(index, (list, tuple)) or not all(isinstance(number, (int, np.integer)) for number in index):
         return None
     numbers = [int(number) for number in index]
-    while True:
-        if isinstance(dataset, Subset):
-            numbers, dataset = [int(dataset.indices[number]) for number in numbers], dataset.dataset
-        elif (indices := getattr(dataset, "_indices", None)) is not None and hasattr(indices, "column"):
-            numbers = [indices.column(0)[number].as_py() for number in numbers]
-            return numbers
-        else:
-            return numbers
+    while isinstance(dataset, Subset):
+        numbers, dataset = [int(dataset.indices[number]) for number in numbers], dataset.dataset
+    return rows_chosen(dataset, numbers)
 
 
 def _digests(samples: Any) -> list[str] | None:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
+from stepaudit._internals import BatchNorm, tree_leaves, tree_map
 from stepaudit.causes import Finding
 from stepaudit.judge import listed
 
@@ -107,8 +106,8 @@ def entrances(
     has_noise = bool(drawing) and noisy() is not None  # evaluation does not end it, and it depends on shapes
     mixing = all_of(mixed)
     changes = "its output for a sample changes with another sample of the batch"
-    findings += _named("batch_norm", [one for one in mixing if isinstance(one.module, _BatchNorm)], changes)
-    findings += _named("mixed_samples", [one for one in mixing if not isinstance(one.module, _BatchNorm)], changes)
+    findings += _named("batch_norm", [one for one in mixing if isinstance(one.module, BatchNorm)], changes)
+    findings += _named("mixed_samples", [one for one in mixing if not isinstance(one.module, BatchNorm)], changes)
     if not mixing and not has_noise and (found := padded()) is not None:
         findings += _named("padding", [found], "its output for a sample alone differs from that in a batch")
     return findings

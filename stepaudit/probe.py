@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.nn.modules.batchnorm import SyncBatchNorm
 
+from stepaudit._internals import BatchNorm, tree_leaves, tree_map
 from stepaudit.entrance import MOST_SAMPLES, entrances, same_noise
 
 DIFFERENT = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
@@ -88,7 +88,7 @@ def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad:
     name, module, _ = activations[low]
     if EXPERTS.search(f"{name} {type(module).__name__}"):
         return [["expert_balance", _place(name, module)]]
-    return [["batch_norm" if isinstance(module, _BatchNorm) else "mixed_samples", _place(name, module)]]
+    return [["batch_norm" if isinstance(module, BatchNorm) else "mixed_samples", _place(name, module)]]
 
 
 def _mixes(loss: torch.Tensor, activation: torch.Tensor, num_rows: int, grad: Grad) -> bool:

@@ -15,15 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import _utils, dataloader
 
 from stepaudit import probe
+from stepaudit._internals import (
+    FETCHERS,
+    BatchNorm,
+    Dropout,
+    LoaderIterator,
+    has_hooks,
+    num_changes,
+    put_last_hook_first,
+    tree_leaves,
+)
 from stepaudit.batches import Batches, plain, row_names
 from stepaudit.random_projection import Signs, project, size, sketch
 from stepaudit.recording import MicroStep, Recording, Step
@@ -93,9 +99,9 @@ class Track:
         self.recording.dropouts.clear()
         for name, module in model.named_modules():
             where = f"{name} ({type(module).__name__})"
-            if isinstance(module, _BatchNorm) and module.training:
+            if isinstance(module, BatchNorm) and module.training:
                 self.recording.batch_norms.append(where)
-            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            if isinstance(module, Dropout) and module.training and module.p > 0:
                 self.recording.dropouts.append(where)
 
     def watch(self, is_in_backward: Callable[[], bool]) -> Callable[[], None]:
@@ -109,15 +115,12 @@ class Track:
 
         handles = []
         for number, parameter in enumerate(self.parameters):
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if has_hooks(parameter):
                 self.recording.hooked.append(self.recording.names[number])
             if hasattr(parameter, "full_tensor") or not parameter.requires_grad:  # FSDP's hooks are not called
                 continue
             handles.append(parameter.register_hook(functools.partial(note, number)))
-            hooks = parameter._backward_hooks
-            ours, others = hooks.popitem(), list(hooks.items())
-            hooks.clear()
-            hooks.update([ours, *others])
+            put_last_hook_first(parameter)
         return lambda: [handle.remove() for handle in handles] and None
 
     def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
@@ -225,10 +228,10 @@ class Recorder:
             for module in (torch.nn.utils, torch.nn.utils.clip_grad):
                 for name in CLIPPING & vars(module).keys():
                     stack.enter_context(_replaced(module, name, self._clip))
-            for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+            for kind in FETCHERS:
                 stack.enter_context(_replaced(kind, "fetch", self.batches.fetch))
-            stack.enter_context(_replaced(dataloader._BaseDataLoaderIter, "_next_index", self.batches.index))
-            stack.enter_context(_replaced(dataloader._BaseDataLoaderIter, "__next__", self.batches.draw))
+            stack.enter_context(_replaced(LoaderIterator, "_next_index", self.batches.index))
+            stack.enter_context(_replaced(LoaderIterator, "__next__", self.batches.draw))
             self.stack = stack.pop_all()
         return self
 
@@ -478,12 +481,12 @@ class Recorder:
             parameters = list(module.parameters())
             is_other = len(parameters) == len(shapes) and not any(id(p) in own for p in parameters)
             if is_other and sorted(tuple(p.shape) for p in parameters) == shapes:
-                self.averages.append((parameters, sum(p._version for p in parameters)))
+                self.averages.append((parameters, sum(map(num_changes, parameters))))
 
     def _look_at_averages(self) -> None:
         changed = False
         for number, (tensors, version) in enumerate(self.averages):
-            now = sum(of._version for of in tensors)
+            now = sum(map(num_changes, tensors))
             changed |= now != version
             self.averages[number] = tensors, now
         for track in self.tracks:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from stepaudit import processes as side_by_side
+from stepaudit._internals import tree_map
 from stepaudit.causes import HARMLESS, Finding
 from stepaudit.entrance import MOST_SAMPLES, entrances, same_noise
 from stepaudit.errors import UsageError

@@ -20,6 +20,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from samestep._internals import torch_distributed
 from samestep.step import accumulate; from samestep.training import launch
 from samestep.training.launch import create_accelerator
 
@@ -37,7 +38,7 @@ model.register_comm_hook(None, hook)
 collectives = []
 def noting(all_reduce):
     return lambda tensor, *args, **kwargs: (collectives.append(tensor.numel()), all_reduce(tensor, *args, **kwargs))[1]
-dist.all_reduce, accumulate.all_reduce = noting(dist.all_reduce), noting(accumulate.all_reduce)
+dist.all_reduce, torch_distributed.total = noting(dist.all_reduce), noting(torch_distributed.total)
 
 data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
 cells = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [data[7:10]]  # k = 4 here, 1 there

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [["errors", "interrupt"], ["recipe", "cut"], ["planner", "step"], ["data"], ["models"], ["training"], ["cli"]]
+FLOORS = [
+    ["errors", "interrupt", "_internals"],
+    ["recipe", "cut"],
+    ["planner", "step"],
+    ["data"],
+    ["models"],
+    ["training"],
+    ["cli"],
+]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {"errors", "interrupt", "recipe", "cut", "planner"}
 OF_AUDIT = {
@@ -43,7 +51,8 @@ def test_imports_go_one_way(module):
         if name[0] == "samestep" and name[1] not in ("__version__", room):
             assert FLOOR[name[1]] < FLOOR[room], f"{module} imports {'.'.join(name)}"
         if room in WITHOUT_TORCH:
-            assert name[0] in sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml"}, (
+            assert name[:2] != ("samestep", "_internals"), f"{module} imports what needs torch"
+            assert name[0] in sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}, (
                 f"{module}: {name[0]}"
             )
 
@@ -51,6 +60,26 @@ def test_imports_go_one_way(module):
 @pytest.mark.parametrize("module", AUDIT, ids=str)
 def test_the_audit_stands_alone(module):
     assert {name[0] for name in imports(module)} <= OF_AUDIT | sys.stdlib_module_names
+
+
+def names(path: Path) -> tuple[set[str], set[str]]:
+    """Private names that a module defines, and those that it uses of others or imports, modules with such a name included."""
+    defined, used = set(), set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            of = defined if isinstance(node.ctx, ast.Store) or ast.unparse(node.value) in ("self", "cls") else used
+            of.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    used |= {part for name in imports(path) if name[0] not in ("samestep", "stepaudit", "__future__") for part in name}
+    return tuple({name for name in of if name.startswith("_") and not name.startswith("__")} for of in (defined, used))
+
+
+def test_what_is_private_of_other_libraries_has_a_room():
+    """os._exit and namedtuples' methods are documented."""
+    found = {module: names(module) for module in MODULES + AUDIT if "_internals" not in str(module)}
+    ours = set().union(*(defined for defined, _ in found.values())) | {"_exit", "_asdict", "_replace"}
+    assert {str(module): used - ours for module, (_, used) in found.items() if used - ours} == {}
 
 
 def test_rooms_are_few():
@@ -62,6 +91,16 @@ def test_rooms_are_few():
     assert found == {*FLOOR, "__init__"}
 
 
+def depth(node: ast.AST) -> int:
+    """How many loops, conditions and context managers lie inside each other."""
+    inner = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
+    return inner + isinstance(node, ast.For | ast.While | ast.If | ast.With)
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.stem)
 def test_a_script_can_be_read_in_one_go(script):
-    assert len(script.read_text().splitlines()) <= 215
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= (90 if script.stem.startswith("pretrain") else 110)
+    assert len({name for name in imports(script) if name[0] == "samestep"}) <= 8
+    (main,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    assert depth(main) <= 5

@@ -380,7 +380,7 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
 
 KEEPS = """
 import resource, sys, torch
-from samestep.training.launch import create_accelerator, keep_memory
+from samestep.training.launch import create_accelerator
 if sys.argv[1] == "kept":
     create_accelerator()
 def faults():

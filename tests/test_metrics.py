@@ -1,10 +1,8 @@
-"""Local metrics of evaluate: their values, several at once, no network, nothing left on the disk."""
+"""Metrics: their values, several at once, those of the hub and of files beside them, no network."""
 
 import math
-import multiprocessing
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 
@@ -28,9 +26,12 @@ ALL_OFF = -100 * np.ones(2, int)
 
 def value(name: str, predictions, references, **settings) -> float:
     """What the metric says, which may not warn."""
+    metric, types = metrics.METRICS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.load([name]).compute(predictions=predictions, references=references, **settings)
+        found = metrics.compute([name], predictions, references)
+        if settings:  # which names have none of
+            found = {name: metric(*map(np.asarray, (predictions, references), types), **settings)}
     assert list(found) == [name]
     assert type(found[name]) is float
     return found[name]
@@ -125,39 +126,45 @@ def test_several_at_once_in_the_order_of_their_names(kind):
     assert {type(number) for number in found.values()} == {float}
 
 
-def test_batches_count_every_sample_once_and_again_after_a_result():
-    combined = metrics.load(["accuracy", "matthews_correlation"])
-    for _ in range(2):
-        for part in np.split(TWO, [3, 100, 101], axis=1):
-            combined.add_batch(predictions=part[0], references=part[1])
-        assert combined.compute() == metrics.compute(["accuracy", "matthews_correlation"], *TWO)
+def test_all_are_described():
+    for name, (metric, _) in metrics.METRICS.items():
+        assert metric.__name__ == name
+        assert "=" in metric.__doc__
 
 
-def test_all_are_local_and_described():
-    folders = {path.parent.name for path in metrics.FOLDER.glob("*/*.py")}
-    assert set(metrics.LOCAL) == folders
-    combined = metrics.load(metrics.LOCAL)
-    assert [module.name for module in combined.evaluation_modules] == list(metrics.LOCAL)
-    for module in combined.evaluation_modules:
-        assert module.description
-        assert "=" in module._compute.__doc__
+@pytest.mark.parametrize("name", metrics.METRICS)
+def test_numbers_of_samples_differ(name):
+    with pytest.raises(ValueError, match="2 predictions of 1 references"):
+        metrics.compute([name], [1, 0], [1])
 
 
-def test_numbers_of_samples_differ():
-    with pytest.raises(ValueError, match="Mismatch in the number of predictions"):
-        metrics.compute(["accuracy"], [1, 0], [1])
+SHARE = """
+import datasets
+import evaluate
 
 
-def test_only_numbers_are_returned(tmp_path, monkeypatch):
-    """A metric by its path, which returns what is no number as well."""
+class Share(evaluate.Metric):
+    def _info(self):
+        features = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(features))
+
+    def _compute(self, predictions, references):
+        return {"each": [1.0], "share": sum(map(int.__eq__, predictions, references)) / len(references), "f1": 7}
+"""
+
+
+def test_a_metric_by_its_path_beside_local_ones(tmp_path):
+    """What is no number is left out; a name that a local metric has is not taken from it."""
     folder = tmp_path / "share"
     folder.mkdir()
-    accuracy = (metrics.FOLDER / "accuracy" / "accuracy.py").read_text()
-    (folder / "share.py").write_text(accuracy.replace('return {"accuracy":', 'return {"each": [1.0], "share":'))
-    assert metrics.compute(["f1", str(folder)], [1, 0], [1, 1], trust_code=True) == {
-        "f1": pytest.approx(2 / 3),
-        "share": 0.5,
-    }
+    (folder / "share.py").write_text(SHARE)
+    asked = [[1, 0], [1, 1]]
+    assert metrics.compute([str(folder)], *asked, trust_code=True) == {"share": 0.5, "f1": 7.0}
+    expected = {"f1": pytest.approx(2 / 3), "share": 0.5, f"{folder}_f1": 7.0}
+    assert metrics.compute(["f1", str(folder)], *asked, trust_code=True) == expected
+    assert metrics.compute([str(folder), "f1"], *asked, trust_code=True) == expected
+    with pytest.raises(UsageError, match="set --trust_metric_code"):
+        metrics.compute(["f1", str(folder)], *asked)
 
 
 @pytest.fixture
@@ -185,7 +192,7 @@ def test_unknown_names_offline(asked):
     assert evaluate.is_progress_bar_enabled()
     first, second, _ = caught.value.problems
     assert first.startswith("metrics is 'acuracy', which is not local (did you mean accuracy or masked_accuracy?). ")
-    assert f"which is not local (valid names: {', '.join(sorted(metrics.LOCAL))}). " in second
+    assert f"which is not local (valid names: {', '.join(sorted(metrics.METRICS))}). " in second
     for problem in caught.value.problems:
         assert "Metrics of the hub need the network" in problem
         assert "\n" not in problem
@@ -201,44 +208,13 @@ def test_other_names_are_asked_for_where_there_is_a_network(asked, monkeypatch):
 
 
 def test_nothing_is_imported_before_it_is_needed():
+    """evaluate and datasets for no local metric at all."""
     heavy = {"evaluate", "datasets", "sklearn", "scipy", "torch"}
-    code = f"import sys, samestep.training.metrics; print({heavy} & set(sys.modules))"
+    code = f"""
+import sys, samestep.training.metrics as metrics
+print({heavy} & set(sys.modules))
+metrics.compute(metrics.METRICS, [0, 1, 1], [1, 0, 1])
+print(sorted({heavy} & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("set()\n", "")
-
-
-def beside_another(label: int, pipe) -> None:
-    """Says when it holds samples and what comes of them; waits to be told to go on."""
-    combined = metrics.load(["accuracy", "f1", "perplexity"])
-    combined.add_batch(predictions=[label] * 3, references=[1, 0, 1])
-    pipe.send(None)
-    pipe.recv()
-    combined.add_batch(predictions=[label, 1 - label], references=[1, 0])
-    pipe.send(combined.compute())
-
-
-def test_two_processes_at_once_leave_nothing_behind(tmp_path, monkeypatch, capfd):
-    import evaluate
-
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    context = multiprocessing.get_context("fork")
-    pipes, children = [], []
-    for label in (0, 1):
-        ours, theirs = context.Pipe()
-        pipes.append(ours)
-        children.append(context.Process(target=beside_another, args=(label, theirs), daemon=True))
-        children[-1].start()
-    for go_on in (True, False):
-        assert all(pipe.poll(30) for pipe in pipes)
-        found = [pipe.recv() for pipe in pipes]
-        for pipe in pipes * go_on:  # both hold samples now
-            pipe.send(None)
-    for child in children:
-        child.join(30)
-    assert [child.exitcode for child in children] == [0, 0]
-    assert [each["accuracy"] for each in found] == pytest.approx([1 / 5, 4 / 5])
-    assert [each["f1"] for each in found] == pytest.approx([0, 6 / 7])
-    assert [each["perplexity"] for each in found] == pytest.approx([math.exp(1 / 3), math.exp(4 / 3)])
-    assert not list(tmp_path.iterdir())
-    assert capfd.readouterr() == ("", "")
+    assert (done.stdout, done.stderr) == ("set()\n['scipy', 'sklearn']\n", "")

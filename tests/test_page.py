@@ -12,16 +12,19 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.planner.hardware import device_names, parse
-from samestep.planner.page import SCRIPT, STYLE, page
-from samestep.recipe.recipe import catalog_names
+from samestep.planner.hardware import DEVICES, device_names, parse
+from samestep.planner.page import TEMPLATES, page
+from samestep.recipe.recipe import CATALOG, catalog_names
 from samestep.training.plots import plot_growth
 
+STYLE, SCRIPT = ("\n" + (TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 VOID = {"meta", "line", "rect", "circle", "polyline"}
 HOSTILE = "<script>alert(1)</script><img src=//x.org/y onerror=alert(2)>\"' & </style> &amp; </svg>"
 
@@ -189,6 +192,27 @@ def hostile(value):
     if isinstance(value, list):
         return [hostile(of) for of in value]
     return HOSTILE if isinstance(value, str) else value
+
+
+def test_files_of_others_stay_text(tmp_path):
+    """A recipe and a device of one's own, through the command that reads them."""
+    for name, shipped in (("recipe", CATALOG / "bert_base.yaml"), ("device", DEVICES / "t4.yaml")):
+        content = yaml.safe_load(shipped.read_text()) | {"description": f"{name} {HOSTILE}"}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    recipe, device = tmp_path / "recipe.yaml", tmp_path / "device.yaml"
+    program.plan(str(recipe), ["--on", f"2x{device}", "--html", str(tmp_path / "plan.html")])
+    source = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    found = check_it_stands_alone(source)
+    assert [script["text"] for script in found.all("script")] == [SCRIPT]
+    assert found.one("p", class_="description")["text"] == f"recipe {HOSTILE}"
+    assert found.one("p", class_="above")["text"] == f"Training plan, predicted · device {HOSTILE}"
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
+
+
+@pytest.mark.parametrize("key", ["recipe", "memory", "samples_per_second", "strategy"])
+def test_what_is_missing_is_no_empty_place(xl, key):
+    with pytest.raises((UndefinedError, KeyError), match=key):
+        page({name: value for name, value in xl.items() if name != key})
 
 
 def test_text_is_never_markup(xl):

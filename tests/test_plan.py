@@ -76,7 +76,11 @@ def test_all_bad_values_at_once():
         solve_layout(num_processes=2, per_device_train_batch_size=8)
 
 
-@pytest.mark.parametrize("module", ["cut.order", "recipe.run_settings", "planner.growth", "errors", "cli"])
+@pytest.mark.parametrize(
+    "module", ["cut.order", "recipe.run_settings", "planner.growth", "planner.page", "errors", "cli"]
+)
 def test_planning_imports_no_torch(module):
-    program = f"import samestep.{module}, sys; assert not {{'torch', 'transformers', 'datasets'}} & sys.modules.keys()"
+    """Nor jinja2 before there is a page to write."""
+    heavy = {"torch", "transformers", "datasets", "jinja2"}
+    program = f"import samestep.{module}, sys; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)

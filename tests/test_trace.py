@@ -1,5 +1,6 @@
 """Traced memory and FLOPs against what the CPU allocates, what torch counts, and the formulas."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -52,15 +53,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:
     """As a CPU allocates, without `as_cuda`."""
-    with trace._packed(False):
-        return trace_step(
-            lambda: build(recipe),
-            lambda model, num_samples: loss(model, recipe, num_samples),
-            NUM_SAMPLES,
-            mixed_precision=mixed_precision,
-            gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=adamw,
-        )
+    return trace_step(
+        lambda: build(recipe),
+        lambda model, num_samples: loss(model, recipe, num_samples),
+        NUM_SAMPLES,
+        mixed_precision=mixed_precision,
+        gradient_checkpointing=gradient_checkpointing,
+        make_optimizer=adamw,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
     measured = peak(lambda: forward().backward(), tmp_path)
     config.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "as_cuda", trace.contextlib.nullcontext)
+        patch.setattr(trace, "as_cuda", contextlib.nullcontext)
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         traced = trace_config(str(tmp_path), 4, 128, **options)
     before = traced.parameters + traced.gradients + traced.moments

@@ -30,6 +30,7 @@ from datasets.utils.tqdm import tqdm
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
 from samestep.errors import RunError, UsageError, is_utf8
@@ -511,7 +512,7 @@ class Rows:
         )
 
     def marks(self) -> list[str]:
-        return [self.images._fingerprint] * len(self.labels)
+        return [rows_fingerprint(self.images)] * len(self.labels)
 
 
 def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:

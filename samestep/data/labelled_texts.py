@@ -23,6 +23,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import cell_of
@@ -226,7 +227,7 @@ class LabelledTexts:
             fn_kwargs={"tokenizer": tokenizer, "max_seq_length": max_seq_length},
             num_proc=num_proc,
             desc=f"Tokenizing {what}",
-            new_fingerprint=_hash(rows._fingerprint, fingerprint(tokenizer), max_seq_length, _source()),
+            new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
         )
         self.tokens = ListColumn(built, "tokens")
         self.first = built.data.column("first").to_numpy().astype(np.int64)

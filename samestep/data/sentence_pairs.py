@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split, split_sentences
@@ -108,7 +109,9 @@ class SentencePairs:
             },
             num_proc=num_proc,
             desc=f"Tokenizing {what}",
-            new_fingerprint=_hash(documents._fingerprint, vocabulary, seed, self.max_tokens, short_seq_probability),
+            new_fingerprint=_hash(
+                rows_fingerprint(documents), vocabulary, seed, self.max_tokens, short_seq_probability
+            ),
         )
         self.tokens, self.ends, self.cuts = (ListColumn(built, name) for name in ("tokens", "ends", "cuts"))
         if len(self.tokens) < 2:

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split
@@ -74,7 +75,7 @@ class TokenBlocks:
             fn_kwargs={"tokenizer": tokenizer, "dtype": dtype},
             num_proc=num_proc,
             desc=f"Tokenizing {what}",
-            new_fingerprint=f"{documents._fingerprint}-{fingerprint(tokenizer)}",
+            new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
         )
         self.tokens = ListColumn(built, "tokens")
 

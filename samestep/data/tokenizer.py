@@ -13,6 +13,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.errors import UsageError, reason
 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
@@ -73,7 +74,7 @@ def _once(
     Raises:
         UsageError: it has more than `vocab_size` entries, because the least that it needs are more.
     """
-    key = repr((documents._fingerprint, vocab_size, *settings, tokenizers.__version__))
+    key = repr((rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from samestep._internals.transformers_models import attention_kernel
 from samestep.data.ragged import Rows, Tables, by_length, rows_of, tables_of
 from samestep.models import cpu_matmul as products
 from samestep.recipe.run_settings import LanguageModelSettings
@@ -89,7 +90,7 @@ def bert_wanted(
         input_ids, ...: see `cell_of`.
     """
     parts, wanted_parts = [Rows(ends, source, place, is_token)], [Rows(wanted_ends, wanted_source, wanted_place, None)]
-    kernel = bert.config._attn_implementation
+    kernel = attention_kernel(bert.config)
     if kernel.endswith(BY_LENGTH):
         lengths = by_length(ends.diff().numpy())
         num_wanted = np.split(wanted_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
@@ -133,7 +134,7 @@ def _last_layer(
     else:
         inputs = ((of.query, chosen), (of.key, hidden), (of.value, hidden))
         q, k, v = (project(x).unflatten(1, (-1, of.attention_head_size)) for project, x in inputs)
-        kernel = of.config._attn_implementation.removeprefix("unpadded_")
+        kernel = attention_kernel(of.config).removeprefix("unpadded_")
         y = _attention(kernel, of, q, k, v, queries, rows, of.scaling, of.dropout.p if of.training else 0.0)
     y = layer.attention.output(y.flatten(1), chosen)
     return layer.output(layer.intermediate(y), y)[None]

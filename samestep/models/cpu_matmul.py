@@ -5,12 +5,13 @@ take 5.4 s with MKL and 4.7 with oneDNN (torch 2.13). Which is the faster one he
 kernels of attention.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import nn
+
+from samestep._internals.torch_operators import has_onednn, linear_by_onednn, replace_on_cpus
 
 ONEDNN = "oneDNN"
 _overridden: torch.library.Library | None = None
@@ -28,7 +29,7 @@ def ways(
     """
     found = {name: partial(_take, take, None) for name, take in takes.items()}
     is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
-    if device.type == "cpu" and is_float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if device.type == "cpu" and is_float32 and has_onednn():
         found |= {f"{name}, {ONEDNN}": partial(_take, take, ONEDNN) for name, take in takes.items()}
     return found
 
@@ -48,24 +49,20 @@ def use(library: str | None) -> None:
     if library is None:
         _overridden = None  # which gives torch's own back
     elif _overridden is None:
-        _overridden = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            _overridden.impl("mm", _mm, "CPU")
-            _overridden.impl("addmm", _addmm, "CPU")
+        _overridden = replace_on_cpus(mm=_mm, addmm=_addmm)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b: [M, K] and [K, N] -> [M, N]."""
     if _suit(a, b):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+        return linear_by_onednn(a, b.t())
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
 
 
 def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     """beta c + alpha a b: [N] or [M, N], [M, K] and [K, N] -> [M, N]."""
     if beta == alpha == 1 and c.shape == b.shape[1:] and c.is_contiguous() and c.dtype is a.dtype and _suit(a, b):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), c, "none", [], "")
+        return linear_by_onednn(a, b.t(), c)
     return torch.ops.aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
 from samestep.models import cpu_matmul as products
 
@@ -96,7 +97,7 @@ def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
         input_ids: int64 [S, T].
         position_ids: int64 [S, T], from 0 at the start of every document, where attention does not pass; None: 0, 1, ...
     """
-    length, kernel = input_ids.shape[1], gpt2.config._attn_implementation
+    length, kernel = input_ids.shape[1], attention_kernel(gpt2.config)
     places = torch.arange(length, device=input_ids.device)
     hidden = gpt2.drop(gpt2.wte(input_ids) + gpt2.wpe(places[None] if position_ids is None else position_ids))
     mask = None  # sdpa looks left by itself

@@ -9,25 +9,20 @@ taken in by `as_cuda`. Never counted: the CUDA context, workspaces of cuBLAS and
 inside itself, fragmentation, the allocator's rounding to 512 bytes.
 """
 
-import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import find_labels
 
+from samestep._internals import torch_tracing, transformers_models
+from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, as_cuda, tree_leaves
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner.transformer import Moment
@@ -79,10 +74,8 @@ aten = torch.ops.aten
 FLOPS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
-    aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+    torch_tracing.ATTENTION_ON_CPUS: (lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)),
+    torch_tracing.ATTENTION_ON_CPUS_BACKWARD: (
         lambda _, q, k, v, *__, **___: 2 * sdpa_flop_count(q.shape, k.shape, v.shape)
     ),
 }
@@ -113,20 +106,21 @@ class _Tracer(TorchDispatchMode):
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
-        if func is aten.add.Tensor and not torch.is_grad_enabled() and not args[0]._is_view():
-            self._sum = args[0].untyped_storage()._cdata, self.now
+        if func is aten.add.Tensor and not torch.is_grad_enabled() and not torch_tracing.is_view(args[0]):
+            self._sum = torch_tracing.address(args[0].untyped_storage()), self.now
         else:
             self._most = max(self._most, self.now)
-        self.kernels += func.namespace == "aten" and not func.is_view and func._opname != "empty"
-        if count := FLOPS.get(func._overloadpacket):
+        self.kernels += func.namespace == "aten" and not func.is_view and torch_tracing.name(func) != "empty"
+        if count := FLOPS.get(torch_tracing.packet(func)):
             self.flops += count(*args, **kwargs, out_val=returned)
         return returned
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._alive:
-            self._alive[storage._cdata] = storage.nbytes()
+        address = torch_tracing.address(storage)
+        if address not in self._alive:
+            self._alive[address] = storage.nbytes()
             self.now += storage.nbytes()
-            weakref.finalize(storage, self._remove, storage._cdata)
+            weakref.finalize(storage, self._remove, address)
 
     def _remove(self, address: int) -> None:
         self.now -= self._alive.pop(address)
@@ -142,62 +136,6 @@ class _Tracer(TorchDispatchMode):
         self._close_sum()
         most, self._most = self._most, self.now
         return most
-
-
-# What CUDA's autocast computes in float32 and the CPU's does not.
-# https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32
-IN_FLOAT32 = (
-    *((owner, name) for owner in (torch, Tensor) for name in ("pow", "exp", "rsqrt", "softmax", "log_softmax")),
-    *((F, name) for name in ("softmax", "log_softmax", "softplus", "layer_norm", "group_norm")),
-    *((F, name) for name in ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")),
-    (Tensor, "__pow__"),
-)
-
-
-@contextlib.contextmanager
-def as_cuda():
-    """While it lasts, CPU tensors, real or fake, are kept and freed as CUDA's would be, where the two differ.
-
-    - Dropout keeps a mask of one byte per number. The CPU keeps scaled noise in the numbers' own type.
-    - `scaled_dot_product_attention` with dropout runs in a kernel that stores no [T, T] matrix. The CPU falls back to plain
-      products, which store several. The kernel's dropout is left out: it keeps nothing but the state of its generator.
-    - Autocast computes `IN_FLOAT32` from inputs that it casts. The CPU keeps their types: gelu_new's power is in bfloat16.
-
-    The functions are replaced, in all threads. A TorchFunctionMode would not do: it ends where a backward begins, and what
-    is computed again there would be as on a CPU.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(F, "dropout", _dropout))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
-        for owner, name in IN_FLOAT32:
-            stack.enter_context(mock.patch.object(owner, name, _in_float32(getattr(owner, name))))
-        yield
-
-
-def _dropout(input, p=0.5, training=True, inplace=False):
-    if inplace or not training or not 0 < p < 1:
-        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training)
-    return torch.native_dropout(input, p, training)[0]
-
-
-sdpa = F.scaled_dot_product_attention
-
-
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
-    return sdpa(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-
-def _in_float32(function: Callable) -> Callable:
-    def widened(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-    @functools.wraps(function)
-    def replacement(*args, **kwargs):
-        if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
-        return function(*args, **kwargs)
-
-    return replacement
 
 
 def trace_step(
@@ -314,7 +252,7 @@ def trace_recipe(
         recipe = dataclasses.replace(recipe, model_name_or_path=None)
 
     def build() -> SummedLosses:
-        with _no_weights():
+        with transformers_models.without_first_weights():
             model = model_class.from_recipe(recipe, None)
         if issubclass(settings_class, LanguageModelSettings):
             settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
@@ -333,29 +271,9 @@ def trace_recipe(
         )
 
 
-def _no_weights():
-    """While it lasts, models of transformers leave their weights as they are: they are fake, and some initialisations read
-    numbers."""
-    return mock.patch.object(PreTrainedModel, "initialize_weights")
-
-
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    with _no_weights():
+    with transformers_models.without_first_weights():
         return model_class(config)
-
-
-def _no_sequences(position_ids: Tensor) -> None:
-    """Unlike a mock, it keeps no reference to what it is called with."""
-
-
-def _packed(several_documents: bool):
-    """While it lasts, causal masks of transformers are those of samples of one document, unless there are several.
-
-    It reads this off the position ids, and where these are fake it takes several for granted.
-    """
-    if several_documents:
-        return contextlib.nullcontext()
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +321,7 @@ def trace_config(
     """
     config = _config(name_or_path)
     model_class = _model_class(name_or_path, config)
-    config._attn_implementation = attn_implementation if model_class._supports_sdpa else "eager"
+    transformers_models.choose_attention(config, model_class, attn_implementation)
     name, main_input = model_class.__name__, model_class.main_input_name
     labels = find_labels(model_class)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -436,7 +354,7 @@ def trace_config(
                 f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {_line(error)}"
             ) from None
 
-    with as_cuda(), _packed(False):
+    with as_cuda(), transformers_models.one_document():
         return trace_step(
             build,
             loss,

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce
 
+from samestep._internals import torch_distributed
+from samestep._internals.accelerate_state import begin_step
+from samestep._internals.torch_operators import foreach_mul_
 from samestep.step.optim import Accumulating
 
 Cell = TypeVar("Cell")
@@ -32,7 +33,7 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
         int64 [terms] on the accelerator's device. It is waited for when it is used, after the first forward, not before.
     """
     counts = counts.to(accelerator.device, non_blocking=True)
-    return counts if accelerator.num_processes == 1 else all_reduce(counts, "sum", dist.group.WORLD)
+    return counts if accelerator.num_processes == 1 else torch_distributed.total(counts)
 
 
 def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
@@ -47,7 +48,7 @@ def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
 def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cell]:
     """Iterate over a step's cells so that `accelerator.accumulate` synchronises at the last one, and only there."""
     accelerator.gradient_accumulation_steps = len(cells)
-    accelerator.step = 0  # Accelerate's count of micro-steps; it must not carry over from a step with another k
+    begin_step(accelerator)
     yield from cells
 
 
@@ -75,7 +76,7 @@ def clip(
     norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
     factor = limit / (norm.item() + 1e-6)
     if max_norm is not None and not factor >= 1:  # nan as well
-        torch._foreach_mul_(gradients, factor)
+        foreach_mul_(gradients, factor)
     return norm
 
 

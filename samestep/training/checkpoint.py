@@ -29,7 +29,6 @@ from typing import Any
 import accelerate
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import transformers
 import yaml
 from accelerate import Accelerator
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
@@ -352,7 +352,7 @@ class Saver:
     # What the writers say goes through the store that connects the processes: collectives are training's.
 
     def _tell(self, step: int, files: dict[str, dict] | str) -> None:
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_distributed.default_store()
         store.set(f"recipes/saved/{step}/{self.accelerator.process_index}", json.dumps(files))
 
     def _others(self, step: int) -> dict[str, dict]:
@@ -360,7 +360,7 @@ class Saver:
         files: dict[str, dict] = {}
         if not isinstance(self.model, FSDPModule):
             return files
-        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + self.run.ddp_timeout
+        store, deadline = torch_distributed.default_store(), time.monotonic() + self.run.ddp_timeout
         for rank in range(1, self.accelerator.num_processes):
             key = f"recipes/saved/{step}/{rank}"
             while not store.check([key]):

@@ -85,7 +85,7 @@ def judge(
 
     Args:
         accelerator: its processes.
-        names, trust_code: of `metrics.load`.
+        names, trust_code: of `metrics.compute`.
         logits: [samples, classes]; [samples, 1] when labels are numbers.
         source: labelled texts: their `labels` [samples] and `classes`.
 
@@ -113,8 +113,7 @@ def check_metrics(names: tuple[str, ...], best: str, trust_code: bool) -> None:
     """
     if best not in ("loss", *names):
         raise UsageError(f"metric_for_best_model is {best!r}: {nearest(best, ['loss', *names])}")
-    if others := [name for name in names if name not in metrics.LOCAL]:
-        metrics.load(others, trust_code)
+    metrics.load(names, trust_code)
 
 
 def confusion(source, logits: np.ndarray) -> np.ndarray:

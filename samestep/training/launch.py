@@ -1,30 +1,26 @@
 """The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
 
-import contextlib
-import ctypes
-import functools
 import gc
 import os
 import warnings
 from datetime import timedelta
 
-import accelerate.optimizer
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     get_int_from_env,
-    is_lomo_available,
     parse_flag_from_env,
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 
+from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_cpus
+from samestep._internals.libc import stop_malloc_returning_memory
+from samestep._internals.torch_distributed import rendezvous_of
 from samestep.errors import UsageError
 from samestep.step.batch_norm import BatchNorm
 from samestep.step.optim import Accumulating
@@ -32,7 +28,6 @@ from samestep.step.optim import Accumulating
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 ONEDNN_KERNELS = "8192"
 """How many kernels oneDNN keeps, of which it generates one for every size of a product in bf16, in 0.7 ms: its 1024 are too few
 for cells of all sizes."""
@@ -73,10 +68,10 @@ def create_accelerator(
     if problems:
         raise UsageError(problems)
     plugin = _sharding()
-    # By itself `optimizer.step()` looks through all of sys.path for LOMO's package, twice in every micro-step: 0.3 ms.
-    accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
+    search_for_lomo_once()
     # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     accelerator = Accelerator(
         # Sharded gradients are reduced in every micro-step: kept until the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
@@ -85,49 +80,21 @@ def create_accelerator(
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(init_method=_init_method(), timeout=timedelta(seconds=ddp_timeout)),
+            InitProcessGroupKwargs(
+                init_method=None if generation == "0" else rendezvous_of(generation),
+                timeout=timedelta(seconds=ddp_timeout),
+            ),
         ],
         **kwargs,
     )
     if problems := _accelerator_problems(accelerator):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
-        keep_memory()
+        stop_malloc_returning_memory()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read at the first one
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
-        # What AcceleratorState does for every kind of device but CPUs, where it would quietly take DDP instead.
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        shard_on_cpus(accelerator, plugin)
     return accelerator
-
-
-def keep_memory() -> None:
-    """Let glibc keep the memory of tensors that are freed. By itself it gives that of large ones back to the system, which
-    clears every page that it hands out again in the next step.
-
-    Images per second of the captcha reader's training on 2 cores: 151 without, 352 with it in float32, 385 and 635 in
-    bf16, and most memory held 1.24 and 1.46 GB there. Without glibc nothing is done.
-    """
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def _init_method() -> str | None:
-    """Where restarted workers meet. torch 2.13 lets them (`--max_restarts`) find the addresses of the dead ones in the store
-    that their agent keeps, and they fail to connect; here each generation of workers has keys of its own."""
-    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if generation == "0":
-        return None
-
-    def meet(url: str, timeout: timedelta, **kwargs):
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        yield dist.PrefixStore(f"generation-{generation}", store), rank, size
-
-    with contextlib.suppress(RuntimeError):  # it is registered already
-        dist.register_rendezvous_handler("restarted", meet)
-    return "restarted://"
 
 
 def _sharding() -> FullyShardedDataParallelPlugin | None:
@@ -172,15 +139,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     return model, optimizer
-
-
-def release(model: nn.Module) -> None:
-    """Take DistributedDataParallel's reducer and process group from a model that somebody may still hold, before the process
-    group ends: a reducer that holds the last reference to gloo waits for gloo's threads without giving them Python's lock,
-    which they may wait for (torch 2.13)."""
-    if isinstance(model, DistributedDataParallel):
-        for name in ("reducer", "logger", "process_group"):
-            delattr(model, name)
 
 
 def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import interrupt
+from samestep._internals import torch_distributed
+from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import RunError
 from samestep.step import accumulate
@@ -118,10 +120,7 @@ class Recovery:
         self.remember()
         self.model.zero_grad(set_to_none=True)
         if isinstance(self.model, DistributedDataParallel):
-            # In place: a backward that was broken off leaves DDP's reducer in no usable state.
-            kwargs = self.accelerator.ddp_handler.to_kwargs()
-            where = {"device_ids": self.model.device_ids, "output_device": self.model.output_device}
-            DistributedDataParallel.__init__(self.model, self.model.module, **where, **kwargs)
+            torch_distributed.begin_again(self.model, **self.accelerator.ddp_handler.to_kwargs())
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         if not self.steps.halve(step):
@@ -142,7 +141,7 @@ class Recovery:
     def _collectives(self) -> int:
         """How many collectives DDP's process group has begun."""
         if isinstance(self.model, DistributedDataParallel):
-            return self.model.process_group._get_sequence_number_for_group()
+            return torch_distributed.num_collectives(self.model)
         return 0
 
 
@@ -164,7 +163,7 @@ class Attempt:
         recovery = self.recovery
         with self._naming_who_is_missing():
             if isinstance(recovery.model, DistributedDataParallel):
-                recovery.model.reducer._rebuild_buckets()  # which its first forward would do, were it certain to come
+                torch_distributed.rebuild_buckets(recovery.model)
             self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
         if recovery.folding is not None:
             recovery.folding.gradient_accumulation_steps = len(self.data.cells)
@@ -211,11 +210,7 @@ class Attempt:
             recovery.agree(has_failed=True)
             raise self._cannot_repeat("this process") from error
         if isinstance(recovery.model, DistributedDataParallel):
-            begun = recovery._collectives() - self.first_collective
-            reducer = recovery.model.reducer
-            works = [reducer._run_comm_hook(bucket) for bucket in reducer._get_zeros_like_grad_buckets()[begun:]]
-            for work in works:
-                work.wait()
+            torch_distributed.reduce_zeros(recovery.model, recovery._collectives() - self.first_collective)
         recovery.agree(has_failed=True)
 
     def _cannot_repeat(self, where: str) -> RunError:
@@ -237,7 +232,7 @@ class Attempt:
     def _who_is_missing(self) -> str:
         """Every process that waits says so in the common store; who does not is the one that is waited for."""
         rank, size = self.recovery.accelerator.process_index, self.recovery.accelerator.num_processes
-        store, key = dist.distributed_c10d._get_default_store(), f"recipes/waiting/{self.data.step}/"
+        store, key = torch_distributed.default_store(), f"recipes/waiting/{self.data.step}/"
         try:
             store.set(f"{key}{rank}", "")
             time.sleep(SECONDS_TO_REPORT)
@@ -257,7 +252,7 @@ def _free_activations(error: BaseException) -> None:
     traceback.clear_frames(error.__traceback__)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None and not value._is_view():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None and not is_view(value):
                 value.detach_()
 
 

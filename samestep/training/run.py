@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep._internals import torch_distributed
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Cell, StepData, Steps, to_device
@@ -210,7 +211,7 @@ class Run:
             Exit code: 0, or what tells a scheduler to start the run again.
         """
         status = self.recovery.exit_code(self.is_finished)
-        launch.release(self.model)
+        torch_distributed.release(self.model)
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.end_training()
         return status

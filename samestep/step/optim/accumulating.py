@@ -4,6 +4,13 @@ import math
 
 import torch
 
+from samestep._internals.torch_operators import (
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_mul_,
+    foreach_sqrt,
+)
 from samestep.errors import UsageError
 from samestep.step.optim.folding import Accumulating
 
@@ -52,8 +59,8 @@ class AccumulatingSGD(Accumulating):
 
     def _update(self, group, parameters, pieces, buffers):
         if group["weight_decay"]:
-            torch._foreach_add_(buffers, pieces, alpha=group["weight_decay"])
-        torch._foreach_add_(pieces, buffers, alpha=-group["lr"])
+            foreach_add_(buffers, pieces, alpha=group["weight_decay"])
+        foreach_add_(pieces, buffers, alpha=-group["lr"])
 
     def _linear(self, group):
         return group["momentum"], 1.0, None
@@ -142,7 +149,7 @@ class AccumulatingAdamW(Accumulating):
     def _finish(self, group, parameters, means, squares):
         shares = [self._squares(parameter) for parameter in parameters]
         if any(shares):
-            torch._foreach_addcmul_(squares, means, means, shares)
+            foreach_addcmul_(squares, means, means, shares)
 
     def _update(self, group, parameters, pieces, means, squares):
         steps = [self._steps[parameter] for parameter in parameters]
@@ -150,14 +157,14 @@ class AccumulatingAdamW(Accumulating):
             self.state[parameter]["step"].fill_(t)
         decays, rate = [self._decay(beta) for beta in group["betas"]], group["lr"]
         corrections = [math.sqrt(1 - decays[1] ** t) for t in steps]
-        roots = torch._foreach_sqrt(
+        roots = foreach_sqrt(
             squares
         )  # not yet corrected, nor is eps: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps)
-        torch._foreach_add_(roots, [group["eps"] * c for c in corrections])
+        foreach_add_(roots, [group["eps"] * c for c in corrections])
         if group["weight_decay"]:
-            torch._foreach_mul_(pieces, 1 - rate * group["weight_decay"])
+            foreach_mul_(pieces, 1 - rate * group["weight_decay"])
         sizes = [-rate * c / (1 - decays[0] ** t) for c, t in zip(corrections, steps, strict=True)]
-        torch._foreach_addcdiv_(pieces, means, roots, sizes)
+        foreach_addcdiv_(pieces, means, roots, sizes)
 
     def _linear(self, group):
         return group["betas"][0], 1 - group["betas"][0], group["betas"][1]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep._internals.torch_operators import foreach_mul_, foreach_norm
 from samestep.errors import UsageError
 from stepaudit.random_projection import Signs, project
 
@@ -352,7 +353,7 @@ class Accumulating(torch.optim.Optimizer):
                 for parameters, pieces, *moments in bucket.updates():
                     self._finish(group, parameters, *moments)
                     for of, scale in zip(moments, bucket.scales, strict=False):
-                        torch._foreach_mul_(of, scale.to(of[0].dtype))
+                        foreach_mul_(of, scale.to(of[0].dtype))
                     self._update(group, parameters, pieces, *moments)
             self._close()
         return loss
@@ -454,7 +455,7 @@ class Bucket:
         squares as `squares` says of a parameter."""
         dtype = torch.promote_types(self.flat.dtype, torch.float32)
         firsts = [first for first, *_ in self.moments.values()]
-        lengths = torch.stack(torch._foreach_norm(firsts, 2, dtype)).square()
+        lengths = torch.stack(foreach_norm(firsts, 2, dtype)).square()
         total = self.flat[-1].sum(dtype=dtype)
         if squares is not None:
             total = total + lengths @ lengths.new_tensor([squares(p) if p in self.folds else 0.0 for p in self.moments])

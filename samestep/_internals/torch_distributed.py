@@ -1,0 +1,101 @@
+"""DistributedDataParallel's reducer, the store that connects the processes, and how restarted ones meet."""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives
+from torch.nn.parallel import DistributedDataParallel
+
+
+def total(numbers: torch.Tensor) -> torch.Tensor:
+    """Begin to add up what all processes hold of a tensor; the sum is waited for where it is used first.
+
+    torch 2.13, `torch.distributed._functional_collectives.all_reduce`, which torch compiles its collectives to. The documented
+    `all_reduce(async_op=True)` returns a handle, which has to be waited for by hand.
+    """
+    return _functional_collectives.all_reduce(numbers, "sum", dist.group.WORLD)
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the processes found each other, the one way for them to speak while a collective is under way.
+
+    torch 2.13, `_get_default_store`: no documented function returns it.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def num_collectives(model: DistributedDataParallel) -> int:
+    """Count the collectives that the process group of `model` has begun on this process.
+
+    torch 2.13, `_get_sequence_number_for_group`: after a failed backward it tells how many buckets were reduced.
+    """
+    return model.process_group._get_sequence_number_for_group()
+
+
+def rebuild_buckets(model: DistributedDataParallel) -> None:
+    """Put the buckets of gradients in their final order now, which is a collective after the first backward.
+
+    torch 2.13, `Reducer._rebuild_buckets`: by itself the next forward does it, which may fail on one process before it comes to
+    it, while the others wait.
+    """
+    model.reducer._rebuild_buckets()
+
+
+def reduce_zeros(model: DistributedDataParallel, begun: int) -> None:
+    """Take part in the reductions of a backward that failed here, after the first `begun` ones, with zeros.
+
+    torch 2.13, `Reducer._get_zeros_like_grad_buckets` and `_run_comm_hook`, which DistributedDataParallel's `join` uses for
+    processes that have run out of samples: the other processes wait for as many reductions as there are buckets.
+    """
+    buckets = model.reducer._get_zeros_like_grad_buckets()[begun:]
+    for work in [model.reducer._run_comm_hook(bucket) for bucket in buckets]:
+        work.wait()
+
+
+def begin_again(model: DistributedDataParallel, **settings: Any) -> None:
+    """Give `model` a new reducer, as if it had just been made of its module; whoever holds `model` keeps it.
+
+    torch 2.13, `__init__` on an object that exists: a backward that was broken off leaves the reducer in no usable state, and
+    nothing documented resets it.
+
+    Args:
+        settings: of DistributedDataParallel, but its devices, which stay.
+    """
+    where = {"device_ids": model.device_ids, "output_device": model.output_device}
+    DistributedDataParallel.__init__(model, model.module, **where, **settings)
+
+
+def release(model: nn.Module) -> None:
+    """Take the reducer and the process group from a DistributedDataParallel that somebody may still hold.
+
+    torch 2.13: a reducer that holds the last reference to gloo waits, when it is deleted after the process group's end, for
+    gloo's threads, without giving them Python's lock, which they may wait for.
+    """
+    if isinstance(model, DistributedDataParallel):
+        for name in ("reducer", "logger", "process_group"):
+            delattr(model, name)
+
+
+def rendezvous_of(generation: str) -> str:
+    """Return an `init_method` by which restarted workers meet (`--max_restarts`), in keys of their own.
+
+    torch 2.13: in `env://` they find the addresses of the dead ones in the store that their agent keeps, and fail to connect.
+    `rendezvous` and `register_rendezvous_handler` are not in its documentation.
+
+    Args:
+        generation: TORCHELASTIC_RESTART_COUNT, how many times the workers were restarted.
+    """
+
+    def meet(url: str, timeout: timedelta, **more: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        yield dist.PrefixStore(f"generation-{generation}", store), rank, size
+
+    scheme = f"generation{generation}"
+    with contextlib.suppress(RuntimeError):  # it is registered already
+        dist.register_rendezvous_handler(scheme, meet)
+    return f"{scheme}://"

@@ -1,0 +1,44 @@
+"""Operators that torch uses in its own optimizers and layers without documenting them."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+# torch 2.13. One call for lists of tensors, on GPUs a few kernels: `foreach_add_(a, b, alpha=c)` is `a_i.add_(b_i, alpha=c)`
+# for every i, and so on. torch's optimizers and `torch.nn.utils.clip_grad_norm_` are made of them; what is documented works on
+# one tensor.
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_sqrt = torch._foreach_sqrt
+foreach_norm = torch._foreach_norm
+
+
+def has_onednn() -> bool:
+    """Whether torch 2.13 is built with `linear_by_onednn`, as it is for x86 CPUs."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute x weight^T + bias in float32 by oneDNN: [M, K], [N, K] and [N] -> [M, N].
+
+    torch 2.13, `mkldnn::_linear_pointwise`, which TorchInductor calls: `torch.nn.functional.linear` takes MKL for float32,
+    whatever is set, which is slower on some CPUs (see `models.cpu_matmul`).
+    """
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def replace_on_cpus(**kernels: Callable[..., torch.Tensor]) -> torch.library.Library:
+    """Compute operators of `aten` by other kernels on CPUs, backwards included, as long as what is returned exists.
+
+    torch 2.13: `torch.library.Library` is documented for operators of one's own; that it overrides torch's, and that torch's
+    come back when it is deleted, is not. Its warning that it overrides them is kept quiet.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU")
+    return library

@@ -1,0 +1,483 @@
+"""What is private or replaced of other libraries does what it is taken for; what an upgrade changes fails here."""
+
+import ctypes
+import itertools
+import socket
+import subprocess
+import sys
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+
+import accelerate.optimizer
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from common import fresh_accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+
+from samestep._internals import (
+    accelerate_state,
+    datasets_rows,
+    libc,
+    torch_distributed,
+    torch_operators,
+    torch_tracing,
+    transformers_models,
+)
+from stepaudit import _internals as of_audit
+
+# ---------------------------------------------------------------------------------------------------------------- libc
+
+FAULTS = """
+import resource, sys
+from samestep._internals.libc import stop_malloc_returning_memory
+if sys.argv[1] == "kept":
+    assert stop_malloc_returning_memory()
+size = 2**25
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        b"a" * size  # written
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_malloc_keeps_freed_memory():
+    """Pages are handed out once, not for every tensor anew."""
+    measured = [
+        int(subprocess.run([sys.executable, "-S", "-c", FAULTS, how], capture_output=True, check=True).stdout)
+        for how in ("kept", "not")
+    ]
+    assert measured[0] < measured[1] / 10
+
+
+def test_another_libc_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(libc.ctypes, "CDLL", lambda name: object())
+    assert not libc.stop_malloc_returning_memory()
+
+
+# ---------------------------------------------------------------------------------------------------- torch.distributed
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process; the store by which it was made."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    dist.destroy_process_group()
+
+
+NUM_BUCKETS = 2
+
+
+@pytest.fixture
+def wrapped(alone):
+    """Three layers, whose gradients are reduced in two buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 1))
+    return DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
+
+
+def backward(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 1200).view(4, 300)).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_the_store_is_the_one_that_connects_the_processes(alone):
+    store, before = torch_distributed.default_store(), alone.num_keys()
+    store.set("said", "yes")
+    assert alone.num_keys() == before + 1
+    assert store.get("said") == b"yes"
+    assert store.check(["said"])
+    assert not store.check(["unsaid"])
+
+
+def test_a_total_is_waited_for_where_it_is_used(alone):
+    found = torch_distributed.total(torch.tensor([3, 4]))
+    assert type(found).__name__ == "AsyncCollectiveTensor"
+    assert torch.equal(found + 0, torch.tensor([3, 4]))
+    assert found.dtype == torch.int64
+
+
+def test_collectives_are_counted(wrapped):
+    """One for each bucket; buckets are rebuilt once, after the first backward."""
+    count = [torch_distributed.num_collectives(wrapped)]
+    for what in (backward, torch_distributed.rebuild_buckets, backward, torch_distributed.rebuild_buckets, backward):
+        what(wrapped)
+        count.append(torch_distributed.num_collectives(wrapped))
+    first, rebuilt, second, nothing, third = (after - before for before, after in itertools.pairwise(count))
+    assert first >= 1
+    assert rebuilt >= 1
+    assert nothing == 0
+    assert second == third == NUM_BUCKETS
+
+
+@pytest.mark.parametrize("begun", range(NUM_BUCKETS + 1))
+def test_zeros_take_the_place_of_a_failed_backward(wrapped, begun):
+    """As many reductions as are left; a new reducer after it computes what the first did."""
+    expected = backward(wrapped)
+    torch_distributed.rebuild_buckets(wrapped)
+    wrapped(torch.ones(1, 300)).sum()  # its backward fails
+    before = torch_distributed.num_collectives(wrapped)
+    torch_distributed.reduce_zeros(wrapped, begun)
+    assert torch_distributed.num_collectives(wrapped) - before == NUM_BUCKETS - begun
+    torch_distributed.begin_again(wrapped, gradient_as_bucket_view=True)
+    assert all(map(torch.equal, backward(wrapped), expected))
+
+
+def test_a_broken_backward_needs_a_new_reducer(wrapped):
+    """Were it not so, `begin_again` could go."""
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    expected = backward(wrapped)
+    wrapped.module.insert(1, nn.Identity())
+    wrapped.module[1].forward = Broken.apply
+    with pytest.raises(MemoryError):
+        backward(wrapped)
+    del wrapped.module[1]
+    with pytest.raises(RuntimeError, match="finished reduction in the prior iteration"):
+        backward(wrapped)
+    torch_distributed.begin_again(wrapped, gradient_as_bucket_view=True)
+    assert all(map(torch.equal, backward(wrapped), expected))
+
+
+def test_a_released_model_holds_no_reducer(wrapped):
+    reducer = weakref.ref(wrapped.reducer)
+    torch_distributed.release(wrapped)
+    assert reducer() is None
+    assert not hasattr(wrapped, "process_group")
+    torch_distributed.release(wrapped.module)  # any other model is left as it is
+
+
+def test_each_generation_of_workers_meets_in_keys_of_its_own(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(key, str(value))
+    for number in ("1", "2", "2"):
+        url = torch_distributed.rendezvous_of(number)
+        store, rank, size = next(dist.rendezvous(url, timeout=timedelta(seconds=10)))
+        assert (rank, size) == (0, 1)
+        assert isinstance(store, dist.PrefixStore)
+        store.set("said", number)
+        assert store.underlying_store.get(f"generation-{number}/said") == number.encode()
+
+
+# ------------------------------------------------------------------------------------------------------ torch, operators
+
+
+def test_operators_on_lists():
+    torch.manual_seed(0)
+    a, b, c = ([torch.rand(n) for n in (2, 3)] for _ in range(3))
+
+    def changed(operator, *args, **more) -> list[torch.Tensor]:
+        copies = [of.clone() for of in a]
+        operator(copies, *args, **more)
+        return copies
+
+    def same(found, expected):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+    of = torch_operators
+    same(changed(of.foreach_add_, b, alpha=3), [x + 3 * y for x, y in zip(a, b, strict=True)])
+    same(changed(of.foreach_add_, [2.0, 5.0]), [a[0] + 2, a[1] + 5])
+    same(changed(of.foreach_mul_, 7.0), [7 * x for x in a])
+    same(changed(of.foreach_mul_, torch.tensor(7.0)), [7 * x for x in a])
+    same(changed(of.foreach_addcmul_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] * c[0], a[1] + 5 * b[1] * c[1]])
+    same(changed(of.foreach_addcdiv_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] / c[0], a[1] + 5 * b[1] / c[1]])
+    same(of.foreach_sqrt(a), [x.sqrt() for x in a])
+    half = [x.half() for x in a]
+    norms = of.foreach_norm(half, 2, torch.float64)
+    assert {norm.dtype for norm in norms} == {torch.float64}
+    same(norms, [x.double().norm() for x in half])
+
+
+@pytest.mark.skipif(not torch_operators.has_onednn(), reason="torch is built without oneDNN")
+def test_a_linear_layer_by_onednn():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 7), torch.randn(3, 7), torch.randn(3)
+    torch.testing.assert_close(torch_operators.linear_by_onednn(x, weight), F.linear(x, weight))
+    torch.testing.assert_close(torch_operators.linear_by_onednn(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_operators_are_replaced_on_cpus_as_long_as_the_library_lives():
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+
+    def products() -> list[float]:
+        x.grad = None
+        y = F.linear(x, weight)
+        y.sum().backward()
+        return [y[0, 0].item(), x.grad[0, 0].item()]
+
+    assert products() == [3, 4]
+    library = torch_operators.replace_on_cpus(mm=lambda a, b: a.new_full((len(a), b.shape[1]), 8.0))
+    assert products() == [8, 8]
+    del library
+    assert products() == [3, 4]
+
+
+# -------------------------------------------------------------------------------------------------------- torch, tracing
+
+
+@pytest.mark.parametrize("mode", [torch_tracing.FakeTensorMode, lambda: torch.device("cpu")], ids=["fake", "real"])
+def test_a_storage_is_told_from_others(mode):
+    with mode():
+        one, other = torch.empty(3, 4), torch.empty(3, 4)
+    address = torch_tracing.address
+    assert address(one.untyped_storage()) == address(one.t().untyped_storage()) == address(one[1:].untyped_storage())
+    assert address(one.untyped_storage()) != address(other.untyped_storage())
+    assert torch_tracing.is_view(one[1:])
+    assert not torch_tracing.is_view(one)
+
+
+def test_fake_tensors_have_no_memory():
+    with torch_tracing.FakeTensorMode():
+        large = torch.empty(10**7, 10**7)
+        assert (large + 1).shape == large.shape
+
+
+def test_operators_by_their_names():
+    seen = []
+
+    class Recorder(torch_tracing.TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(operator)
+            return operator(*args, **kwargs or {})
+
+    with Recorder():
+        torch.empty(2, 2) @ torch.ones(2, 2)
+        F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 4, requires_grad=True)).sum().backward()
+    names = [torch_tracing.name(operator) for operator in seen]
+    assert names[0] == "empty"
+    assert torch.ops.aten.mm in map(torch_tracing.packet, seen)
+    packets = [torch_tracing.packet(operator) for operator in seen]
+    assert torch_tracing.ATTENTION_ON_CPUS in packets
+    assert torch_tracing.ATTENTION_ON_CPUS_BACKWARD in packets
+    assert torch_tracing.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
+
+
+def kept(function) -> dict[torch.dtype, int]:
+    """Numbers that autograd keeps of a function, by their types."""
+    found = {}
+
+    def pack(tensor):
+        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return found
+
+
+def test_a_cpu_keeps_what_cuda_would():
+    x = torch.ones(2, 3, 16, 8, requires_grad=True)
+    attention = lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)  # noqa: E731
+    noise = lambda: F.dropout(x, 0.5)  # noqa: E731
+
+    def power():
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.pow(x.bfloat16(), 3)
+
+    before = [kept(of) for of in (attention, noise, power)]
+    with torch_tracing.as_cuda():
+        during = [kept(of) for of in (attention, noise, power)]
+        assert power().dtype == torch.float32
+    assert [kept(of) for of in (attention, noise, power)] == before
+    assert power().dtype == torch.bfloat16
+    assert sum(during[0].values()) < sum(before[0].values())  # no [T, T]
+    assert during[1] == {torch.bool: x.numel()}
+    assert before[1] == {torch.float32: x.numel()}
+    assert during[2] == {torch.float32: x.numel()}
+
+
+# ----------------------------------------------------------------------------------------------------------- accelerate
+
+
+@contextmanager
+def accelerator_of_its_own():
+    saved = dict(PartialState._shared_state)
+    fresh_accelerator()
+    try:
+        yield Accelerator(cpu=True)
+    finally:
+        PartialState._shared_state.clear()
+        PartialState._shared_state.update(saved)
+        fresh_accelerator()
+
+
+def test_a_step_begins_whatever_k_was_before():
+    with accelerator_of_its_own() as accelerator:
+        model = accelerator.prepare(nn.Linear(1, 1))
+        found = []
+        for k, done in ((3, 1), (2, 2), (3, 3)):
+            accelerator.gradient_accumulation_steps = k
+            accelerate_state.begin_step(accelerator)
+            for _ in range(done):
+                with accelerator.accumulate(model):
+                    found.append(accelerator.sync_gradients)
+    assert found == [False, False, True, False, False, True]
+
+
+def test_lomo_is_searched_for_once(monkeypatch):
+    searched = []
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", None)
+    monkeypatch.setattr(accelerate_state, "is_lomo_available", lambda: searched.append(1) or False)
+    accelerate_state.search_for_lomo_once()
+    with accelerator_of_its_own() as accelerator:
+        optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        for _ in range(3):
+            optimizer.step()
+    assert searched == [1]
+
+
+def test_cpus_are_told_to_shard():
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with accelerator_of_its_own() as accelerator:
+        accelerate_state.shard_on_cpus(accelerator, plugin)
+        assert accelerator.distributed_type == DistributedType.FSDP
+        assert accelerator.state.fsdp_plugin is plugin
+        assert accelerator.is_fsdp2
+        assert PartialState().distributed_type == DistributedType.FSDP
+
+
+# --------------------------------------------------------------------------------------------------------- transformers
+
+BERT = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def test_models_are_made_without_first_weights():
+    """Theirs are normal, with a deviation of 0.02; those of torch's layers 0.07."""
+    deviation = lambda: BertModel(BertConfig(**BERT)).encoder.layer[0].output.dense.weight.std().item()  # noqa: E731
+    assert deviation() == pytest.approx(0.02, rel=0.1)
+    with transformers_models.without_first_weights():
+        assert deviation() == pytest.approx(64**-0.5 / 3**0.5, rel=0.1)
+    assert deviation() == pytest.approx(0.02, rel=0.1)
+
+
+def test_samples_of_one_document_whatever_their_places_say():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=4)).eval()
+    places = torch.tensor([[0, 1, 0, 1]])
+
+    def last(first: int) -> torch.Tensor:
+        """What is computed of the last token; `first` is in another document."""
+        return model(torch.tensor([[first, 1, 2, 3]]), position_ids=places, use_cache=False).last_hidden_state[0, -1]
+
+    assert torch.equal(last(4), last(5))
+    with transformers_models.one_document():
+        assert not torch.allclose(last(4), last(5))
+    assert torch.equal(last(4), last(5))
+
+
+def test_attention_is_read_and_chosen():
+    model = BertModel(BertConfig(**BERT))
+    assert transformers_models.attention_kernel(model.config) == "sdpa"
+    model.set_attn_implementation("eager")
+    assert transformers_models.attention_kernel(model.config) == "eager"
+    for supports, kernel in ((True, "sdpa"), (False, "eager")):
+        config, kind = BertConfig(**BERT), type("Kind", (BertModel,), {"_supports_sdpa": supports})
+        transformers_models.choose_attention(config, kind, "sdpa")
+        assert kind(config).config._attn_implementation == kernel
+
+
+# ------------------------------------------------------------------------------------------------------------- datasets
+
+
+def test_tables_are_told_from_others():
+    def table(*rows: int) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"row": list(rows)})
+
+    fingerprint = datasets_rows.rows_fingerprint
+    assert fingerprint(table(1, 2)) == fingerprint(table(1, 2)) != fingerprint(table(1, 3))
+    assert fingerprint(table(1, 2).select([0])) != fingerprint(table(1, 2))
+    named = table(1, 2).map(lambda row: row, new_fingerprint="named")
+    assert fingerprint(named) == "named"
+
+
+# ------------------------------------------------------------------------------------------------------------ the audit
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("dataset", [list(range(4)), Stream()], ids=["map", "iterable"])
+def test_batches_come_by_a_fetch_of_indices(monkeypatch, dataset):
+    seen = []
+    for kind in of_audit.FETCHERS:
+        fetch = kind.fetch
+        monkeypatch.setattr(kind, "fetch", lambda self, index, fetch=fetch: seen.append("fetch") or fetch(self, index))
+    for name in ("_next_index", "__next__"):
+        method = getattr(of_audit.LoaderIterator, name)
+        replaced = lambda self, method=method, name=name: seen.append(name) or method(self)  # noqa: E731
+        monkeypatch.setattr(of_audit.LoaderIterator, name, replaced)
+    iterator = iter(DataLoader(dataset, batch_size=2))
+    assert isinstance(iterator, of_audit.LoaderIterator)
+    assert next(iterator).tolist() == [0, 1]
+    assert seen == ["__next__", "_next_index", "fetch"]
+    assert of_audit.loaded(iterator) is dataset
+
+
+def test_rows_of_a_table():
+    rows = datasets.Dataset.from_dict({"row": list(range(10))})
+    assert of_audit.rows_chosen(rows, [3, 1]) == [3, 1]
+    assert of_audit.rows_chosen(rows.select([9, 7, 5, 2]), [3, 1]) == [2, 7]
+    assert of_audit.rows_chosen(Subset(list(range(10)), [1]), [0]) == [0]
+
+
+def test_hooks_of_a_parameter():
+    called, x = [], torch.ones(1, requires_grad=True)
+    assert not of_audit.has_hooks(x)
+    for number in range(3):
+        x.register_hook(lambda gradient, number=number: called.append(number))
+    assert of_audit.has_hooks(x)
+    of_audit.put_last_hook_first(x)
+    (2 * x).sum().backward()
+    assert called == [2, 0, 1]
+    other = torch.ones(1, requires_grad=True)
+    other.register_post_accumulate_grad_hook(lambda of: None)
+    assert of_audit.has_hooks(other)
+
+
+def test_changes_in_place_are_counted():
+    x = torch.ones(2)
+    before = of_audit.num_changes(x)
+    x.add_(1)
+    x[0] = 3
+    assert of_audit.num_changes(x) == before + 2
+    x.data.add_(1)
+    assert of_audit.num_changes(x) == before + 2
+
+
+def test_layers_of_any_number_of_dimensions():
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, of_audit.BatchNorm)
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
+        assert issubclass(kind, of_audit.Dropout)
+    assert not issubclass(nn.GroupNorm, of_audit.BatchNorm)
+    assert of_audit.tree_map(lambda x: 2 * x, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
+    assert of_audit.tree_leaves({"a": [1, (2,)]}) == [1, 2]
