@@ -14,6 +14,7 @@ from typing import Any
 
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
+from samestep.extras import require
 from samestep.planner import answer, text
 from samestep.planner.configs import IMAGE, has_formula, read_config, shape_of
 from samestep.planner.hardware import MOST, load_device, parse
@@ -312,6 +313,8 @@ def scale_model(argv: list[str]) -> None:
 
 
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
+    if settings.plot is not None:
+        require("plots", "--plot")
     found = answer.scaled(workload, load_device(settings.on), settings.up_to)
     if settings.plot is not None:
         _write("plot", settings.plot, plot_growth(found))

@@ -247,7 +247,7 @@ def _audit_script(argv: list[str], prog: str) -> int:
     own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     flags = _parser(prog).parse(own)
     if not program:
-        raise UsageError(f"{prog}: the program is missing: write -- PROGRAM.py ARGS at the end; see {prog} --help")
+        raise UsageError(f"{prog}: the program is missing behind --: write -- PROGRAM.py ARGS; see {prog} --help")
     if not os.path.isfile(program[0]):
         raise UsageError(f"{prog}: {program[0]} is not a file")
     if not all(number.isdecimal() and 0 < int(number[:9]) <= MOST_PROCESSES for number in flags.processes.split(",")):

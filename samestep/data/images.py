@@ -22,18 +22,18 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import datasets
 import numpy as np
-import PIL
 import torch
-from datasets.utils.tqdm import tqdm
-from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
 from samestep.errors import RunError, UsageError, is_utf8
+from samestep.extras import optional
 from samestep.recipe.recipe import ImageClassification
+
+datasets, PIL = optional("datasets"), optional("PIL")
+Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -592,7 +592,9 @@ def _remember(file: Path, known: dict[str, list]) -> None:
 
 def _reason(error: Exception) -> str:
     """In a few words, without the file's name."""
-    return "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)
+    return (
+        "not an image" if isinstance(error, PIL.UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)
+    )
 
 
 def _line(store: Store, bad: dict[int, str]) -> str:

@@ -9,6 +9,7 @@ from shutil import which
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.extras import require
 from samestep.recipe import recipe as recipes
 from samestep.recipe.settings import (
     BATCH,
@@ -198,6 +199,8 @@ SETTINGS: dict[str, type[RunSettings]] = {
     "captcha_recognition": RunSettings,
 }
 """Task -> what can be set of its runs."""
+EXTRA = {task: "images" if issubclass(cls, recipes.ImageRecipe) else "text" for task, cls in recipes.TASKS.items()}
+"""Task -> the extra of the installation that its training needs."""
 
 
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
@@ -213,7 +216,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
         description: of the program, for `--help`.
 
     Raises:
-        UsageError: unknown flags or recipe, and any broken rule.
+        UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
     """
     cls, settings_class = recipes.TASKS[task], SETTINGS[task]
     parser = Parser(called(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
@@ -231,6 +234,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
             "found: set it to stop, or accumulation to gradient"
         )
+    require(EXTRA[task], f"the task {task}")
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
 
 

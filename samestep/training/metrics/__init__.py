@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UsageError, nearest
+from samestep.extras import require
 
 if TYPE_CHECKING:
     import evaluate
@@ -30,7 +31,7 @@ def load(names: Sequence[str], trust_code: bool = False) -> "evaluate.CombinedEv
         trust_code: run the code of metrics that are not local.
 
     Raises:
-        UsageError: names that are not local and not trusted, or that do not load.
+        UsageError: names that are not local and not trusted, or that do not load; packages that are not installed.
     """
     problems = [
         f"metrics is {name!r}, which is not local ({nearest(name, LOCAL)}) but code of a file or of the hub, which would run "
@@ -40,6 +41,7 @@ def load(names: Sequence[str], trust_code: bool = False) -> "evaluate.CombinedEv
     ]
     if problems:
         raise UsageError(problems)
+    require("text", "a metric")
     import evaluate
 
     modules = []
