@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+from transformers import BaseImageProcessor
 
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
@@ -331,9 +331,13 @@ def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return shifted
 
 
-def processor(recipe: ImageClassification) -> ConvNextImageProcessorPil:
+def processor(recipe: ImageClassification) -> BaseImageProcessor:
     """What transformers' ResNets take for a preprocessor: it treats images as held-out ones are treated here, if the recipe's
     are squares; else it makes them squares."""
+    from transformers.models.convnext.image_processing_pil_convnext import (
+        ConvNextImageProcessorPil,
+    )  # here: needs Pillow
+
     return ConvNextImageProcessorPil(
         size={"shortest_edge": recipe.image_height},
         crop_pct=CENTRE if recipe.augmentation == "imagenet" else 1.0,

@@ -199,8 +199,6 @@ SETTINGS: dict[str, type[RunSettings]] = {
     "captcha_recognition": RunSettings,
 }
 """Task -> what can be set of its runs."""
-EXTRA = {task: "images" if issubclass(cls, recipes.ImageRecipe) else "text" for task, cls in recipes.TASKS.items()}
-"""Task -> the extra of the installation that its training needs."""
 
 
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
@@ -234,7 +232,8 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
             "found: set it to stop, or accumulation to gradient"
         )
-    require(EXTRA[task], f"the task {task}")
+    if cls.extra is not None:
+        require(cls.extra, f"the task {task}")
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
 
 
