@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from samestep.errors import UsageError, is_utf8, nearest, reason
-from samestep.extras import optional
+from samestep.extras import optional, require
 from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
@@ -207,8 +207,9 @@ def cached(
     """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text.
 
     Raises:
-        UsageError: of `generate`, free of what `datasets` and its workers wrap it in.
+        UsageError: packages that are not installed; or of `generate`, free of what `datasets` and its workers wrap it in.
     """
+    require("text", "training on texts")
     fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
     try:
         return Dataset.from_generator(
@@ -231,6 +232,8 @@ def load_hub(
     Raises:
         UsageError: it cannot be reached, or has no such configuration or split.
     """
+    if not datasets:
+        require("text", "a dataset of the hub")
     for folder, _, files in os.walk(name):
         for file in files:
             if problem := _not_regular(os.path.join(folder, file)):

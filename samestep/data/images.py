@@ -29,7 +29,7 @@ from transformers import BaseImageProcessor
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
 from samestep.errors import RunError, UsageError, is_utf8
-from samestep.extras import optional
+from samestep.extras import optional, require
 from samestep.recipe.recipe import ImageClassification
 
 datasets, PIL = optional("datasets"), optional("PIL")
@@ -213,6 +213,7 @@ def build(
     Raises:
         UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
     """
+    require("images", "training on images")
     store, held_out_store = _open(recipe)
     if len(store.classes) == 1:
         raise UsageError(
