@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from samestep.errors import UsageError
 
 EXTRAS = {
-    "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn", "tokenizers"),
+    "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn"),
     "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
     "plots": ("matplotlib",),
 }
