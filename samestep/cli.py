@@ -337,14 +337,13 @@ def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[An
     parser.epilog += (
         f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
     )
+    if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
+        hint = f"it needs a recipe as its first word ({called()} list shows them), or --model_name_or_path"
+        raise UsageError(f"{parser.prog}: {hint}")
     classes = [settings_class, ModelSettings]
     for cls in classes:
         parser.add_settings(cls)
     flags = parser.parse(argv)
-    if "model_name_or_path" not in flags:
-        raise UsageError(
-            f"{parser.prog}: it needs a recipe as its first word ({called()} list shows them), or --model_name_or_path"
-        )
     return tuple(_build(flags, classes))
 
 

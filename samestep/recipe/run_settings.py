@@ -219,7 +219,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     cls, settings_class = recipes.TASKS[task], SETTINGS[task]
     parser = Parser(called(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
     parser.add_settings(settings_class)
-    parser.add_settings(cls, *_values_for_help(argv, task))
+    parser.add_settings(cls, _values_for_help(argv, task), "recipe")
     flags = parser.parse(argv)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
@@ -237,10 +237,10 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
 
 
-def _values_for_help(argv: Sequence[str], task: str) -> tuple:
-    """The recipe of which `--help` shall show the values, and its name; empty if there is none."""
+def _values_for_help(argv: Sequence[str], task: str) -> recipes.Recipe | None:
+    """The recipe of which `--help` shall show the values."""
     given = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
     given += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
     if not given or not {"-h", "--help"} & set(argv):
-        return ()
-    return recipes.load(given[-1], task=task), given[-1]
+        return None
+    return recipes.load(given[-1], task=task)

@@ -264,12 +264,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.hints: dict[str, Any] = {}
 
-    def add_settings(self, cls: type, values: Any = None, origin: str = "default") -> None:
+    def add_settings(self, cls: type, values: Any = None, what: str = "default") -> None:
         """Add a flag for each field of a settings class: a group for each class that it inherits fields from.
 
         Args:
             values: an object of the class that `--help` takes values from; None: the defaults of the fields.
-            origin: what these values are.
+            what: what these values are; `default` leaves out those that are None, of which the help says what that does.
         """
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls) if field.metadata["flag"]}
@@ -279,9 +279,9 @@ class Parser(argparse.ArgumentParser):
             group = self.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0].rstrip("."))
             for field in own:
                 value = field.default if values is None else getattr(values, field.name)
-                self._add_setting(group, field, hints[field.name], value, origin)
+                self._add_setting(group, field, hints[field.name], value, what)
 
-    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, origin: str) -> None:
+    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, what: str) -> None:
         parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
         several = [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple]
         kind = next(part for part in (*several, *parts) if part is not type(None))
@@ -291,8 +291,8 @@ class Parser(argparse.ArgumentParser):
         if check is not None and check.choices:
             metavar = f"{{{','.join(check.choices)}}}" if len(check.choices) < 10 else "NAME"
         text = field.metadata["help"]
-        if value is not dataclasses.MISSING and (value is not None or origin != "default"):
-            text += f" ({origin}: {_as_typed(value)})"
+        if value is not dataclasses.MISSING and (value is not None or what != "default"):
+            text += f" ({what}: {_as_typed(value)})"
         group.add_argument(f"--{field.name}", help=text.replace("%", "%%"), metavar=metavar, **shape)
         self.hints[field.name] = hint
 
