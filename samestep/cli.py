@@ -27,7 +27,7 @@ from samestep.recipe import scaling
 from samestep.recipe.reading import named
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
-from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, at_most, build, called, one_of, setting
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, at_most, build, one_of, program_name, setting
 from samestep.training.plots import plot_growth
 
 UP_TO = 4096
@@ -157,14 +157,14 @@ Needs no GPU and no torch.""",
 
 def _epilog(*commands: str) -> str:
     lines = [line for command in commands for line in EXAMPLES[command].splitlines()]
-    return "\n".join(["examples:", *(f"  {called()} {line}" for line in lines)])
+    return "\n".join(["examples:", *(f"  {program_name()} {line}" for line in lines)])
 
 
 def _overview() -> Parser:
     description = (
         "Plans the training of recipes, and audits training programs: one recipe, the same step on any hardware."
     )
-    parser = Parser(called(), "COMMAND ...", description=description, epilog=_epilog(*EXAMPLES))
+    parser = Parser(program_name(), "COMMAND ...", description=description, epilog=_epilog(*EXAMPLES))
     commands = parser.add_subparsers(title="commands (COMMAND --help says more)", metavar="COMMAND")
     for name, summary in SUMMARIES.items():
         commands.add_parser(name, help=summary)
@@ -172,7 +172,7 @@ def _overview() -> Parser:
 
 
 def list_recipes(argv: list[str]) -> None:
-    parser = Parser(f"{called()} list", description=DESCRIPTIONS["list"], epilog=_epilog("list"))
+    parser = Parser(f"{program_name()} list", description=DESCRIPTIONS["list"], epilog=_epilog("list"))
     parser.parse(argv)
     for name in recipes.catalog_names():
         recipe = recipes.load(name)
@@ -327,8 +327,8 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
 def _parser(command: str, *subjects: str) -> Parser:
     """The parser of a command, whose first words are one of `subjects`."""
     words = [f"{subject} {HARDWARE[command]} [--FLAG VALUE ...]" for subject in subjects]
-    usage = f"\n       {called()} {command} ".join(words)
-    return Parser(f"{called()} {command}", usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
+    usage = f"\n       {program_name()} {command} ".join(words)
+    return Parser(f"{program_name()} {command}", usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
 
 
 def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any, ModelSettings]:
@@ -338,7 +338,7 @@ def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[An
         f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
     )
     if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
-        hint = f"it needs a recipe as its first word ({called()} list shows them), or --model_name_or_path"
+        hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
         raise UsageError(f"{parser.prog}: {hint}")
     classes = [settings_class, ModelSettings]
     for cls in classes:
@@ -407,9 +407,9 @@ def main() -> int | None:
         case ["audit-script", *argv]:
             from stepaudit.script import audit_script  # here: it imports torch
 
-            return audit_script(argv, prog=f"{called()} audit-script")
+            return audit_script(argv, prog=f"{program_name()} audit-script")
         case [word, *_]:
-            raise UsageError(f"{called()} {named(word)}: {nearest(word, SUMMARIES)}")
+            raise UsageError(f"{program_name()} {named(word)}: {nearest(word, SUMMARIES)}")
     return None
 
 

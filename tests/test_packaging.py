@@ -30,7 +30,7 @@ def imported_as(requirements: list[str]) -> set[str]:
 
 
 BASE = imported_as(PROJECT["project"]["dependencies"])
-BROUGHT = {extra: imported_as(lines) for extra, lines in PROJECT["project"]["optional-dependencies"].items()}
+PACKAGES = {extra: imported_as(lines) for extra, lines in PROJECT["project"]["optional-dependencies"].items()}
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
@@ -86,7 +86,7 @@ def test_every_file_is_a_module_or_data():
 
 def test_dependencies_cover_every_import():
     """What no extra is needed for is imported at once; the packages of extras later, or with `optional`."""
-    of_extras = set().union(*(BROUGHT[extra] for extra in EXTRAS))
+    of_extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
     for path in modules("samestep"):
         first, later = imports(path)
         assert first <= BASE, (
@@ -104,19 +104,19 @@ def test_the_audit_needs_little():
         )
         assert later <= {"transformers"}, path
     assert {"torch", "numpy", "cloudpickle"} <= BASE
-    assert BROUGHT["test"] == {"pytest"}
+    assert PACKAGES["test"] == {"pytest"}
 
 
 def test_extras_bring_what_they_are_asked_for():
     for extra, packages in EXTRAS.items():
-        assert BROUGHT[extra] == set(packages), extra
+        assert PACKAGES[extra] == set(packages), extra
         assert not BASE & set(packages), extra
     assert {cls.extra for cls in recipe.TASKS.values()} <= EXTRAS.keys()
 
 
 def test_requirements_pin_what_the_extras_ask_for():
     pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    assert imported_as([line for line in pinned if re.match(r"\w", line)]) >= set().union(BASE, *BROUGHT.values())
+    assert imported_as([line for line in pinned if re.match(r"\w", line)]) >= set().union(BASE, *PACKAGES.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

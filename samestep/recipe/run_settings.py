@@ -20,8 +20,8 @@ from samestep.recipe.settings import (
     Parser,
     at_most,
     build,
-    called,
     one_of,
+    program_name,
     setting,
 )
 
@@ -217,7 +217,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
         UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
     """
     cls, settings_class = recipes.TASKS[task], SETTINGS[task]
-    parser = Parser(called(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
+    parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
     parser.add_settings(settings_class)
     parser.add_settings(cls, _values_for_help(argv, task), "recipe")
     flags = parser.parse(argv)

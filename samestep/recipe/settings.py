@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import math
 import re
 import sys
@@ -234,7 +235,7 @@ SYNONYMS = {
 """Names of other programs' flags, which are spelt too differently to be found as the nearest one."""
 
 
-def called() -> str:
+def program_name() -> str:
     """Return what was called, as it is typed: `python -m recipes`, `accelerate-recipes`, `pretrain_bert.py`."""
     path = Path(sys.argv[0])
     return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
@@ -273,9 +274,9 @@ class Parser(argparse.ArgumentParser):
         """
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls) if field.metadata["flag"]}
-        declared = {name: of for of in reversed(cls.__mro__) for name in vars(of).get("__annotations__", {})}
-        for owner in dict.fromkeys(declared.values()):
-            own = [field for name, field in fields.items() if declared[name] is owner]
+        owners = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
+        for owner in dict.fromkeys(owners.values()):
+            own = [field for name, field in fields.items() if owners[name] is owner]
             group = self.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0].rstrip("."))
             for field in own:
                 value = field.default if values is None else getattr(values, field.name)
@@ -322,13 +323,13 @@ class Parser(argparse.ArgumentParser):
         if re.match(r"-(\d|\.\d|inf|nan)", word):
             return f"unexpected argument {shown(word)}: a value below 0 is written --FIELD={named(word)}"
         name = word.split("=")[0].lstrip("-")[:60]
-        meant = SYNONYMS.get(name.replace("-", "_"), "").split()
-        if valid := [f"--{of}" for of in meant if of in self.hints]:
+        synonyms = SYNONYMS.get(name.replace("-", "_"), "").split()
+        if valid := [f"--{synonym}" for synonym in synonyms if synonym in self.hints]:
             hint = f"did you mean {' or '.join(valid)}?"
-        elif "mixed_precision" in (name, *meant):
+        elif "mixed_precision" in (name, *synonyms):
             hint = "precision is the launch file's, or accelerate launch --mixed_precision's"
         else:
-            hint = nearest(f"--{name}", [f"--{of}" for of in self.hints])
+            hint = nearest(f"--{name}", [f"--{flag}" for flag in self.hints])
         return f"unknown flag --{named(name)}: {hint if not hint.startswith('valid') else f'see {self.prog} --help'}"
 
 
