@@ -41,8 +41,8 @@ class _Parser(argparse.ArgumentParser):
         flags, unknown = self.parse_known_args(argv)
         if unknown:
             word, valid = unknown[0][:60], re.findall(r"--\w+", WORDS)
-            hint = f"{nearest(word.split('=')[0], valid)} " if word.startswith("-") else ""
-            raise UsageError(f"{self.prog}: unexpected {word!r}: {hint}The program and its flags come after --")
+            hint = f"{nearest(word.split('=')[0], valid)}; " if word.startswith("-") else ""
+            raise UsageError(f"{self.prog}: unexpected {word!r}: {hint}the program and its flags come after --")
         return flags
 
     def error(self, message: str) -> None:
