@@ -1,4 +1,4 @@
-"""`python -m recipes list | plan RECIPE | scale RECIPE | audit-script`; all but the last answer without torch.
+"""Answers `accelerate-recipes list | plan | scale | audit-script`, or `python -m recipes`; all but the last without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -23,38 +23,52 @@ from samestep.planner.placement import place
 from samestep.planner.workload import Workload, of_model, of_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
+from samestep.recipe.extras import require
 from samestep.recipe.reading import named
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
-from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, at_most, build, one_of, parse_flags, setting
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, at_most, build, one_of, program_name, setting
 from samestep.training.plots import plot_growth
 
-USAGE = """usage: python -m recipes list
-       python -m recipes plan RECIPE --on HARDWARE [--write_config FILE] [--html FILE] (4xt4, 2x8xa100-80, 1xMINE.yaml)
-       python -m recipes plan RECIPE [--num_processes N] [--per_device_train_batch_size b]
-                                     [--gradient_accumulation_steps k] [--mixed_precision no|bf16|fp16]
-                                     [--gradient_checkpointing] [--sharded] [--json] [--FIELD VALUE ...]
-       python -m recipes plan --model_name_or_path PATH [--seq_len T] --global_batch_size B [--on HARDWARE] ...
-       python -m recipes scale RECIPE --on DEVICE [--up_to 4096] [--plot FILE] [--json] [--FIELD VALUE ...]
-       python -m recipes audit-script --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS (--help says more)"""
 UP_TO = 4096
 CRITICAL = "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """How many processes, how the step is cut, and what else decides the memory of one process."""
+class OutputSettings:
+    """Choose what is printed"""
+
+    json: bool = setting("print one JSON object", default=False)
+    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardwareSettings(OutputSettings):
+    """Choose the hardware, and what is written for it"""
 
     on: str | None = setting(
-        "hardware, as [NODESx]COUNTxNAME: chooses N, b, k, precision and how it fits", default=None
+        "hardware, as [NODESx]COUNTxNAME: 4xt4, 2x8xa100-80, 1xMINE.yaml; chooses N, b, k, the precision and how it fits",
+        default=None,
     )
-    write_config: str | None = setting("launch file to write for it", default=None)
+    write_config: str | None = setting("launch file of Accelerate to write for it", default=None)
     html: str | None = setting("page to write about it, with charts", default=None)
-    num_processes: int | None = setting("N [1]; not with --on", at_most(MOST), default=None)
-    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
-    gradient_accumulation_steps: int | None = setting("micro-steps per step (k)", POSITIVE, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings(HardwareSettings):
+    """Choose the processes, the cut of the step, and what else decides the memory of one process"""
+
+    num_processes: int | None = setting("processes (N); none: 1; not with --on", at_most(MOST), default=None)
+    per_device_train_batch_size: int | None = setting(
+        "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
+    )
+    gradient_accumulation_steps: int | None = setting(
+        "micro-steps per step (k); none: what b leaves", POSITIVE, default=None
+    )
     mixed_precision: str | None = setting(
-        "of the launch [bf16, or the best that the hardware has]", one_of("no", "bf16", "fp16"), default=None
+        "precision of the launch; none: the best that the hardware has, or bf16",
+        one_of("no", "bf16", "fp16"),
+        default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     attn_implementation: str = setting(
@@ -66,23 +80,21 @@ class PlanSettings:
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
         default=False,
     )
-    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
     trace: bool = setting(
         "trace the memory with torch, too: slower, needs no GPU; any model of transformers", default=False
     )
-    json: bool = setting("print one JSON object", default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What a recipe may not know of its data."""
+    """Say what a recipe may not know of its data"""
 
     num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A model of Hugging Face without a recipe, and what its training shall be."""
+    """Describe a model of Hugging Face without a recipe, and its training"""
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
@@ -90,11 +102,13 @@ class ModelSettings:
     optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(
-        "global batch that it was tuned at [this one]", POSITIVE, default=None
+        "global batch that it was tuned at; none: this one", POSITIVE, default=None
     )
-    lr_scaling_rule: str = setting("how it changes for another batch", one_of(*RULES), default="none")
+    lr_scaling_rule: str = setting("how the learning rate changes for another batch", one_of(*RULES), default="none")
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
-    num_train_epochs: float | None = setting("or in epochs of num_train_samples", POSITIVE, default=None)
+    num_train_epochs: float | None = setting(
+        "length of training in epochs of num_train_samples", POSITIVE, default=None
+    )
     num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
 
     def problems(self) -> list[str]:
@@ -107,24 +121,66 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScaleSettings:
-    """Devices of one kind, more and more of them."""
+class ScaleSettings(OutputSettings):
+    """Choose the devices, all of one kind"""
 
-    on: str = setting("device")
+    on: str = setting("device: a name (t4, a100-80, h100), or a .yaml file of your own")
     up_to: int = setting("largest number of devices", at_most(MOST), default=UP_TO)
-    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
-    plot: str | None = setting("PNG file to draw it in", default=None)
-    json: bool = setting("print one JSON object", default=False)
+    plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
 
-def list_recipes() -> None:
+EXAMPLES = {
+    "list": "list",
+    "plan": """plan bert_large_2080ti --on 1x2080ti
+plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
+plan bert_base --num_processes 3 --per_device_train_batch_size 43
+plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
+    "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
+scale bert_base --on t4 --global_batch_size 1024 --json""",
+    "audit-script": 'audit-script --processes 1,2 --vary "batch=8,accum=1" --vary "batch=2,accum=4" -- train.py',
+}
+SUMMARIES = {
+    "list": "list the recipes of the catalog",
+    "plan": "plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
+    "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
+    "audit-script": "run a training program under several layouts, and compare the steps that it takes",
+}
+HARDWARE = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE"}
+DESCRIPTIONS = {
+    "list": "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains.",
+    "plan": """Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is cut, memory,
+seconds per step, learning rate, the command to paste. Needs no GPU and no torch.""",
+    "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
+Needs no GPU and no torch.""",
+}
+
+
+def _epilog(*commands: str) -> str:
+    lines = [line for command in commands for line in EXAMPLES[command].splitlines()]
+    return "\n".join(["examples:", *(f"  {program_name()} {line}" for line in lines)])
+
+
+def _overview() -> Parser:
+    description = (
+        "Plans the training of recipes, and audits training programs: one recipe, the same step on any hardware."
+    )
+    parser = Parser(program_name(), "COMMAND ...", description=description, epilog=_epilog(*EXAMPLES))
+    commands = parser.add_subparsers(title="commands (COMMAND --help says more)", metavar="COMMAND")
+    for name, summary in SUMMARIES.items():
+        commands.add_parser(name, help=summary)
+    return parser
+
+
+def list_recipes(argv: list[str]) -> None:
+    parser = Parser(f"{program_name()} list", description=DESCRIPTIONS["list"], epilog=_epilog("list"))
+    parser.parse(argv)
     for name in recipes.catalog_names():
         recipe = recipes.load(name)
         print(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
 
 
 def plan(name: str, argv: list[str]) -> None:
-    recipe, settings, data = _read(name, argv, PlanSettings)
+    recipe, settings, data = _read("plan", name, argv, PlanSettings)
     workload = of_recipe(
         recipe,
         attention=settings.attn_implementation,
@@ -143,7 +199,7 @@ def _trace():
 
 
 def plan_model(argv: list[str]) -> None:
-    settings, of = _parse(argv, [PlanSettings, ModelSettings])
+    settings, of = _read_model("plan", argv, PlanSettings)
     workload = _workload_of_model(of, settings.critical_batch_size, settings.attn_implementation, traced=settings.trace)
     known: dict[str, Any] = {"recipe": workload.name, "description": of.model_name_or_path}
     known |= {"source": "the model's configuration, and what was given with it"}
@@ -247,16 +303,18 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], tra
 
 
 def scale(name: str, argv: list[str]) -> None:
-    recipe, settings, _ = _read(name, argv, ScaleSettings)
+    recipe, settings, _ = _read("scale", name, argv, ScaleSettings)
     _scale(of_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
 
 
 def scale_model(argv: list[str]) -> None:
-    settings, of = _parse(argv, [ScaleSettings, ModelSettings])
+    settings, of = _read_model("scale", argv, ScaleSettings)
     _scale(_workload_of_model(of, settings.critical_batch_size), settings)
 
 
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
+    if settings.plot is not None:
+        require("plots", "--plot")
     found = answer.scaled(workload, load_device(settings.on), settings.up_to)
     if settings.plot is not None:
         _write("plot", settings.plot, plot_growth(found))
@@ -266,12 +324,31 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         print("\n".join(text.scale_lines(found)))
 
 
-def _parse(argv: list[str], classes: list[type]) -> list[Any]:
-    """One settings object of each class, from their flags."""
-    return _build(parse_flags(classes, argv, USAGE), classes)
+def _parser(command: str, *subjects: str) -> Parser:
+    """The parser of a command, whose first words are one of `subjects`."""
+    words = [f"{subject} {HARDWARE[command]} [--FLAG VALUE ...]" for subject in subjects]
+    usage = f"\n       {program_name()} {command} ".join(words)
+    return Parser(f"{program_name()} {command}", usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
+
+
+def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any, ModelSettings]:
+    """The settings of a command, and those of a model without a recipe."""
+    parser = _parser(command, "RECIPE", "--model_name_or_path MODEL --global_batch_size B")
+    parser.epilog += (
+        f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
+    )
+    if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
+        hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
+        raise UsageError(f"{parser.prog}: {hint}")
+    classes = [settings_class, ModelSettings]
+    for cls in classes:
+        parser.add_settings(cls)
+    flags = parser.parse(argv)
+    return tuple(_build(flags, classes))
 
 
 def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
+    """One settings object of each class, from their flags."""
     names = [{field.name for field in dataclasses.fields(kind)} for kind in classes]
     return [
         build(kind, {key: flags[key] for key in flags.keys() & of}, "flags")
@@ -279,12 +356,16 @@ def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
     ]
 
 
-def _read(name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
+def _read(command: str, name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
     """The recipe with its flags, the settings of a command, and the settings that the recipe does not have itself."""
-    cls = type(recipes.load(name))
-    own = {field.name for field in dataclasses.fields(cls)}
+    recipe = recipes.load(name)
+    own = {field.name for field in dataclasses.fields(recipe)}
     classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
-    flags = parse_flags([*classes, cls], argv, USAGE)
+    parser = _parser(command, named(name))
+    for cls in classes:
+        parser.add_settings(cls)
+    parser.add_settings(type(recipe), recipe, "recipe")
+    flags = parser.parse(argv)
     built = _build(flags, classes)
     recipe = recipes.load(name, {key: value for key, value in flags.items() if key in own})
     return recipe, *built, *([DataSettings()] * (2 - len(built)))
@@ -301,36 +382,37 @@ def _write(flag: str, name: str, content: str | bytes) -> None:
 
 
 def main() -> int | None:
+    """Answer the command line.
+
+    Returns:
+        The exit code of an audit; None: 0.
+
+    Raises:
+        UsageError: bad usage.
+        SystemExit: after `--help`.
+    """
     match sys.argv[1:]:
-        case ["list"]:
-            list_recipes()
+        case [] | ["-h" | "--help", *_]:
+            _overview().print_help()
+        case ["list", *argv]:
+            list_recipes(argv)
+        case ["plan", name, *argv] if not name.startswith("-"):
+            plan(name, argv)
+        case ["plan", *argv]:
+            plan_model(argv)
+        case ["scale", name, *argv] if not name.startswith("-"):
+            scale(name, argv)
+        case ["scale", *argv]:
+            scale_model(argv)
         case ["audit-script", *argv]:
             from stepaudit.script import audit_script  # here: it imports torch
 
-            return audit_script(argv)
-        case ["plan", name, *argv] if not name.startswith("-"):
-            plan(name, argv)
-        case ["scale", name, *argv] if not name.startswith("-"):
-            scale(name, argv)
-        case ["plan", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
-            plan_model(argv)
-        case ["scale", *argv] if any(word.startswith("--model_name_or_path") for word in argv):
-            scale_model(argv)
-        case ["list", *_]:
-            raise UsageError("python -m recipes list takes no further words: it lists all recipes")
-        case [] | ["-h"] | ["--help"]:
-            print(USAGE)
-        case [command, *_]:
-            commands = ["list", "plan", "scale", "audit-script"]
-            hint = "it needs a recipe" if command in ("plan", "scale") else nearest(command, commands)
-            raise UsageError(f"python -m recipes {command}: {hint}\n{USAGE}")
+            return audit_script(argv, prog=f"{program_name()} audit-script")
+        case [word, *_]:
+            raise UsageError(f"{program_name()} {named(word)}: {nearest(word, SUMMARIES)}")
     return None
 
 
 def console() -> None:
     """Run the console command `accelerate-recipes`."""
     sys.exit(exit_code(main))
-
-
-if __name__ == "__main__":
-    console()

@@ -59,6 +59,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if error.errno == errno.ENAMETOOLONG:
                 raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
             raise
+        except SystemExit as done:
+            if done.code:
+                raise
+            code = 0  # argparse has printed the help
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # who reads has had enough: `recipes list | head`

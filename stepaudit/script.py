@@ -1,9 +1,11 @@
-"""`python -m recipes audit-script`: runs a program under several layouts, and compares the steps that it takes."""
+"""Runs a program under several layouts, and compares the steps that it takes: `python -m stepaudit`."""
 
 import argparse
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 import tempfile
 import traceback
@@ -18,16 +20,33 @@ from stepaudit.program import FAILED as FAILED_FILE
 from stepaudit.recording import Recording
 from stepaudit.table import table
 
-USAGE = """python -m recipes audit-script --vary "FLAG=VALUE,..." [--vary ...] [--processes 1,2] [--per_process FLAG]
-                                      [--steps 8] [--tolerance 1e-5] [--timeout 600] [--json] -- PROGRAM.py ARGS"""
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FAILED = 3  # exit code of an audit that has failed itself
 MOST_PROCESSES = 64
+WORDS = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
+         [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
+DESCRIPTION = """Runs a training program unchanged, once per layout, with hooks in torch, and compares the gradients of its
+steps: plain PyTorch, Accelerate, transformers' Trainer, Lightning. What differs is named with its cause.
+Exit code: 0 exact, 1 not exact, 2 bad usage, 3 the audit itself failed."""
+EPILOG = """examples:
+  {prog} --vary "{batch}=16,{window}=1" \\
+    --vary "{batch}=4,{window}=4" --processes 1,2 -- train.py --flags of yours
+  {prog} --vary "-b=8,key:optim.accum=1" --vary "-b=2,key:optim.accum=4" --steps 4 --json -- train.py"""
 
 
 class _Parser(argparse.ArgumentParser):
+    """An argparse parser that takes no shortened flag, and says what is wrong in one line."""
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        flags, unknown = self.parse_known_args(argv)
+        if unknown:
+            word, valid = unknown[0][:60], re.findall(r"--\w+", WORDS)
+            hint = f"{nearest(word.split('=')[0], valid)}; " if word.startswith("-") else ""
+            raise UsageError(f"{self.prog}: unexpected {word!r}: {hint}the program and its flags come after --")
+        return flags
+
     def error(self, message: str) -> None:
-        raise UsageError(f"audit-script: {message}\nusage: {USAGE}")
+        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 class AuditError(RuntimeError):
@@ -146,14 +165,21 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
     return recordings
 
 
-def audit_script(argv: list[str]) -> int:
-    """The command. Returns the exit code: 0 exact, 1 not exact, 3 when the audit itself has failed.
+def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
+    """Run the command.
+
+    Args:
+        argv: its words: flags, `--`, a program and the program's words.
+        prog: how it was called, for usage and messages.
+
+    Returns:
+        The exit code: 0 exact, 1 not exact, 3 when the audit itself has failed.
 
     Raises:
         UsageError: bad flags, a program that fails.
     """
     try:
-        return _audit_script(argv)
+        return _audit_script(argv, prog)
     except UsageError:
         raise
     except Exception as error:  # ours, whatever it is: it must not look like a verdict
@@ -167,36 +193,63 @@ def audit_script(argv: list[str]) -> int:
         return FAILED
 
 
-def _audit_script(argv: list[str]) -> int:
-    parser = _Parser(prog="python -m recipes audit-script", usage=USAGE, description=__doc__.split(":", 1)[1].strip())
-    parser.add_argument(
+def _parser(prog: str) -> _Parser:
+    parser = _Parser(
+        prog,
+        f"{prog} {WORDS}",
+        DESCRIPTION,
+        EPILOG.format(prog=prog, batch=BATCH, window=WINDOW),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    layouts = parser.add_argument_group("Layouts, the first of which is the reference")
+    layouts.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="FLAG=VALUE,...",
-        help="flags of one run, the first is the reference: FLAG is given as --FLAG=VALUE, -F as -F VALUE, key:NAME as "
-        "NAME=VALUE, env:NAME as an environment variable",
+        help="flags of one run; once per layout. FLAG is given as --FLAG=VALUE, -F as -F VALUE, key:NAME as NAME=VALUE, "
+        "env:NAME as an environment variable",
     )
-    parser.add_argument(
+    layouts.add_argument(
+        "--processes",
+        default="1",
+        metavar="N,...",
+        help="numbers of processes of each layout, with commas (default: 1)",
+    )
+    layouts.add_argument(
         "--per_process",
         action="append",
         default=[],
         metavar="FLAG",
-        help=f"flag that is divided by the number of processes [{WINDOW}, or {BATCH}]",
+        help=f"flag that is divided by the number of processes (default: {WINDOW}, or else {BATCH})",
     )
-    parser.add_argument(
-        "--processes", default="1", help="numbers of processes, with commas; the first belongs to the reference"
+    runs = parser.add_argument_group("Runs")
+    runs.add_argument(
+        "--steps", type=int, default=8, metavar="INT", help="optimizer steps of each run; 0: all (default: 8)"
     )
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run; 0: all")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative error that is rounding")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    runs.add_argument(
+        "--timeout", type=float, default=600, metavar="SECONDS", help="seconds that each run may take (default: 600)"
+    )
+    verdict = parser.add_argument_group("Verdict")
+    verdict.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        metavar="FLOAT",
+        help="relative error of a gradient that passes for rounding (default: 1e-5)",
+    )
+    verdict.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _audit_script(argv: list[str], prog: str) -> int:
     own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    flags = parser.parse_args(own)
+    flags = _parser(prog).parse(own)
     if not program:
-        raise UsageError(f"audit-script: the program is missing behind --\nusage: {USAGE}")
-    if not Path(program[0]).is_file():
-        raise UsageError(f"audit-script: {program[0]} is not a file")
+        raise UsageError(f"{prog}: the program is missing behind --: write -- PROGRAM.py ARGS; see {prog} --help")
+    if not os.path.isfile(program[0]):
+        raise UsageError(f"{prog}: {program[0]} is not a file")
     if not all(number.isdecimal() and 0 < int(number[:9]) <= MOST_PROCESSES for number in flags.processes.split(",")):
         rule = f"not numbers from 1 to {MOST_PROCESSES} with commas: for example 1,2"
         raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
@@ -213,11 +266,9 @@ def _audit_script(argv: list[str]) -> int:
         flags.vary, [int(number) for number in flags.processes.split(",")], tuple(flags.per_process) or (WINDOW, BATCH)
     )
     if len(runs) < 2:
-        raise UsageError(
-            f"audit-script: one run has nothing to be compared with: give another --vary, or --processes 1,2\nusage: {USAGE}"
-        )
+        raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
     if problem := _not_a_program(program[0]):
-        raise UsageError(f"audit-script: {program[0]} {problem}")
+        raise UsageError(f"{prog}: {program[0]} {problem}")
     recordings = []
     for variation in runs:
         if not flags.json:

@@ -1,19 +1,22 @@
 """`python -m recipes`: answers and mistakes."""
 
 import contextlib
+import dataclasses
 import io
 import json
+import re
 import sys
 from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig, ViTConfig
+from transformers import BertConfig, Qwen3Config, ViTConfig
 
 from samestep import cli as program
-from samestep.errors import exit_code
-from samestep.recipe.recipe import catalog_names
+from samestep.errors import UsageError, exit_code
+from samestep.recipe import run_settings
+from samestep.recipe.recipe import Gpt2Pretraining, catalog_names, load
 
 MODEL = "plan --model_name_or_path CONFIG --seq_len 128 --global_batch_size 16"
 
@@ -169,6 +172,186 @@ def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
     code, _, err = run(monkeypatch, capsys, line.replace("CONFIG", str(tmp_path)))
     assert code == 2
     assert message in err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Help
+
+
+def help_of(monkeypatch, capsys, line: str) -> str:
+    code, out, err = run(monkeypatch, capsys, f"{line} --help")
+    assert (code, err) == (0, "")
+    return out
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", program.EXAMPLES)
+def test_help_of_a_command(monkeypatch, capsys, command):
+    out = help_of(monkeypatch, capsys, command)
+    assert out.startswith(f"usage: recipes {command}")
+    assert "\nexamples:\n" in out
+    shown = [line for line in out.split("\nexamples:\n")[1].splitlines() if line.startswith("  recipes ")]
+    assert shown
+    assert all(line.startswith(f"  recipes {command}") for line in shown)
+    overview = help_of(monkeypatch, capsys, "")
+    assert re.search(rf"^    {command}\b", overview, re.MULTILINE)
+    assert f"  recipes {program.EXAMPLES[command].splitlines()[0]}" in overview
+
+
+def test_its_examples_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    Qwen3Config(**config, num_hidden_layers=2).save_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")
+    for command in ("list", "plan", "scale"):
+        for line in program.EXAMPLES[command].splitlines():
+            assert run(monkeypatch, capsys, line)[::2] == (0, ""), line
+    assert {"mine.yaml", "plan.html", "scaling.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["bert_base", "captcha_3xa100"])
+def test_help_shows_every_flag_with_choices_and_values(monkeypatch, capsys, name):
+    recipe = load(name)
+    for line, kind in (("plan", program.PlanSettings), ("scale", program.ScaleSettings)):
+        bare = help_of(monkeypatch, capsys, line)
+        out = help_of(monkeypatch, capsys, f"{line} {name}")
+        fields = [(field, bare) for cls in (kind, program.ModelSettings) for field in dataclasses.fields(cls)]
+        fields += [(field, out) for cls in (kind, type(recipe)) for field in dataclasses.fields(cls)]
+        for field, text in fields:
+            assert (f"--{field.name} " in text) == field.metadata["flag"]
+            if field.metadata["flag"]:
+                assert field.metadata["help"].split()[0] in text
+        assert f"(recipe: {recipe.global_batch_size})" in out
+        assert "(recipe: none)" in out
+        assert f"(recipe: {recipe.lr_scheduler_type})" in in_one_line(out)
+    assert "--lr_scheduler_type {constant,linear,cosine," in out
+    assert "(default: 4096)" in out
+
+
+def test_help_of_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scripts/pretrain_gpt2.py"])
+    for argv in (["--help"], ["--recipe", "gpt2_124m", "-h"], ["--recipe=gpt2_124m", "--help"]):
+        assert (
+            exit_code(lambda argv=argv: run_settings.parse(argv, "gpt2_pretraining", "What it does.\n\n    a line"))
+            == 0
+        )
+        out = capsys.readouterr().out
+        assert out.startswith(
+            "usage: pretrain_gpt2.py --recipe RECIPE [--FLAG VALUE ...]\n\nWhat it does.\n\n    a line\n"
+        )
+        assert "default: 1800.0" in in_one_line(out)
+        assert "--on_nonfinite {stop,skip}" in out
+        titles = [line for line in out.splitlines() if re.match(r"\w.*:$", line)]
+        for cls in (run_settings.RunSettings, run_settings.CausalLmSettings, Gpt2Pretraining):
+            assert f"{cls.__doc__.splitlines()[0].rstrip('.')}:" in titles
+        assert ("(recipe: 1024)" in out) == (len(argv) > 1 or "=" in argv[0])
+    with pytest.raises(UsageError, match="is for the task bert_pretraining, this script trains gpt2_pretraining"):
+        run_settings.parse(["--recipe", "bert_base", "--help"], "gpt2_pretraining", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/anywhere/recipes/__main__.py", "python -m recipes"),
+        ("/usr/bin/accelerate-recipes", "accelerate-recipes"),
+        ("scripts/pretrain_bert.py", "pretrain_bert.py"),
+    ],
+)
+def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
+    def said(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [path, *words])
+        exit_code(program.main)
+        return "".join(capsys.readouterr())
+
+    assert said("--help").startswith(f"usage: {name} COMMAND")
+    assert f"  {name} list\n" in said()
+    assert said("plan", "--help").startswith(f"usage: {name} plan RECIPE ")
+    assert said("audit-script", "--help").startswith(f"usage: {name} audit-script ")
+    assert said("lits") == f"ERROR: {name} lits: did you mean list?\n"
+    assert f"see {name} plan --help" in said("plan", "bert_base", "--on")
+    assert said("audit-script").startswith(f"ERROR: {name} audit-script: the program is missing")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Strictness
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("list bert_base", "unexpected argument 'bert_base'"),
+        ("plan bert_base 4xt4", "unexpected argument '4xt4'"),
+        ("plan bert_base --num_process 2", "unknown flag --num_process: did you mean --num_processes"),
+        ("plan bert_base --global_batch_siz=2", "unknown flag --global_batch_siz: did you mean --global_batch_size"),
+        ("plan bert_base --zzzzzz", "unknown flag --zzzzzz: see recipes plan --help"),
+        ("plan bert_base --lr 1e-3", "unknown flag --lr: did you mean --learning_rate?"),
+        ("plan bert_base --bf16", "unknown flag --bf16: did you mean --mixed_precision?"),
+        ("plan bert_base --on", "argument --on: expected one argument; see recipes plan --help"),
+        ("plan bert_base --learning_rate -1", "learning_rate is -1.0, must be greater than 0"),
+        ("plan bert_base --learning_rate=-1e-3", "learning_rate is -0.001, must be greater than 0"),
+        ("plan --on 4xt4 bert_base", "it needs a recipe as its first word"),
+        ("--on 4xt4", "recipes --on: valid names: audit-script, list, plan, scale"),
+        ("audit-script --step 3 -- a.py", "unexpected '--step': did you mean --steps?; the program"),
+        ("audit-script --steps x -- a.py", "argument --steps: invalid int value: 'x'; see recipes audit-script --help"),
+        ("audit-script a.py", "unexpected 'a.py': the program and its flags come after --"),
+    ],
+)
+def test_strict(monkeypatch, capsys, line, message):
+    code, out, err = run(monkeypatch, capsys, line)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_precision_of_a_script_is_the_launchers():
+    for word in ("--bf16", "--mixed_precision"):
+        with pytest.raises(
+            UsageError, match="precision is the launch file's, or accelerate launch --mixed_precision's"
+        ):
+            run_settings.parse([word], "bert_pretraining", "")
+
+
+def test_both_ways_to_give_a_value(monkeypatch, capsys):
+    lines = ("--num_processes 3 --gradient_checkpointing true", "--num_processes=3 --gradient_checkpointing")
+    first, second = (run(monkeypatch, capsys, f"plan bert_base --json {flags}") for flags in lines)
+    assert first == second
+    assert json.loads(first[1])["num_processes"] == 3
+
+
+WORDS = st.sampled_from(
+    [
+        "list",
+        "plan",
+        "scale",
+        "bert_base",
+        "--on",
+        "4xt4",
+        "--json",
+        "--help",
+        "-h",
+        "--",
+        "--on=",
+        "-1",
+        "--learning_rate",
+        "\0.yaml",
+        "\udcff.yaml",
+    ]
+) | st.text(st.characters(blacklist_categories=[]), max_size=8)
+
+
+@given(argv=st.lists(WORDS, max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_no_words_end_in_a_traceback(argv):
+    err, out = io.StringIO(), io.StringIO()
+    redirected = contextlib.redirect_stderr(err), contextlib.redirect_stdout(out)
+    with mock.patch.object(sys, "argv", ["recipes", *argv]), redirected[0], redirected[1]:
+        code = exit_code(program.main)
+    lines = err.getvalue().splitlines()
+    assert code == (2 if lines else 0)
+    assert all(line.startswith("ERROR: ") and line.isprintable() and len(line) < 1000 for line in lines)
 
 
 NONSENSE = st.text(

@@ -1,13 +1,17 @@
 """The README's commands, tables and map are true."""
 
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from common import task_of
 
+from samestep import cli
 from samestep.cut.layout import solve_layout
+from samestep.errors import exit_code
 from samestep.recipe import run_settings as run
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +49,23 @@ def test_its_commands_exist():
     run.parse(restarts.split(), "bert_pretraining", "")
     for link in re.findall(r"\]\(([^)h][^)]*)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_its_command_lines_run(monkeypatch, capsys, tmp_path):
+    """But for those that need the hub, or a program to audit."""
+    monkeypatch.chdir(tmp_path)
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^python -m recipes (.*?)(?: +#.*)?$", blocks, re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        if "--model_name_or_path" not in line and not line.startswith("audit-script"):
+            monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+            assert (exit_code(cli.main), capsys.readouterr().err) == (0, ""), line
+
+
+def test_its_extras_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install \"\.\[(\w+)\]\"", README)) == extras.keys()
 
 
 def test_its_map_names_every_module():

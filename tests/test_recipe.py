@@ -11,7 +11,7 @@ from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import BertPretraining, Gpt2Pretraining, catalog_names, load
-from samestep.recipe.settings import parse_flags
+from samestep.recipe.settings import Parser
 
 
 def parse(flags: str):
@@ -92,8 +92,10 @@ def test_a_short_run_fits_its_warm_up_or_is_told_how(name, num_steps):
     """Each remedy that the message gives works as it is typed."""
 
     def schedule(*flags: str):
-        settings = parse_flags([type(load(name))], ["--max_train_steps", str(num_steps), *flags], "")
-        return load(name, settings).schedule(num_steps, 100.0)
+        parser = Parser("a script")
+        parser.add_settings(type(load(name)))
+        changes = parser.parse(["--max_train_steps", str(num_steps), *flags])
+        return load(name, changes).schedule(num_steps, 100.0)
 
     message = ""
     try:

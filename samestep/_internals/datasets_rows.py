@@ -1,9 +1,12 @@
 """What tells one table of datasets from another."""
 
-from datasets import Dataset
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # an extra brings datasets
+    from datasets import Dataset
 
 
-def rows_fingerprint(rows: Dataset) -> str:
+def rows_fingerprint(rows: "Dataset") -> str:
     """Return the hash of a table's files and of all that was done with them (datasets 5.2, `_fingerprint`).
 
     The name of what is cached of it: `Dataset.map` takes one as `new_fingerprint`, which is documented, but none returns it.

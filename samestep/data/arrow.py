@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
-from datasets import Dataset
+
+from samestep.recipe.extras import optional
+
+Dataset = optional("datasets").Dataset
 
 
 class ListColumn:

@@ -30,16 +30,17 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
-import PIL
 import torch
 from tqdm import tqdm
 
 from samestep.cut.order import sample_rng
 from samestep.data.pixels import pixel_values
 from samestep.errors import RunError, UsageError
+from samestep.recipe.extras import optional, require
 from samestep.recipe.recipe import CaptchaRecognition
+
+datasets, PIL = optional("datasets"), optional("PIL")
 
 CAPTCHAS = 5  # stream of random numbers (see order.sample_rng)
 SPLITS = ("train", "validation")
@@ -134,10 +135,9 @@ def _module() -> types.ModuleType:
 
 
 def _captcha_version() -> str:
-    try:
-        import captcha
-    except ImportError:
-        raise UsageError(f"captchas are drawn by the package captcha: pip install captcha=={TESTED}") from None
+    require("images", "drawing captchas")
+    import captcha
+
     return captcha.__version__
 
 

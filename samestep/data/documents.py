@@ -16,17 +16,17 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
-import pyarrow.parquet
-from datasets import Dataset, Features, Value
 
 from samestep.errors import UsageError, is_utf8, nearest, reason
+from samestep.recipe.extras import optional, require
 from samestep.recipe.recipe import TextPretraining
 
-FEATURES = Features({"text": Value("string")})
+datasets, pa = optional("datasets"), optional("pyarrow")
+compute, parquet = optional("pyarrow.compute"), optional("pyarrow.parquet")
+Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+
+FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
 MOST_NAMES, MOST_SHOWN = 20, 60  # names and characters in a message
@@ -132,7 +132,7 @@ def split_documents(
 
 
 def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
-    ends = np.cumsum(pyarrow.compute.utf8_length(documents.with_format("arrow")[:]["text"]).to_numpy())
+    ends = np.cumsum(compute.utf8_length(documents.with_format("arrow")[:]["text"]).to_numpy())
     cut = int(ends[-1] * (1 - validation_fraction))
     row = min(int(np.searchsorted(ends, cut, side="right")), len(documents) - 1)
     text = documents[row]["text"]
@@ -207,8 +207,9 @@ def cached(
     """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text.
 
     Raises:
-        UsageError: of `generate`, free of what `datasets` and its workers wrap it in.
+        UsageError: packages that are not installed; or of `generate`, free of what `datasets` and its workers wrap it in.
     """
+    require("text", "training on texts")
     fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
     try:
         return Dataset.from_generator(
@@ -222,7 +223,7 @@ def cached(
 
 def load_hub(
     name: str, config: str | None, split: str | None, num_proc: int | None, other: str = "train_file"
-) -> Dataset | datasets.DatasetDict:
+) -> "Dataset | datasets.DatasetDict":
     """A split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
 
     Args:
@@ -231,6 +232,8 @@ def load_hub(
     Raises:
         UsageError: it cannot be reached, or has no such configuration or split.
     """
+    if not datasets:
+        require("text", "a dataset of the hub")
     for folder, _, files in os.walk(name):
         for file in files:
             if problem := _not_regular(os.path.join(folder, file)):
@@ -475,7 +478,7 @@ def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
 
 
 def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:
-    with pyarrow.parquet.ParquetFile(file) as table:
+    with parquet.ParquetFile(file) as table:
         if text_column not in table.schema_arrow.names:
             raise UsageError(_no_column(file, text_column, table.schema_arrow.names))
         number = 0

@@ -22,19 +22,19 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import datasets
 import numpy as np
-import PIL
 import torch
-from datasets.utils.tqdm import tqdm
-from PIL import Image, ImageOps, UnidentifiedImageError
-from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+from transformers import BaseImageProcessor
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
 from samestep.errors import RunError, UsageError, is_utf8
+from samestep.recipe.extras import optional, require
 from samestep.recipe.recipe import ImageClassification
+
+datasets, PIL = optional("datasets"), optional("PIL")
+Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -214,6 +214,7 @@ def build(
     Raises:
         UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
     """
+    require("images", "training on images")
     store, held_out_store = _open(recipe)
     if len(store.classes) == 1:
         raise UsageError(
@@ -332,9 +333,13 @@ def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return shifted
 
 
-def processor(recipe: ImageClassification) -> ConvNextImageProcessorPil:
+def processor(recipe: ImageClassification) -> BaseImageProcessor:
     """What transformers' ResNets take for a preprocessor: it treats images as held-out ones are treated here, if the recipe's
     are squares; else it makes them squares."""
+    from transformers.models.convnext.image_processing_pil_convnext import (
+        ConvNextImageProcessorPil,
+    )  # here: needs Pillow
+
     return ConvNextImageProcessorPil(
         size={"shortest_edge": recipe.image_height},
         crop_pct=CENTRE if recipe.augmentation == "imagenet" else 1.0,
@@ -593,7 +598,9 @@ def _remember(file: Path, known: dict[str, list]) -> None:
 
 def _reason(error: Exception) -> str:
     """In a few words, without the file's name."""
-    return "not an image" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)
+    return (
+        "not an image" if isinstance(error, PIL.UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)
+    )
 
 
 def _line(store: Store, bad: dict[int, str]) -> str:

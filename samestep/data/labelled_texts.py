@@ -15,12 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import torch
-from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
@@ -29,10 +25,16 @@ from samestep.data.arrow import ListColumn
 from samestep.data.ragged import cell_of
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
+from samestep.recipe.extras import optional
 from samestep.recipe.recipe import TextClassification
 from samestep.step.losses import IGNORED
 
-FEATURES = Features({"text": Value("string"), "pair": Value("string"), "label": Value("string")})
+datasets, pa, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")
+ClassLabel, Dataset, Features, List, Value = (
+    getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
+)
+
+FEATURES = Features(dict.fromkeys(("text", "pair", "label"), Value("string"))) if datasets else None
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
@@ -469,7 +471,7 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
 
 
 def _parquet_rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with pyarrow.parquet.ParquetFile(file) as table:
+    with parquet.ParquetFile(file) as table:
         number = 0
         for batch in table.iter_batches(batch_size=1000):
             for row in batch.to_pylist():

@@ -16,7 +16,6 @@ import hashlib
 
 import numpy as np
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
@@ -26,8 +25,11 @@ from samestep.data.documents import load_split, split_sentences
 from samestep.data.ragged import cell_of, filled
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
+from samestep.recipe.extras import optional
 from samestep.recipe.recipe import BertPretraining
 from samestep.step.losses import IGNORED
+
+Dataset = optional("datasets").Dataset
 
 # Streams of random numbers (see order.sample_rng).
 CHUNKS, PAIRS, MASKS = 1, 2, 3

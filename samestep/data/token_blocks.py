@@ -13,7 +13,6 @@ import functools
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
@@ -22,7 +21,11 @@ from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_byte_level_bpe, train_characters
 from samestep.errors import UsageError
+from samestep.recipe.extras import optional
 from samestep.recipe.recipe import Gpt2Pretraining
+
+datasets = optional("datasets")
+Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
 
 RING = 4  # stream of random numbers (see order.sample_rng)
 

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import datasets
 import tokenizers
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.errors import UsageError, reason
+from samestep.recipe.extras import optional
+
+datasets = optional("datasets")
+Dataset = datasets.Dataset
 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"

@@ -4,6 +4,7 @@ Nothing here changes the optimizer's steps: it chooses among ways to compute the
 """
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from samestep.planner.hardware import Hardware
 from samestep.planner.memory import Memory
 from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, software_of, step_time, work_of
 from samestep.planner.workload import Workload
-from samestep.recipe.reading import shipped_folder
+from samestep.recipe.reading import is_installed, shipped_folder
 
 CONFIGS = shipped_folder("accelerate_configs")
 RESERVED = 1.2e9
@@ -107,7 +108,7 @@ class Placement:
             return None
         file, cores, differs = config_file or "FILE.yaml", self.hardware.device.cores, False
         if config_file is None and (ships := self.config_file) is not None:
-            file = f"accelerate_configs/{ships.name}"
+            file = shlex.quote(str(ships)) if is_installed() else f"accelerate_configs/{ships.name}"
             differs = yaml.safe_load(ships.read_text())["mixed_precision"] != self.mixed_precision
         words = [
             *([f"OMP_NUM_THREADS={cores}"] if cores else []),

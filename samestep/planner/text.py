@@ -5,6 +5,7 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.planner.placement import BAND, RESERVED
+from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
@@ -117,6 +118,8 @@ def _hardware_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield f"  launch     {command or 'no script of this repository trains it yet'}"
     if command and "FILE.yaml" in command:
         yield "             FILE.yaml: add --write_config FILE.yaml to this command"
+    if command and is_installed():
+        yield "             scripts/ is in the repository, not in the installed package: run it from a checkout"
 
 
 def _time_lines(answer: dict[str, Any]) -> Iterator[str]:

@@ -26,8 +26,12 @@ def shipped_folder(name: str) -> Path:
     Args:
         name: one of `IN_CHECKOUT`.
     """
-    inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / IN_CHECKOUT[name]
+    return PACKAGE / name if is_installed() else PACKAGE.parent / IN_CHECKOUT[name]
+
+
+def is_installed() -> bool:
+    """Whether the package was installed from a wheel, which holds the folders that a checkout has beside it, and no scripts."""
+    return all((PACKAGE / name).is_dir() for name in IN_CHECKOUT)
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

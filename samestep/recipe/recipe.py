@@ -84,10 +84,12 @@ class Recipe:
     Attributes:
         unit: what `length` of its samples counts.
         parts: what trains it, see `register`.
+        extra: of the installation, which its training needs (`samestep.recipe.extras`); None: none.
     """
 
     unit: ClassVar[str] = "token"
     parts: ClassVar[Parts]
+    extra: ClassVar[str | None] = None
 
     # What it is
     name: str = setting("name in the catalog", decides=False, flag=False)
@@ -232,6 +234,8 @@ class Recipe:
 class TextPretraining(Recipe):
     """What recipes that pretrain on documents share: where the text is, what is held out, the vocabulary."""
 
+    extra: ClassVar[str | None] = "text"
+
     train_file: tuple[str, ...] | None = setting("training documents: txt, jsonl, csv, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out documents; null: validation_fraction", decides=False)
     dataset_name: str | None = setting("builtin/python_docs, or a dataset of the hub", decides=False)
@@ -322,6 +326,8 @@ class BertPretraining(BertRecipe, TextPretraining):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextClassification(BertRecipe):
     """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
+
+    extra: ClassVar[str | None] = "text"
 
     # Data
     train_file: tuple[str, ...] | None = setting("labelled texts: csv, tsv, jsonl, parquet; globs", decides=False)
@@ -423,6 +429,7 @@ class ImageRecipe(Recipe):
     """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
 
     unit: ClassVar[str] = "image"
+    extra: ClassVar[str | None] = "images"
 
     # Optimizer
     optimizer: str = setting("sgd (with momentum) or adamw", one_of("sgd", "adamw"))

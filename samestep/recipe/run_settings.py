@@ -1,6 +1,7 @@
 """How a recipe is run here: hardware, output, logging. Nothing in it changes the optimizer's steps."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,16 +10,18 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
+from samestep.recipe.extras import require
 from samestep.recipe.settings import (
     BATCH,
     LENGTH,
     POSITIVE,
     SECONDS,
     WORKERS,
+    Parser,
     at_most,
     build,
     one_of,
-    parse_flags,
+    program_name,
     setting,
 )
 
@@ -29,14 +32,16 @@ MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10
 class RunSettings:
     """Settings of one run of a recipe on one machine."""
 
-    recipe: str = setting("name in the catalog (python -m recipes list) or a .yaml file")
+    recipe: str = setting("name in the catalog (`python -m recipes list` shows it), or a .yaml file")
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
 
     # How the step is cut
-    per_device_train_batch_size: int | None = setting("most samples in one forward (b)", BATCH, default=None)
+    per_device_train_batch_size: int | None = setting(
+        "most samples in one forward (b); none: the fastest that fits", BATCH, default=None
+    )
     gradient_accumulation_steps: int | None = setting(
-        "micro-steps per step (k); follows from b", POSITIVE, default=None
+        "micro-steps per step (k); none: what b leaves", POSITIVE, default=None
     )
     per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", BATCH, default=32)
 
@@ -49,7 +54,7 @@ class RunSettings:
     )
     dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
     preprocessing_num_workers: int | None = setting(
-        "processes or threads that prepare the data", at_most(WORKERS), default=None
+        "processes or threads that prepare the data; none: as many as suit them", at_most(WORKERS), default=None
     )
     dataloader_num_workers: int | None = setting(
         "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", at_most(WORKERS, 0), default=None
@@ -69,9 +74,11 @@ class RunSettings:
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
         default=None,
     )
-    stop_after_step: int | None = setting("end this session early; the schedule stays", POSITIVE, default=None)
+    stop_after_step: int | None = setting(
+        "end this session after this step, the schedule stays; none: at the end of training", POSITIVE, default=None
+    )
     max_train_minutes: float | None = setting(
-        "end this session early, with a checkpoint",
+        "minutes after which this session ends, with a checkpoint; none: no limit",
         MINUTES,
         default=None,
     )
@@ -118,7 +125,7 @@ class LanguageModelSettings(RunSettings):
     """Settings of one run that trains a transformer on tokens."""
 
     per_device_train_tokens: int | None = setting(
-        "most tokens in one forward, padding included", POSITIVE, default=None
+        "most tokens in one forward, padding included; none: no such limit", POSITIVE, default=None
     )
     attn_implementation: str | None = setting(
         "attention kernel; none: sdpa on a GPU, on a CPU the one measured to be faster",
@@ -143,7 +150,9 @@ class LanguageModelSettings(RunSettings):
 class FineTuningSettings(LanguageModelSettings):
     """Settings of one run that fine-tunes a classifier."""
 
-    predict_file: tuple[str, ...] | None = setting("texts to label at the end; columns as in train_file", default=None)
+    predict_file: tuple[str, ...] | None = setting(
+        "texts to label at the end, columns as in train_file; none: no texts", default=None
+    )
     trust_metric_code: bool = setting(
         "run the code of metrics that are not local: of the hub, or a file", default=False
     )
@@ -178,8 +187,12 @@ class ImageSettings(RunSettings):
 class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 
-    sample_prompt: str | None = setting("text that the trained model continues at the end", default=None)
+    sample_prompt: str | None = setting("text that the trained model continues at the end; none: no text", default=None)
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
+
+
+EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
+`none` unsets a field that may be unset."""
 
 
 def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
@@ -191,11 +204,14 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
         description: of the program, for `--help`.
 
     Raises:
-        UsageError: unknown flags or recipe, and any broken rule.
+        UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
     """
     cls = recipes.TASKS[task]
     settings_class = cls.parts.find("settings")
-    flags = parse_flags([settings_class, cls], argv, description)
+    parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
+    parser.add_settings(settings_class)
+    parser.add_settings(cls, _values_for_help(argv, task), "recipe")
+    flags = parser.parse(argv)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
     names = {field.name for field in dataclasses.fields(settings_class)}
@@ -207,4 +223,15 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
             "found: set it to stop, or accumulation to gradient"
         )
+    if cls.extra is not None:
+        require(cls.extra, f"the task {task}")
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+def _values_for_help(argv: Sequence[str], task: str) -> recipes.Recipe | None:
+    """The recipe of which `--help` shall show the values."""
+    given = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
+    given += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
+    if not given or not {"-h", "--help"} & set(argv):
+        return None
+    return recipes.load(given[-1], task=task)

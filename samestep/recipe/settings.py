@@ -1,37 +1,53 @@
-"""Strict, documented settings: a frozen dataclass from a mapping or from flags, with every problem reported at once."""
+"""Reads strict, documented settings: a frozen dataclass from a mapping or from flags, with every problem reported at once."""
 
 import argparse
 import dataclasses
+import inspect
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from samestep.errors import UsageError, is_utf8, nearest
 from samestep.recipe.reading import named, shown
 
-Check = tuple[str, Callable[[Any], bool]]
+
+class Check(NamedTuple):
+    """A rule of a setting.
+
+    Attributes:
+        rule: in words, for messages: "must be greater than 0".
+        holds: whether a value keeps it.
+        choices: all values, where they can be listed; `--help` does.
+    """
+
+    rule: str
+    holds: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+
 
 LARGEST = 10**12
 """No number that can be set is larger. Fields whose size costs memory or time have bounds of their own."""
 MOST_TEXT, MOST_ITEMS = 4096, 100_000
 """Characters of a text, items of a list (files that a shell found)."""
 
-POSITIVE: Check = ("must be greater than 0", lambda value: value > 0)
-NOT_NEGATIVE: Check = ("must be 0 or greater", lambda value: value >= 0)
-PROBABILITY: Check = ("must lie in [0, 1]", lambda value: 0 <= value <= 1)
-BELOW_ONE: Check = ("must lie in [0, 1)", lambda value: 0 <= value < 1)
+POSITIVE = Check("must be greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Check("must be 0 or greater", lambda value: value >= 0)
+PROBABILITY = Check("must lie in [0, 1]", lambda value: 0 <= value <= 1)
+BELOW_ONE = Check("must lie in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def one_of(*choices: str) -> Check:
-    return f"must be one of {', '.join(choices)}", lambda value: value in choices
+    return Check(f"must be one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
 def at_most(most: int, least: int = 1) -> Check:
     """From `least` to `most`."""
-    return f"must be from {least:,} to {most:,}", lambda value: least <= value <= most
+    return Check(f"must be from {least:,} to {most:,}", lambda value: least <= value <= most)
 
 
 SEED = at_most(2**32 - 1, 0)  # what numpy and scikit-learn take
@@ -45,16 +61,17 @@ WORKERS = 1024  # processes or threads
 SECONDS = 10**8  # three years, which clocks and timers can count
 
 
-def setting(help: str, check: Check | None = None, *, decides: bool = True, flag: bool = True, **default: Any) -> Any:
+def setting(help: str, check: tuple | None = None, *, decides: bool = True, flag: bool = True, **default: Any) -> Any:
     """A documented dataclass field.
 
     Args:
         help: meaning and unit, shown by `--help`.
-        check: a rule in words and its predicate; not applied to None.
+        check: a `Check`, or the parts of one; not applied to None.
         decides: whether the value belongs to the fingerprint, that is, whether it decides the optimizer's steps.
         flag: whether `--name` can set it.
         default: `default=value` for a setting that may be left out.
     """
+    check = None if check is None else Check(*check)
     return dataclasses.field(metadata={"help": help, "check": check, "decides": decides, "flag": flag}, **default)
 
 
@@ -152,7 +169,7 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
             continue
         check = field.metadata["check"]
         breaks = check is not None and value is not None and not _holds(check, value)
-        if rule := check[0] if breaks else _limit(value):
+        if rule := check.rule if breaks else _limit(value):
             problems.append(f"{origin}: {name} is {shown(value)}, {rule} ({field.metadata['help']})")
     if not problems:
         instance = cls(**checked)
@@ -164,7 +181,7 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
 
 def _holds(check: Check, value: Any) -> bool:
     try:
-        return check[1](value)
+        return check.holds(value)
     except TypeError:
         return False
 
@@ -192,47 +209,141 @@ ACTIVATIONS = tuple(
 """What transformers knows by these names."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(f"{message}; see --help")
+SYNONYMS = {
+    "batch_size": "global_batch_size per_device_train_batch_size",
+    "bf16": "mixed_precision",
+    "clip_grad_norm": "max_grad_norm",
+    "config": "recipe",
+    "epochs": "num_train_epochs",
+    "fp16": "mixed_precision",
+    "gradient_clipping": "max_grad_norm",
+    "hardware": "on",
+    "lr": "learning_rate",
+    "max_len": "max_seq_length block_size",
+    "max_length": "max_seq_length block_size",
+    "max_steps": "max_train_steps",
+    "model": "model_name_or_path",
+    "num_epochs": "num_train_epochs",
+    "optim": "optimizer",
+    "precision": "mixed_precision",
+    "resume": "resume_from_checkpoint",
+    "save_steps": "checkpointing_steps",
+    "save_total_limit": "checkpoints_total_limit",
+    "test_file": "validation_file",
+    "warmup_steps": "num_warmup_steps",
+}
+"""Names of other programs' flags, which are spelt too differently to be found as the nearest one."""
 
 
-def _unknown(word: str, names: Sequence[str]) -> str:
-    """What is wrong with a word that begins with a dash, and is no flag."""
-    if re.match(r"-(\d|\.\d|inf|nan)", word):
-        return f"unexpected argument {shown(word)}: a value below 0 is written --FIELD={named(word)}"
-    name = word.split("=")[0].lstrip("-")[:60]
-    hint = nearest(f"--{name}", [f"--{valid}" for valid in names])
-    return f"unknown flag --{named(name)}: {hint if hint.startswith('did') else 'see --help'}"
+def program_name() -> str:
+    """Return what was called, as it is typed: `python -m recipes`, `accelerate-recipes`, `pretrain_bert.py`."""
+    path = Path(sys.argv[0])
+    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
 
 
-def parse_flags(classes: Sequence[type], argv: Sequence[str], description: str) -> dict[str, Any]:
-    """Flags given in `argv` (only those) as field name -> value, for all flag fields of the settings `classes`.
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose flags are the fields of settings classes, as strict as these.
 
-    Raises:
-        UsageError: unknown flags, with the nearest valid ones.
+    No flag can be shortened, and whatever is wrong is a `UsageError` of one line.
+
+    Args:
+        prog: the program, with its command: "python -m recipes plan".
+        words: what follows it, for the line of usage.
+        description, epilog: shown as they are, before and after the options.
     """
-    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    hints = {}
-    for cls in classes:
-        group, types_of = parser.add_argument_group(cls.__name__), typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if not field.metadata["flag"]:
-                continue
-            hints[field.name] = hint = types_of[field.name]
-            parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-            several = any(typing.get_origin(part) is tuple for part in parts)
-            shape = {"nargs": "+"} if several else {"nargs": "?", "const": "true"} if hint is bool else {}
-            default = "" if field.default is dataclasses.MISSING else f" [{field.default}]"
-            text = (field.metadata["help"] + default).replace("%", "%%")
-            group.add_argument(f"--{field.name}", help=text, metavar=_type_name(hint), **shape)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UsageError(
-            [_unknown(word, hints) for word in unknown if word.startswith("-")]
-            or [f"unexpected argument {shown(word)}: flags are --FIELD VALUE; see --help" for word in unknown]
+
+    def __init__(self, prog: str, words: str = "", *, description: str = "", epilog: str = "", **options: Any):
+        super().__init__(
+            prog,
+            f"{prog} {words}".replace("%", "%%"),
+            description,
+            epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+            **options,
         )
-    return {name: _from_words(value, hints[name]) for name, value in vars(given).items()}
+        self.hints: dict[str, Any] = {}
+
+    def add_settings(self, cls: type, values: Any = None, what: str = "default") -> None:
+        """Add a flag for each field of a settings class: a group for each class that it inherits fields from.
+
+        Args:
+            values: an object of the class that `--help` takes values from; None: the defaults of the fields.
+            what: what these values are; `default` leaves out those that are None, of which the help says what that does.
+        """
+        hints = typing.get_type_hints(cls)
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.metadata["flag"]}
+        owners = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
+        for owner in dict.fromkeys(owners.values()):
+            own = [field for name, field in fields.items() if owners[name] is owner]
+            group = self.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0].rstrip("."))
+            for field in own:
+                value = field.default if values is None else getattr(values, field.name)
+                self._add_setting(group, field, hints[field.name], value, what)
+
+    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, what: str) -> None:
+        parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+        several = [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple]
+        kind = next(part for part in (*several, *parts) if part is not type(None))
+        shape = {"nargs": "+"} if several else {"nargs": "?", "const": "true"} if kind is bool else {}
+        check = field.metadata["check"]
+        metavar = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false"}[kind]
+        if check is not None and check.choices:
+            metavar = f"{{{','.join(check.choices)}}}" if len(check.choices) < 10 else "NAME"
+        text = field.metadata["help"]
+        if value is not dataclasses.MISSING and (value is not None or what != "default"):
+            text += f" ({what}: {_as_typed(value)})"
+        group.add_argument(f"--{field.name}", help=text.replace("%", "%%"), metavar=metavar, **shape)
+        self.hints[field.name] = hint
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Return the flags given in `argv` (only those) as field name -> value.
+
+        Raises:
+            UsageError: unknown flags, with the nearest valid ones; stray words.
+        """
+        given, unknown = self.parse_known_args(argv)
+        if unknown:
+            raise UsageError(
+                [self._unknown(word) for word in unknown if word.startswith("-")]
+                or [
+                    f"unexpected argument {shown(word)}: flags are --FIELD VALUE; see {self.prog} --help"
+                    for word in unknown
+                ]
+            )
+        return {name: _from_words(value, self.hints[name]) for name, value in vars(given).items()}
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Raise what argparse has found as a `UsageError`."""
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def _unknown(self, word: str) -> str:
+        """What is wrong with a word that begins with a dash, and is no flag."""
+        if re.match(r"-(\d|\.\d|inf|nan)", word):
+            return f"unexpected argument {shown(word)}: a value below 0 is written --FIELD={named(word)}"
+        name = word.split("=")[0].lstrip("-")[:60]
+        synonyms = SYNONYMS.get(name.replace("-", "_"), "").split()
+        if valid := [f"--{synonym}" for synonym in synonyms if synonym in self.hints]:
+            hint = f"did you mean {' or '.join(valid)}?"
+        elif "mixed_precision" in (name, *synonyms):
+            hint = "precision is the launch file's, or accelerate launch --mixed_precision's"
+        else:
+            hint = nearest(f"--{name}", [f"--{flag}" for flag in self.hints])
+        return f"unknown flag --{named(name)}: {hint if not hint.startswith('valid') else f'see {self.prog} --help'}"
+
+
+def _as_typed(value: Any) -> str:
+    """A value as a flag takes it, shortened.
+
+    >>> _as_typed(None), _as_typed(True), _as_typed((1, 2)), _as_typed("x" * 99)[-5:]
+    ('none', 'true', '1 2', 'xx...')
+    """
+    if isinstance(value, tuple):
+        return " ".join(map(_as_typed, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) and len(value) <= 60 else shown(value).strip("'")
 
 
 def _from_words(value: str | list[str], hint: Any) -> Any:

@@ -1,0 +1,58 @@
+"""Imports packages that only an extra of the installation brings; names the extra where one is missing."""
+
+import importlib
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+from samestep.errors import UsageError
+
+EXTRAS = {
+    "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn"),
+    "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
+    "plots": ("matplotlib",),
+}
+"""Extra -> the packages that it brings, as they are imported."""
+
+
+def require(extra: str, purpose: str) -> None:
+    """Check that the packages of an extra are installed.
+
+    Args:
+        extra: one of `EXTRAS`.
+        purpose: what needs them, for the message: "training on texts".
+
+    Raises:
+        UsageError: some are not; it names them, and the command that installs them.
+    """
+    if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:
+        verb = "which is" if len(missing) == 1 else "which are"
+        raise UsageError(f'{purpose} needs {", ".join(missing)}, {verb} not installed: pip install "samestep[{extra}]"')
+
+
+def optional(module: str) -> Any:
+    """Import a module of an extra's package.
+
+    Returns:
+        The module; if its package is not installed, what is false, and raises a `UsageError` with the remedy when it, or
+        anything in it, is called.
+    """
+    return importlib.import_module(module) if find_spec(module.partition(".")[0]) else _Missing(module)
+
+
+class _Missing:
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> "_Missing":
+        return _Missing(f"{self._name}.{name}")
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        package = self._name.partition(".")[0]
+        extra = next(extra for extra, packages in EXTRAS.items() if package in packages)
+        require(extra, self._name)
+        raise AssertionError(f"{package} was installed after it was looked for")
+
+    __fspath__ = __call__
