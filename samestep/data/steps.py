@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from samestep import interrupt
 from samestep.cut.layout import Layout, solve_layout
@@ -71,10 +72,7 @@ class StepData:
 
     def pin_memory(self) -> "StepData":
         """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
-        pinned = [
-            {name: value if value is None else value.pin_memory() for name, value in c.items()} for c in self.cells
-        ]
-        return dataclasses.replace(self, cells=pinned)
+        return dataclasses.replace(self, cells=pin_memory(self.cells))
 
 
 class Steps(Dataset):
