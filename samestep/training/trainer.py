@@ -171,15 +171,16 @@ class HeadLoss:
         self.config, self.label_smoothing, self.is_compared = model.config, label_smoothing, False
         accepted = inspect.signature(model.forward).parameters
         self.pair_label = next((label for label in PAIR_LOGITS if label in accepted and "labels" in accepted), None)
-        name, function = type(model).__name__, LOSS_MAPPING.get(getattr(model, "loss_type", None))
+        self.name, function = type(model).__name__, LOSS_MAPPING.get(getattr(model, "loss_type", None))
+        names = {parent.__name__ for parent in type(model).__mro__}
         self.is_seq2seq = bool(getattr(self.config, "is_encoder_decoder", False))
-        is_causal = function is ForCausalLMLoss or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        is_masked = function is ForMaskedLMLoss or name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+        is_causal = function is ForCausalLMLoss or bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+        is_masked = function is ForMaskedLMLoss or bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
         is_token = function is LOSS_MAPPING["ForTokenClassification"]
         self.is_classifier = function is LOSS_MAPPING["ForSequenceClassification"]
         self.is_shifted = is_causal and not is_masked and not self.is_seq2seq
         if not (self.pair_label or is_causal or is_masked or is_token or self.is_classifier):
-            raise UsageError(f"the loss of {name} is not one that ExactTrainer knows: {REMEDY}")
+            raise UsageError(f"the loss of {self.name} is not one that ExactTrainer knows: {REMEDY}")
 
     def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Numbers of targets, int64 [terms]."""
@@ -203,7 +204,7 @@ class HeadLoss:
             sums.append(self._cross_entropy(pair, batch[self.pair_label]))
         sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
         if compares:
-            self._compare(type(model).__name__, (sums / counts.clamp(min=1)).sum(), outputs.get("loss"), logits.dtype)
+            self._compare((sums / counts.clamp(min=1)).sum(), outputs.get("loss"), logits.dtype)
         return sums, counts
 
     def _labels(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -229,7 +230,7 @@ class HeadLoss:
             return F.mse_loss(wide.reshape(labels.shape), labels, reduction="sum")
         return F.binary_cross_entropy_with_logits(wide, labels, reduction="sum")
 
-    def _compare(self, name: str, own: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def _compare(self, own: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
         """In the first forward: is it this model's loss, and all of it (balance of experts, other terms)?"""
         self.is_compared = True
         if model_loss is None:
@@ -237,6 +238,6 @@ class HeadLoss:
         theirs, ours = model_loss.mean().item(), own.item()
         if abs(ours - theirs) > TOLERANCES.get(dtype, 5e-2) * max(abs(theirs), 1e-3):
             raise UsageError(
-                f"the loss of {name} on the first micro-batch is {theirs:.6g} by the model, {ours:.6g} by its logits and "
+                f"the loss of {self.name} on the first micro-batch is {theirs:.6g} by the model, {ours:.6g} by its logits and "
                 f"labels: it has other terms; {REMEDY}"
             )
