@@ -178,8 +178,8 @@ def test_what_is_refused(train):
             return iter([])
 
     class TwiceTheLoss(GPT2LMHeadModel):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
+        def forward(self, input_ids=None, attention_mask=None, labels=None):
+            outputs = super().forward(input_ids, attention_mask=attention_mask, labels=labels)
             outputs.loss = None if outputs.loss is None else 2 * outputs.loss
             return outputs
 
