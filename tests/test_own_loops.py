@@ -1,11 +1,10 @@
 """Four loops as people write them: the audit names what is wrong with each; with a few lines of samestep it says exact."""
 
-import difflib
-
 import pytest
 from common import ROOT
 from corpus import variation
 from forked import Server
+from own_loops import page
 
 from stepaudit.judge import alone, compare
 
@@ -30,17 +29,16 @@ def server():
         yield started
 
 
-def changed_lines(before: str, after: str) -> int:
-    """Lines replaced, added or taken away; not empty ones."""
-    old, new = ([line for line in text.splitlines() if line.strip()] for text in (before, after))
-    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    return sum(max(b - a, d - c) for tag, a, b, c, d in blocks if tag != "equal")
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (LOOPS / "before").glob("*.py")))
+@pytest.mark.parametrize("name", FAULTS)
 def test_few_lines_change(name):
-    before, after = ((LOOPS / folder / f"{name}.py").read_text() for folder in ("before", "after"))
-    assert 0 < changed_lines(before, after) <= MOST_CHANGED
+    assert 0 < page.changed_lines(*page.read(name)) <= MOST_CHANGED
+
+
+def test_the_page_shows_the_programs():
+    """If not: python tests/own_loops/page.py"""
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text == page.page(text)
+    assert set(page.NAMES) == set(FAULTS) == {path.stem for path in (LOOPS / "before").glob("*.py")}
 
 
 @pytest.mark.distributed
