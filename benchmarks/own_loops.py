@@ -143,8 +143,8 @@ def markdown(found: dict) -> str:
         lines.append(f"| {row['name']} | {row['ratio']:.3f} | {low:.3f} | {high:.3f} |")
     lines += [
         "",
-        f"CPU seconds before / after, 1 thread, {about['rounds']} rounds in turns, {about['date']}; the machine was shared (load "
-        f"{about['load']:.1f}, {os.cpu_count()} cores); {about['versions']}.",
+        f"CPU seconds before / after, 1 thread, {about['rounds']} rounds in turns, {about['date']}, load {about['load']:.1f} on "
+        f"{about['cores']} cores; {about['versions']}.",
         "",
     ]
     return "\n".join(lines)
@@ -162,6 +162,7 @@ def main() -> None:
         loads.append(os.getloadavg()[0])
         print(f"{name}: {rows[-1]['ratio']:.3f}", flush=True)
     about = {"rounds": flags.rounds, "date": time.strftime("%Y-%m-%d"), "load": statistics.median(loads)}
+    about["cores"] = os.cpu_count()
     about["versions"] = f"torch {torch.__version__}, Python {platform.python_version()}"
     found = {"about": about, "rows": rows}
     flags.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -18,12 +18,12 @@ def find_mean(sums: torch.Tensor, counts: list[list[int]]) -> str | None:
     """Say how a supposed sum was averaged; None where nothing of the kind is seen.
 
     The graph is walked from the loss through linear nodes, and the scalar factors on the way are multiplied. Three things are
-    found: a loss function with reduction "mean", `Tensor.mean` to a single number, and a product of the factors that is one
-    over a number of targets. A mean times the number of targets is a sum, and is let through.
+    found: a loss function with reduction "mean", `Tensor.mean` to a single number, and a division by a number of targets. A mean
+    times the number of targets is a sum, and is let through.
 
     What is not seen: a mean inside a custom autograd function or compiled code, a mean over a part of the dimensions (which may
-    be meant: the mean over a picture's pixels), a division by a number that is no number of targets given, and a mean below
-    anything that is not linear.
+    be meant: the mean over a picture's pixels), a division by a number that is no number of targets given or by 2 (which may be
+    meant: half the squared error), a product with its inverse, and a mean below anything that is not linear.
 
     Args:
         sums: scalar or [terms], with a gradient.
@@ -32,26 +32,28 @@ def find_mean(sums: torch.Tensor, counts: list[list[int]]) -> str | None:
     if sums.grad_fn is None:
         return None
     every = [count for of in counts for count in of]
-    todo, seen = [(sums.grad_fn, 1.0, every)], 0
+    todo, seen = [(sums.grad_fn, 1.0, 1.0, every)], 0
     while todo and seen < MOST_NODES:
-        node, factor, own = todo.pop()
+        node, factor, divisor, own = todo.pop()
         seen += 1
         name = node.name().rsplit(".", 1)[-1]
         if name in LINEAR:
             is_terms = name.startswith("Stack") and seen == 1 and len(node.next_functions) == len(counts)
             for place, (parent, _) in enumerate(node.next_functions):
                 if parent is not None:
-                    todo.append((parent, factor, counts[place] if is_terms else own))
+                    todo.append((parent, factor, divisor, counts[place] if is_terms else own))
             continue
         if name.startswith(("MulBackward", "DivBackward")) and (scalar := _scalar(node)) is not None:
-            factor = factor * scalar if name.startswith("Mul") else factor / scalar if scalar else factor
-            todo.append((node.next_functions[0][0], factor, own))
+            if name.startswith("Div"):
+                factor, divisor = factor / scalar if scalar else factor, divisor * scalar
+            else:
+                factor *= scalar
+            todo.append((node.next_functions[0][0], factor, divisor, own))
             continue
         if _averages(node, name):
             if not any(abs(factor - count) <= 1e-3 * count for count in own):
                 return f"{name} averages"
-        elif any(count > 1 and abs(factor * count - 1) <= 1e-3 for count in own):
-            count = next(count for count in own if abs(factor * count - 1) <= 1e-3)
+        elif count := next((of for of in own if of > 2 and abs(divisor - of) <= 1e-3 * of), None):
             return f"it is divided by {count}"
     return None
 
