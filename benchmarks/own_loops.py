@@ -143,8 +143,8 @@ def markdown(found: dict) -> str:
         lines.append(f"| {row['name']} | {row['ratio']:.3f} | {low:.3f} | {high:.3f} |")
     lines += [
         "",
-        f"CPU seconds before / after, 1 thread, {about['rounds']} rounds in turns, {about['date']}, load {about['load']:.1f} on "
-        f"{about['cores']} cores; {about['versions']}.",
+        f"CPU seconds before / after, 1 thread, {about['rounds']} rounds in turns, {about['date']}, load "
+        f"{about['load']:.1f} on {about['cores']} cores; {about['versions']}.",
         "",
     ]
     return "\n".join(lines)

@@ -85,6 +85,30 @@ def test_steps_are_those_of_whole_batches(accelerator):
     assert accelerator.gradient_state.sync_with_dataloader
 
 
+def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monkeypatch):
+    """The same samples from any first step, from workers, and through pinned memory, in any nesting."""
+
+    def batches(**more):
+        steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given, **more)
+        return {step.index: [batch["points"][0].tolist() for batch in step] for step in unchecked(steps)}
+
+    def unchecked(steps):
+        for step in steps:
+            step._is_first = False  # nothing is trained here
+            yield step
+
+    given = GIVEN | {"targets": lambda batch: len(batch["points"][0])}
+    whole = batches(num_steps=6)
+    assert list(whole) == list(range(6))
+    assert batches(num_steps=6, first_step=4) == {number: whole[number] for number in (4, 5)}
+    assert batches(num_steps=6, num_workers=1) == whole
+    assert batches(num_steps=6, seed=1) != whole
+    steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
+    (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().cells, steps._steps[0].cells
+    assert torch.equal(pinned["batch"]["points"][1], plain["batch"]["points"][1] + 1)
+
+
 def test_terms_and_weights(accelerator):
     model, _ = build(accelerator)
     loader = [POINTS[0], POINTS[1]]

@@ -18,8 +18,8 @@ def find_mean(sums: torch.Tensor, counts: list[list[int]]) -> str | None:
     """Say how a supposed sum was averaged; None where nothing of the kind is seen.
 
     The graph is walked from the loss through linear nodes, and the scalar factors on the way are multiplied. Three things are
-    found: a loss function with reduction "mean", `Tensor.mean` to a single number, and a division by a number of targets. A mean
-    times the number of targets is a sum, and is let through.
+    found: a loss function with reduction "mean", `Tensor.mean` to a single number, and a division by a number of targets. A
+    mean times the number of targets is a sum, and is let through.
 
     What is not seen: a mean inside a custom autograd function or compiled code, a mean over a part of the dimensions (which may
     be meant: the mean over a picture's pixels), a division by a number that is no number of targets given or by 2 (which may be
