@@ -3,6 +3,12 @@
 import dataclasses
 
 GUIDE = "docs/audit.md"
+WINDOWS = (
+    "; shortest with samestep: for step in exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=count), "
+    "and accelerator.backward(step.loss(total)) (docs/your-own-loop.md)"
+)
+STEPS = "; shortest with samestep: for step in exact_steps(accelerator, dataset, collate, ...) (docs/your-own-loop.md)"
+TRAINER = "; shortest with samestep: ExactTrainer in the place of Trainer (docs/your-own-loop.md)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,8 @@ KINDS = {
     ),
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
-        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step',
+        'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step'
+        + WINDOWS,
     ),
     "counts": Cause(
         "the numbers of targets of samples do not add up to that of their batch (is padding counted?)",
@@ -66,11 +73,12 @@ KINDS = {
     ),
     "ignores_num_items": Cause(
         "the model's loss ignores num_items_in_batch",
-        'compute the loss yourself from the logits: F.cross_entropy(..., reduction="sum") / num_items_in_batch',
+        'compute the loss yourself from the logits: F.cross_entropy(..., reduction="sum") / num_items_in_batch'
+        + TRAINER,
     ),
     "shifted_labels": Cause(
         "num_items_in_batch counts labels that are never predicted",
-        "num_items_in_batch = (labels[:, 1:] != -100).sum(): the first label of a row is never predicted",
+        "num_items_in_batch = (labels[:, 1:] != -100).sum(): the first label of a row is never predicted" + TRAINER,
     ),
     "factor": Cause(
         "the gradient is too large or too small by a factor",
@@ -78,7 +86,8 @@ KINDS = {
     ),
     "tail": Cause(
         "a window that is not full is divided by the k of a full one",
-        "divide by the micro-steps of this window: k = min(k, num_batches - first_of_window); better: sums over counts",
+        "divide by the micro-steps of this window: k = min(k, num_batches - first_of_window); better: sums over counts"
+        + WINDOWS,
     ),
     "last_window": Cause(
         "the last window never steps",
@@ -89,12 +98,14 @@ KINDS = {
     ),
     "duplicated": Cause(
         "samples are used twice",
-        "even_batches=False in Accelerate, drop_last or a sampler without padding; idle processes take an empty micro-batch",
+        "even_batches=False in Accelerate, drop_last or a sampler without padding; idle processes take an empty micro-batch"
+        + STEPS,
     ),
     "dropped": Cause("samples are left out", "keep the last batch (drop_last=False), and step after it"),
     "other_samples": Cause(
         "the samples of a step depend on the layout",
-        "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]",
+        "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]"
+        + STEPS,
     ),
     "other_inputs": Cause(
         "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",

@@ -27,6 +27,7 @@ from samestep._internals import (
     accelerate_state,
     datasets_rows,
     libc,
+    torch_autograd,
     torch_distributed,
     torch_operators,
     torch_tracing,
@@ -168,6 +169,37 @@ def test_a_released_model_holds_no_reducer(wrapped):
     assert reducer() is None
     assert not hasattr(wrapped, "process_group")
     torch_distributed.release(wrapped.module)  # any other model is left as it is
+
+
+def test_prepared_schedulers():
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=True)
+    assert accelerate_state.prepared_schedulers(accelerator) == []
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert accelerate_state.prepared_schedulers(accelerator) == [scheduler]
+    assert (scheduler.step_with_optimizer, scheduler.split_batches) == (True, False)
+
+
+def test_what_nodes_remember():
+    x = torch.ones(3, 4, requires_grad=True)
+    labels = torch.zeros(3, dtype=torch.int64)
+    for operand in (5.0, torch.tensor(5.0)):
+        for node in ((x * operand).grad_fn, (x / operand).grad_fn):
+            assert float(torch_autograd.other_operand(node)) == 5.0
+    assert torch_autograd.shape_of_output(x.mean().grad_fn) == ()
+    assert torch_autograd.shape_of_output(x.mean(0).grad_fn) == (4,)
+    for reduction in ("mean", "sum", "none"):
+        lossy = [F.cross_entropy(x, labels, reduction=reduction), F.mse_loss(x, torch.zeros(3, 4), reduction=reduction)]
+        lossy.append(F.binary_cross_entropy_with_logits(x, torch.zeros(3, 4), reduction="none"))
+        assert [torch_autograd.is_mean_of_losses(of.grad_fn) for of in lossy] == [reduction == "mean"] * 2 + [False]
+
+
+def test_pinning_reaches_what_is_nested(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
+    nested = torch_autograd.pinned([{"a": torch.zeros(1), "b": None, "c": (torch.zeros(1), "text")}])
+    assert nested[0]["a"] == nested[0]["c"][0] == 1
+    assert (nested[0]["b"], nested[0]["c"][1]) == (None, "text")
 
 
 def test_each_generation_of_workers_meets_in_keys_of_its_own(monkeypatch):

@@ -4,6 +4,7 @@ import functools
 
 import accelerate.optimizer
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, is_lomo_available
 
 
@@ -14,6 +15,11 @@ def begin_step(accelerator: Accelerator) -> None:
     carry over from a step with another k, and nothing documented sets it back.
     """
     accelerator.step = 0
+
+
+def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """Return the schedulers that `accelerator.prepare` has wrapped (accelerate 1.15, `_schedulers`)."""
+    return accelerator._schedulers
 
 
 def search_for_lomo_once() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from samestep import interrupt
+from samestep._internals import torch_autograd
 from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
 from samestep.cut.partition import partition
@@ -71,10 +72,7 @@ class StepData:
 
     def pin_memory(self) -> "StepData":
         """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
-        pinned = [
-            {name: value if value is None else value.pin_memory() for name, value in c.items()} for c in self.cells
-        ]
-        return dataclasses.replace(self, cells=pinned)
+        return dataclasses.replace(self, cells=torch_autograd.pinned(self.cells))
 
 
 class Steps(Dataset):

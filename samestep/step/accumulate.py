@@ -49,6 +49,8 @@ def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cel
     """Iterate over a step's cells so that `accelerator.accumulate` synchronises at the last one, and only there."""
     accelerator.gradient_accumulation_steps = len(cells)
     begin_step(accelerator)
+    # A prepared DataLoader that has been read to its end, ahead of time, would make `accumulate` synchronise at every cell.
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
     yield from cells
 
 

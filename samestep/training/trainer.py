@@ -1,0 +1,243 @@
+"""transformers' Trainer with the exact step, and nothing else changed."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from samestep.errors import UsageError
+from samestep.step.accumulate import total_counts
+from samestep.step.losses import IGNORED, cross_entropy_sum, weighted_loss
+from samestep.step.means import find_mean
+from samestep.training import prepared
+from samestep.training.launch import is_sharded
+from samestep.training.own_loop import SUM, as_counts, check_contract, problems_of
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Relative difference from the model's own loss that is rounding; in 16 bits 5e-2."""
+PAIR_LOGITS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
+REMEDY = (
+    "give ExactTrainer(loss=..., targets=...): loss(model, batch) -> (sums, number of targets), targets(batch) -> number of "
+    "targets"
+)
+
+
+class ExactTrainer(Trainer):
+    """A `Trainer` whose steps do not depend on how they are cut: micro-batches, processes, a last window that is not full.
+
+    Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step), where Trainer leaves
+    that to the model, and most heads take a mean. No sample comes twice at the end of an epoch. All else is Trainer's.
+
+    Args:
+        args, kwargs: as of `Trainer`.
+        loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: for causal, masked and two-term (BERT)
+            language models and classifiers of sequences and tokens, computed from their logits, and compared with the model's
+            own loss on the first micro-batch.
+        targets: batch -> number of targets, int or int tensor [terms]. None: for the losses that are built in, known; for
+            your `loss`, learnt by one more forward of each batch, without gradients.
+        loss_weights: w_j; default 1.
+
+    Raises:
+        UsageError: a head that is not known and no loss; a dataset without a length; settings that would change the step.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        loss: Loss | None = None,
+        targets: Callable[[Any], int | torch.Tensor] | None = None,
+        loss_weights: Sequence[float] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        problems = problems_of(self.accelerator, "ExactTrainer")
+        if self.compute_loss_func is not None:
+            problems.append("compute_loss_func is given, but it is not asked for sums: " + REMEDY)
+        is_stream = isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__")
+        if self.train_dataset is not None and is_stream:
+            problems.append(
+                f"train_dataset is a {type(self.train_dataset).__name__}, of which Trainer never steps the last window: use "
+                "exact_windows in a loop of your own, or a dataset with a length"
+            )
+        if loss is not None and targets is None and is_sharded(self.accelerator):
+            problems.append("targets is missing, and the model is sharded: give targets=, batch -> number of targets")
+        if loss is not None and self.label_smoother is not None:
+            problems.append(
+                f"label_smoothing_factor is {self.args.label_smoothing_factor}, but loss is yours: smooth the labels in it"
+            )
+        if problems:
+            raise UsageError(problems)
+        if loss is None:
+            head = HeadLoss(self.accelerator.unwrap_model(self.model), self.args.label_smoothing_factor)
+            loss, targets = head, head.targets
+        self._loss, self._targets, self._weights = loss, targets, loss_weights
+        self.loss_is_scaled_for_ga = True
+        self._stand_in: _StandIn | None = None
+        self._num_windows = 0
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        prepared.make_even(loader)
+        self._stand_in = (
+            _StandIn(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
+        )
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of a step, as many on every process, and its n_j, int64 [terms]."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        counts = [as_counts(self._count(batch)).to(device) for batch in batches or [self._stand_in]]
+        own = sum(counts) if batches else torch.zeros_like(counts[0])
+        if self._stand_in is not None:
+            batches += [self._stand_in] * (num_batches - len(batches))
+        self._num_windows += 1
+        return batches, total_counts(self.accelerator, own)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """A micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
+        outputs: list = []
+        hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if return_outputs else None
+        try:
+            sums, counts = check_contract(self._loss(model, inputs))
+        finally:
+            if hook is not None:
+                hook.remove()
+        counts, scale = counts.view(-1).to(sums.device), 1
+        if model.training and num_items_in_batch is not None:
+            if self._num_windows == 1:
+                self._check_sums(sums, counts, num_items_in_batch)
+            counts, scale = num_items_in_batch, self.accelerator.num_processes
+        sums = sums.view(-1) * 0 if isinstance(inputs, _StandIn) else sums.view(-1)
+        weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
+        loss = weighted_loss(sums, counts, weights) * scale
+        return (loss, outputs[-1]) if return_outputs else loss
+
+    @torch.no_grad()
+    def _count(self, batch: Any) -> Any:
+        if self._targets is not None:
+            return self._targets(batch)
+        self.model.eval()  # the noise of the forwards that train stays as it is
+        counts = check_contract(self._loss(self.model, self._prepare_inputs(batch)))[1]
+        self.model.train()
+        return counts
+
+    def _check_sums(self, sums: torch.Tensor, counts: torch.Tensor, total: torch.Tensor) -> None:
+        if 0 in total.tolist():
+            raise UsageError(
+                f"loss counts {total.tolist()} targets in the whole first step, must be above 0: do labels miss?"
+            )
+        if self._weights is not None and len(self._weights) != len(total):
+            raise UsageError(f"loss_weights are {len(self._weights)}, but loss has {len(total)} term(s): one for each")
+        possible = [list(map(int, of)) for of in zip(counts.tolist(), total.tolist(), strict=True)]
+        if how := find_mean(sums, possible):
+            raise UsageError(f"loss returned a mean ({how}), must return {SUM}, and the number of targets")
+
+
+class _StandIn(dict):
+    """A batch that counts nothing, for a process that has none left; Trainer keeps its type."""
+
+
+class HeadLoss:
+    """Summed losses of common heads, from their logits.
+
+    Args:
+        model: not wrapped.
+        label_smoothing: as of `cross_entropy_sum`.
+
+    Raises:
+        UsageError: a head that is none of them.
+    """
+
+    def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.config, self.label_smoothing, self.is_compared = model.config, label_smoothing, False
+        accepted = inspect.signature(model.forward).parameters
+        self.pair_label = next((label for label in PAIR_LOGITS if label in accepted and "labels" in accepted), None)
+        self.name, function = type(model).__name__, LOSS_MAPPING.get(getattr(model, "loss_type", None))
+        names = {parent.__name__ for parent in type(model).__mro__}
+        self.is_seq2seq = bool(getattr(self.config, "is_encoder_decoder", False))
+        is_causal = function is ForCausalLMLoss or bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+        is_masked = function is ForMaskedLMLoss or bool(names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()))
+        is_token = function is LOSS_MAPPING["ForTokenClassification"]
+        self.is_classifier = function is LOSS_MAPPING["ForSequenceClassification"]
+        self.is_shifted = is_causal and not is_masked and not self.is_seq2seq
+        if not (self.pair_label or is_causal or is_masked or is_token or self.is_classifier):
+            raise UsageError(f"the loss of {self.name} is not one that ExactTrainer knows: {REMEDY}")
+
+    def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Numbers of targets, int64 [terms]."""
+        labels = self._labels(batch)
+        if self.is_classifier and labels.is_floating_point():
+            return torch.tensor([labels.numel()])
+        counts = [(labels != IGNORED).sum()]
+        if self.pair_label:
+            counts.append((batch[self.pair_label] != IGNORED).sum())
+        return torch.stack(counts)
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums [terms] and numbers of targets [terms]."""
+        compares = model.training and not self.is_compared and not self.label_smoothing
+        left_out = set() if compares or self.is_seq2seq else {"labels", self.pair_label}
+        outputs = model(**{name: value for name, value in batch.items() if name not in left_out})
+        logits = outputs["prediction_logits"] if self.pair_label else outputs["logits"]
+        sums = [self._sum(logits, self._labels(batch))]
+        if self.pair_label:
+            pair = outputs[PAIR_LOGITS[self.pair_label]]
+            sums.append(self._cross_entropy(pair, batch[self.pair_label]))
+        sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
+        if compares:
+            self._compare((sums / counts.clamp(min=1)).sum(), outputs.get("loss"), logits.dtype)
+        return sums, counts
+
+    def _labels(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One for each logit; -100 where nothing is predicted."""
+        if "labels" not in batch or (self.pair_label and self.pair_label not in batch):
+            needed = ["labels", self.pair_label] if self.pair_label else ["labels"]
+            raise UsageError(f"batch has {', '.join(batch)}, must have {' and '.join(needed)}: {REMEDY}")
+        if not self.is_shifted:
+            return batch["labels"]
+        return (
+            batch["shift_labels"] if "shift_labels" in batch else F.pad(batch["labels"][..., 1:], (0, 1), value=IGNORED)
+        )
+
+    def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits.flatten(0, -2), labels.flatten().to(logits.device), self.label_smoothing)
+
+    def _sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not self.is_classifier or not labels.is_floating_point():
+            return self._cross_entropy(logits, labels)
+        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        labels = labels.to(wide)
+        if self.config.num_labels == 1 or self.config.problem_type == "regression":
+            return F.mse_loss(wide.reshape(labels.shape), labels, reduction="sum")
+        return F.binary_cross_entropy_with_logits(wide, labels, reduction="sum")
+
+    def _compare(self, own: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """In the first forward: is it this model's loss, and all of it (balance of experts, other terms)?"""
+        self.is_compared = True
+        if model_loss is None:
+            return
+        theirs, ours = model_loss.mean().item(), own.item()
+        if abs(ours - theirs) > TOLERANCES.get(dtype, 5e-2) * max(abs(theirs), 1e-3):
+            raise UsageError(
+                f"the loss of {self.name} on the first micro-batch is {theirs:.6g} by the model, {ours:.6g} by its logits and "
+                f"labels: it has other terms; {REMEDY}"
+            )

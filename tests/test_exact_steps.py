@@ -1,0 +1,290 @@
+"""The exact step in a loop of one's own: the same on any number of processes, and wrong use refused in one line."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from common import fresh_accelerator
+from forked import Server
+from run_own_loop import POINTS, Stream, squares, stack
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import samestep
+from samestep import evaluate, exact_steps, exact_windows, per_sample
+from samestep.errors import UsageError
+from samestep.step.means import find_mean
+
+GIVEN = {"global_batch_size": 6, "per_device_batch_size": 2, "targets": lambda batch: len(batch[0])}
+
+
+@pytest.fixture
+def accelerator():
+    fresh_accelerator()
+    yield Accelerator(cpu=True)
+    fresh_accelerator()
+
+
+def build(accelerator):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_steps_are_the_same_on_any_number_of_processes(tmp_path):
+    found = {}
+    with Server("run_own_loop") as server:
+        for size in (1, 2, 3):
+            (folder := tmp_path / str(size)).mkdir()
+            server.run([str(folder)], size)
+            found[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    (alone,) = found[1]
+    for size in (2, 3):
+        for process in found[size]:
+            for name, case in alone.items():
+                if isinstance(case, dict):
+                    assert len(process[name]["losses"]) == len(case["losses"]), (size, name)
+                    assert process[name]["losses"] == pytest.approx(case["losses"], rel=1e-5), (size, name)
+                    assert process[name]["weights"] == pytest.approx(case["weights"], rel=1e-4, abs=1e-6), (size, name)
+                else:
+                    assert process[name] == pytest.approx(case, rel=1e-6), (size, name)
+    assert len(alone["prepared"]["losses"]) == 4  # 2 epochs of 24 samples in steps of 12
+    assert len(alone["prepared, tail"]["losses"]) == 6
+
+
+def test_steps_are_those_of_whole_batches(accelerator):
+    """And their mean loss is the batch's; the accelerator is as before."""
+    model, optimizer = build(accelerator)
+    steps = exact_steps(accelerator, POINTS, stack, **GIVEN, num_epochs=1.5)
+    twin = nn.Linear(4, 1)
+    twin.load_state_dict(model.state_dict())
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in steps:
+        whole = []
+        for batch in step:
+            whole.append(batch)
+            with accelerator.accumulate(model):
+                accelerator.backward(step.loss(squares(model, batch)[0]))
+                optimizer.step()
+                optimizer.zero_grad()
+        x, y = (torch.cat(parts) for parts in zip(*whole, strict=True))
+        assert len(x) == 6 == step.num_targets.item()
+        mean = F.mse_loss(twin(x), y)
+        assert step.mean_loss().item() == pytest.approx(mean.item(), rel=1e-6)
+        mean.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.allclose(model.weight, twin.weight, atol=1e-6)
+    assert (step.index, step.epoch) == (len(steps) - 1, pytest.approx(42 / 26))
+    assert len(steps) == 7
+    assert accelerator.gradient_accumulation_steps == 1
+    assert accelerator.gradient_state.sync_with_dataloader
+
+
+def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monkeypatch):
+    """The same samples from any first step, from workers, and through pinned memory, in any nesting."""
+
+    def batches(**more):
+        steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given, **more)
+        return {step.index: [batch["points"][0].tolist() for batch in step] for step in unchecked(steps)}
+
+    def unchecked(steps):
+        for step in steps:
+            step._is_first = False  # nothing is trained here
+            yield step
+
+    given = GIVEN | {"targets": lambda batch: len(batch["points"][0])}
+    whole = batches(num_steps=6)
+    assert list(whole) == list(range(6))
+    assert batches(num_steps=6, first_step=4) == {number: whole[number] for number in (4, 5)}
+    assert batches(num_steps=6, num_workers=1) == whole
+    assert batches(num_steps=6, seed=1) != whole
+    steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
+    (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().cells, steps._steps[0].cells
+    assert torch.equal(pinned["batch"]["points"][1], plain["batch"]["points"][1] + 1)
+
+
+def test_terms_and_weights(accelerator):
+    model, _ = build(accelerator)
+    loader = [POINTS[0], POINTS[1]]
+
+    def two(batch):
+        return torch.tensor([2, 5])
+
+    for step in exact_windows(accelerator, loader, gradient_accumulation_steps=2, targets=two):
+        assert step.num_targets.tolist() == [4, 10]
+        for x, _ in step:
+            with accelerator.accumulate(model):
+                sums = torch.stack([model(x).sum(), model(2 * x).sum()])
+                loss = step.loss(sums, weights=[1.0, 0.5])
+                assert loss.item() == pytest.approx(2 * (sums[0] / 4 + 0.5 * sums[1] / 10).item())
+                accelerator.backward(loss)
+        assert step.mean_loss().shape == (2,)
+
+
+def test_per_sample_masks_depend_on_the_sample_alone():
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tiny_tokenizer(transformers)
+    collate = per_sample(transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4), seed=1)
+    samples = [{"input_ids": list(range(5, 5 + n))} for n in (9, 4, 7)]
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    whole = collate(samples, [(0, 8), (0, 2), (0, 4)])
+    assert torch.equal(torch.rand(1), expected)  # the noise of the model goes on as if nothing had been drawn
+    alone = collate(samples[1:2], [(0, 2)])
+    for name, value in alone.items():
+        assert torch.equal(whole[name][1, :4], value[0])
+    assert (whole["labels"][1, 4:] == -100).all()
+    assert (whole["input_ids"][1, 4:] == tokenizer.pad_token_id).all()
+    assert not torch.equal(collate(samples, [(1, 8), (1, 2), (1, 4)])["labels"], whole["labels"])
+    with pytest.raises(UsageError, match="exact_steps"):
+        collate(samples)
+
+
+def tiny_tokenizer(transformers):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(20))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wrong use
+
+
+def refused(call, *parts: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def one_step(accelerator, loss=lambda model, batch: squares(model, batch)[0], targets=GIVEN["targets"], **more):
+    model, optimizer = build(accelerator)
+    for step in exact_steps(accelerator, POINTS, stack, **GIVEN | {"targets": targets} | more):
+        for batch in step:
+            with accelerator.accumulate(model):
+                accelerator.backward(step.loss(loss(model, batch)))
+                optimizer.step()
+                optimizer.zero_grad()
+        return
+
+
+def test_values_that_break_a_rule(accelerator):
+    for data, name in ((Stream(), "Stream"), (DataLoader(POINTS), "DataLoader"), (iter(POINTS), "list_iterator")):
+        refused(
+            lambda data=data: exact_steps(accelerator, data, stack, **GIVEN), f"dataset is a {name}", "exact_windows"
+        )
+    refused(lambda: exact_steps(accelerator, [], stack, **GIVEN), "dataset is empty")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, num_epochs=1, num_steps=2), "num_steps is 2")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, num_steps=2, first_step=3), "first_step is 3")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, max_tokens=9), "max_tokens is 9", "length=")
+    refused(lambda: exact_steps(accelerator, POINTS, None, **GIVEN), "collate is NoneType")
+    k = {"gradient_accumulation_steps": 2, "targets": len}
+    refused(lambda: exact_windows(accelerator, iter(POINTS), **k, num_epochs=2), "num_epochs is 2", "DataLoader")
+    refused(lambda: exact_windows(accelerator, POINTS, **k | {"gradient_accumulation_steps": 0}), "steps is 0")
+    repeating = DataLoader(POINTS, sampler=DistributedSampler(POINTS, num_replicas=3, rank=0))
+    refused(lambda: exact_windows(accelerator, repeating, **k), "repeats 1 of 26", "leave it out")
+    refused(lambda: evaluate(accelerator, nn.Linear(4, 1), [], squares), "data has no sample")
+
+
+def test_an_accelerator_that_would_make_steps_wrong(accelerator, monkeypatch):
+    accelerator.gradient_accumulation_steps = 4
+    refused(lambda: one_step(accelerator), "gradient_accumulation_steps of the Accelerator is 4", "Accelerator()")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    refused(lambda: one_step(accelerator), "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    accelerator.gradient_accumulation_steps = 1
+    steps = exact_steps(accelerator, POINTS, stack, **GIVEN)
+    _, optimizer = build(accelerator)
+    accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    refused(lambda: next(iter(steps)), "scheduler is prepared", "leave it out of accelerator.prepare")
+
+
+@pytest.mark.parametrize("found", [2.0, torch.tensor(2.0), torch.tensor([[2]]), torch.tensor([True]), True, None])
+def test_targets_that_are_no_numbers_of_targets(accelerator, found):
+    refused(lambda: one_step(accelerator, targets=lambda batch: found), "targets returned", "int tensor")
+
+
+def test_targets_that_cannot_be(accelerator):
+    refused(lambda: one_step(accelerator, targets=lambda batch: 0), "targets counted [0] in the whole first step")
+    refused(lambda: one_step(accelerator, targets=lambda batch: -1), "-1", "negative")
+    refused(
+        lambda: one_step(accelerator, squares, targets=lambda batch: 3), "the loss counts [2]", "targets counts [3]"
+    )
+
+
+def test_a_mean_is_found_in_the_first_step(accelerator):
+    refused(lambda: one_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1])), "a mean (MseLoss", "reduction")
+    refused(lambda: one_step(accelerator, lambda m, b: squares(m, b)[0] / 6), "divided by 6")
+    refused(lambda: one_step(accelerator, lambda m, b: squares(m, b)[0][None]), "given [1]", "returns []")
+    one_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1]) * len(b[0]))
+
+
+def test_what_is_a_mean():
+    """Of 5 targets: reductions, means by hand, and sums that look like means."""
+    x, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, -100, 1])
+    logits = nn.Linear(4, 3)(x)
+    each, known = F.cross_entropy(logits, labels, reduction="none"), labels != -100
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    means = [
+        *(
+            F.cross_entropy(logits, labels),
+            F.cross_entropy(logits, labels, label_smoothing=0.1),
+            each.mean(),
+            each.mean(0),
+        ),
+        *((each * known).sum() / known.sum(), total / 5, 0.5 * F.cross_entropy(logits, labels)),
+        *(F.mse_loss(logits, x[:, :3]), F.binary_cross_entropy_with_logits(logits, x[:, :3].sigmoid())),
+    ]
+    assert all(find_mean(mean, [[5]]) for mean in means)
+    assert find_mean(torch.stack([total, total / 5]), [[7], [5]])
+    pictures = F.mse_loss(logits, x[:, :3], reduction="none").mean(1).sum()
+    sums = [
+        total,
+        each.sum(),
+        total * 0.5,
+        F.cross_entropy(logits, labels) * known.sum(),
+        pictures,
+        (each * known).sum(),
+    ]
+    assert not any(find_mean(of, [[5]]) for of in sums)
+    assert not find_mean(torch.stack([total, total / 5]), [[5], [7]])
+    assert not find_mean(total / 2, [[2]])  # half the squared error of two samples
+
+
+def test_loops_that_leave_something_out(accelerator):
+    model, optimizer = build(accelerator)
+
+    def without_accumulate():
+        for step in exact_steps(accelerator, POINTS, stack, **GIVEN):
+            for batch in step:
+                accelerator.backward(step.loss(squares(model, batch)))
+                optimizer.step()
+
+    def without_loss():
+        for step in exact_steps(accelerator, POINTS, stack, **GIVEN):
+            for batch in step:
+                with accelerator.accumulate(model):
+                    accelerator.backward(squares(model, batch)[0])
+
+    refused(without_accumulate, "accumulate was entered 0 times for 1 micro-batch")
+    refused(without_loss, "step.loss was not called")
+    step = next(iter(exact_steps(accelerator, POINTS, stack, **GIVEN)))
+    refused(lambda: step.loss(torch.zeros(())), "outside its loop")
+
+
+def test_public_names_have_homes():
+    import importlib.util
+
+    for name, home in samestep._HOMES.items():
+        if importlib.util.find_spec(home):
+            assert getattr(samestep, name).__name__ == name
+    with pytest.raises(AttributeError):
+        samestep.exact_step  # noqa: B018

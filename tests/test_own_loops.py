@@ -1,0 +1,66 @@
+"""Four loops as people write them: the audit names what is wrong with each; with a few lines of samestep it says exact."""
+
+import pytest
+from common import ROOT
+from corpus import variation
+from forked import Server
+from own_loops import page
+
+from stepaudit.judge import alone, compare
+
+LOOPS = ROOT / "tests" / "own_loops"
+TOLERANCE = 1e-5
+MOST_CHANGED = 8
+NUM_STEPS = 2
+FAULTS = {
+    "accelerate_loop": "mean_of_means",
+    "causal_lm": "mean_of_means",
+    "streaming": "mean_of_means",
+    "trainer_bert": "ignores_num_items",
+}
+EXACT_STEPS = {(15, 1, 1): [(4, 1, 1), (1, 1, 1), (8, 1, 2), (3, 1, 2), (5, 1, 3), (2, 1, 3)]}
+WINDOWS = {(15, 1, 1): [(5, 3, 1), (1, 15, 1), (5, 1, 3), (1, 5, 3)], (14, 1, 1): [(7, 1, 2), (1, 7, 2)]}
+"""Layouts b x k x N by the one that they are compared with: 77 samples leave a step of 2 or 7, in which a process is idle."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_few_lines_change(name):
+    assert 0 < page.changed_lines(*page.read(name)) <= MOST_CHANGED
+
+
+def test_the_page_shows_the_programs():
+    """If not: python tests/own_loops/page.py"""
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert text == page.page(text)
+    assert set(page.NAMES) == set(FAULTS) == {path.stem for path in (LOOPS / "before").glob("*.py")}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_audit_names_the_fault_before(server, name):
+    program = str(LOOPS / "before" / f"{name}.py")
+    reference, other = (server.record([program], variation(layout), NUM_STEPS) for layout in ((16, 1, 1), (4, 4, 1)))
+    comparison = compare(reference, other, TOLERANCE)
+    assert not comparison.is_exact
+    assert FAULTS[name] in {finding.cause for finding in comparison.findings}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_audit_says_exact_after(server, name):
+    program = str(LOOPS / "after" / f"{name}.py")
+    for first, layouts in (EXACT_STEPS if name == "causal_lm" else WINDOWS).items():
+        reference = server.record([program], variation(first))
+        assert not alone(reference)
+        for layout in layouts:
+            comparison = compare(reference, server.record([program], variation(layout)), TOLERANCE)
+            assert comparison.is_exact, (layout, comparison.findings, comparison.errors)
+            assert not comparison.findings
