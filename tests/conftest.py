@@ -32,7 +32,7 @@ from samestep.models import cpu_matmul as products
 from samestep.training import capacity
 
 pytest_plugins = ["pytester"]
-collect_ignore = ["audited", "own_loops", "startup"]  # programs, which importing would run
+collect_ignore = ["toy_task", "audited", "own_loops", "startup"]  # programs, which importing would run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,13 +26,14 @@ class SummedLosses(nn.Module):
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, source: Any) -> Self:
-        """Build the model of a recipe, with random weights (of torch's seed) or those of `model_name_or_path`.
+        """Build the model of a recipe, with random weights (of torch's seed) or those of `model_name_or_path`; here without
+        arguments.
 
         Args:
             recipe: decides the shapes.
             source: the training data, which may decide the number of classes or the vocabulary; None: as the planner takes it.
         """
-        raise NotImplementedError
+        return cls()
 
     @classmethod
     def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
