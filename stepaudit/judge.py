@@ -433,7 +433,7 @@ def _miscount(processes: Processes, t: int) -> tuple[float, int] | None:
     if any(m.num_shifted is None for m in micro_steps):
         return None
     (num_items,), predicted = given, sum(m.num_shifted for m in micro_steps)
-    return (num_items, predicted) if num_items != predicted else None
+    return (num_items, predicted) if num_items > predicted else None  # given 1, a loss is a sum
 
 
 def _update_error(r: Step, g: Step, sizes: list[int], tolerance: float) -> float:
@@ -542,8 +542,9 @@ def _name_of_samples(reference: Processes, other: Processes, t: int) -> str:
         name: [_samples(reference, number, name) == _samples(other, number, name) for number in range(t)]
         for name in ("digests", "samples")
     }
-    if None in (_samples(reference, t, "digests"), _samples(other, t, "digests")):
-        return "samples"
+    for name, known in (("digests", "samples"), ("samples", "digests")):
+        if None in (_samples(reference, t, name), _samples(other, t, name)):
+            return known
     return "samples" if agree["samples"] > agree["digests"] and any(agree["samples"]) else "digests"
 
 
