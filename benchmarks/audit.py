@@ -27,7 +27,7 @@ HOME = tempfile.TemporaryDirectory(prefix="audit-benchmark-")
 # Before torch and datasets are imported; the runs inherit it.
 os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "benchmarks")]
 
 import accelerate
 import torch

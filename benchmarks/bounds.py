@@ -1,9 +1,9 @@
 """Odd values for every field that can be set: each is refused in one line, or it runs. A part of `make chaos`.
 
 Fields of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none of
-them (tests/odd_inputs.py draws them from the classes themselves). Each case runs in a process of its own. It must end with 0,
-or with 2 and lines that begin with ERROR, the latter in 5 seconds; in 2 GiB more than the libraries take; in no signal, and
-in 60 seconds whatever it does. Writes benchmarks/results/bounds.*.
+them (tests/helpers/odd_inputs.py draws them from the classes themselves). Each case runs in a process of its own. It must end
+with 0, or with 2 and lines that begin with ERROR, the latter in 5 seconds; in 2 GiB more than the libraries take; in no
+signal, and in 60 seconds whatever it does. Writes benchmarks/results/bounds.*.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis

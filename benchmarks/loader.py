@@ -7,7 +7,8 @@ time in which the program's model computes forward and backward of the same step
 the CPU computes in it. Both alternate, a few steps at a time, so that a machine whose speed changes is the same for both.
 Tokens are those of the samples, padding not counted.
 
-Memory: what a loader adds to the private memory of a process, for datasets of 10^5 and 10^7 rows (tests/run_loader_memory.py).
+Memory: what a loader adds to the private memory of a process, for datasets of 10^5 and 10^7 rows
+(tests/helpers/run_loader_memory.py).
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "helpers")]
 from common import load_script
 from images import write_photographs
 from run_loader_memory import COLUMNS, write
@@ -132,7 +133,7 @@ def memory(num_rows: tuple[int, ...]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for kind in COLUMNS:
             words = [str(word) for rows in num_rows for word in (kind, write(kind, Path(folder) / f"{rows}", rows))]
-            command = [sys.executable, ROOT / "tests" / "run_loader_memory.py", *words]
+            command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
             lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
             found += [
                 {"kind": kind, "rows": rows} | json.loads(line) for rows, line in zip(num_rows, lines, strict=True)

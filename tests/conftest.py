@@ -32,6 +32,7 @@ from samestep.models import cpu_matmul as products
 from samestep.training import capacity
 
 pytest_plugins = ["pytester"]
+pytest.register_assert_rewrite("compare")
 collect_ignore = ["audited", "startup"]  # programs, which importing would run
 
 
@@ -128,7 +129,7 @@ def train_on(corpus, tmp_path):
             *("--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")),
             *("--num_processes", str(num_processes), "--main_process_port", "0", "--mixed_precision", precision),
         ]
-        command = [*launch, str(ROOT / "tests" / "run_layouts.py"), json.dumps(calls)]
+        command = [*launch, str(ROOT / "tests" / "helpers" / "run_layouts.py"), json.dumps(calls)]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert finished.returncode == 0, finished.stderr[-4000:]
         return tmp_path

@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from common import ROOT, all_metrics, metrics, tiny_argv
-from test_checkpoint import DROPOUT, same_weights, without_time
-from test_recovery import HANG, launch_with
+from common import DROPOUT, ROOT, all_metrics, metrics, tiny_argv
+from compare import same_weights, without_time
+from faults import HANG, launch_with
 
 from samestep import interrupt
 from samestep.errors import UsageError
@@ -118,7 +118,8 @@ def test_a_signal_to_all_processes_leaves_the_data_workers_at_work(corpus, tmp_p
     program = tmp_path / "program.py"
     program.write_text(
         HANG.format(
-            tests=str(ROOT / "tests"), what=f"import subprocess; subprocess.run(['kill', '-{int(number)}', '0'])"
+            helpers=str(ROOT / "tests" / "helpers"),
+            what=f"import subprocess; subprocess.run(['kill', '-{int(number)}', '0'])",
         ).replace("== 1", "== 0")
     )
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --dataloader_num_workers 2")

@@ -1,13 +1,11 @@
 """How far the documented loops of benchmarks/loops/ are from the exact step: the numbers that follow from their arithmetic."""
 
-import importlib.util
 import json
 import sys
 import types
-from unittest import mock
 
 import pytest
-from common import ROOT, fresh_accelerator
+from common import ROOT, fresh_accelerator, load_benchmark
 
 from stepaudit.judge import compare
 from stepaudit.record import Recorder
@@ -111,10 +109,7 @@ def test_trainer_on_two_processes(run, b, k, error, num_repeated):
 
 
 def test_the_tables_show_what_was_measured():
-    spec = importlib.util.spec_from_file_location("loops_benchmark", ROOT / "benchmarks" / "loops.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", list(sys.path)):
-        spec.loader.exec_module(benchmark)
+    benchmark = load_benchmark("loops")
     results = ROOT / "benchmarks" / "results"
     measured = json.loads((results / "loops.json").read_text())
     tables = benchmark.markdown(measured["about"], measured["rows"])

@@ -1,7 +1,6 @@
 """Parameters, FLOPs and planned memory against the real models: on the meta device, and by allocations on the CPU."""
 
 import dataclasses
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import NUM_SAMPLES, peak, small
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -18,19 +18,6 @@ from samestep.planner import transformer
 from samestep.planner.memory import Memory, model_of, planned_memory
 from samestep.recipe.recipe import Recipe, TextPretraining, catalog_names, load
 from samestep.step import losses
-
-SMALL = {
-    "gpt2": {"n_embd": 128, "n_head": 2, "n_positions": 192, "block_size": 128, "vocab_size": 1000},
-    "bert": {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 384, "max_position_embeddings": 192}
-    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_seq_length": 128, "vocab_size": 4000},
-}
-NUM_SAMPLES = 4
-
-
-def small(kind: str, num_layers: int = 5, activation: str | None = None, **changes) -> Recipe:
-    layers, act = {"gpt2": ("n_layer", "activation_function"), "bert": ("num_hidden_layers", "hidden_act")}[kind]
-    changes = SMALL[kind] | {layers: num_layers} | ({act: activation} if activation else {}) | changes
-    return load({"gpt2": "gpt2_124m", "bert": "bert_base"}[kind], changes)
 
 
 def build(recipe: Recipe) -> torch.nn.Module:
@@ -302,19 +289,6 @@ def test_what_a_layer_saves(kind, activation, autocast):
     if activation == "gelu_new" and autocast:  # the CPU computes its power in bfloat16 where CUDA takes float32
         expected -= 6 * 4 * shape.hidden_size
     assert expected <= measured <= 1.015 * expected
-
-
-def peak(step, folder) -> int:
-    """Most bytes allocated at once by `step`, over those allocated before it: exact, from the profiler's events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    profile.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    total = most = 0
-    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
-        total += event["args"]["Bytes"]
-        most = max(most, total)
-    return most
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -1,12 +1,11 @@
 """Seconds of a step: the arithmetic by hand, how it moves with what it is given, and beside published throughputs."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
 import pytest
-from common import ROOT
+from common import load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +26,7 @@ from samestep.planner.timing import (
 )
 from samestep.recipe.recipe import catalog_names, load
 
-specification = importlib.util.spec_from_file_location("benchmark_timing", ROOT / "benchmarks" / "timing.py")
-benchmark = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(benchmark)
+benchmark = load_benchmark("timing")
 
 BERT = timing.work_of(model_of(load("bert_large_phase1")), "fp16")
 

@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60  # seconds of a run
 TICK = 0.01  # seconds between two looks at the processes of a run
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
