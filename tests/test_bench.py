@@ -5,7 +5,6 @@ import json
 import math
 import shlex
 import statistics
-import sys
 
 import numpy as np
 import pytest
@@ -26,11 +25,7 @@ def module(monkeypatch):
     """Modules of benchmarks/ and benchmarks/peers/ by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
-    other = sys.modules.pop("run", None)  # of benchmarks/claims
-    yield importlib.import_module
-    sys.modules.pop("run", None)
-    if other is not None:
-        sys.modules["run"] = other
+    return importlib.import_module
 
 
 @pytest.fixture
