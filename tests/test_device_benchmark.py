@@ -209,7 +209,6 @@ def test_a_machine_without_namespaces_says_why(monkeypatch):
     )
 
 
-def test_the_tables_show_what_was_measured():
-    results = json.loads(scaling.RESULTS.with_suffix(".json").read_text())
-    assert scaling.RESULTS.with_suffix(".md").read_text() == scaling.markdown(results)
-    assert results["about"]["num_parameters"] == sum(p.numel() for p in scaling.build_model().parameters())
+def test_the_model_is_the_one_that_was_measured():
+    about = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())["about"]
+    assert about["num_parameters"] == sum(p.numel() for p in scaling.build_model().parameters())
