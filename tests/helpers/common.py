@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from samestep.planner.workload import SCRIPTS
 
@@ -99,6 +101,14 @@ def load_benchmark(name: str):
     with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [folder, *sys.path]):
         spec.loader.exec_module(module)
     return module
+
+
+def environment_of(config: Path, *flags: str) -> dict[str, str]:
+    """What `accelerate launch` with a launch file and flags tells its processes, as Accelerate itself makes it."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    told = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in told.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
 
 
 def samples_in(cell: dict) -> int:
