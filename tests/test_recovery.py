@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
 import weakref
 
 import pytest
 import torch
-from common import ROOT, all_metrics, metrics, samples_of_steps, tiny_argv
+from common import ROOT, all_metrics, environment_of, metrics, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
-from faults import LAUNCH, launch_with, memory_for
+from faults import launch_with, memory_for
 from safetensors.torch import load_file
 
 from samestep.errors import RunError
@@ -26,17 +25,17 @@ def events(output_dir) -> list[dict]:
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
-def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
+def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, corpus, tmp_path, program):
     """In a forward, a backward, the synchronising backward, the rehearsal: the same steps, and nobody waits for ever."""
     flags = (
         "--global_batch_size 22 --per_device_train_batch_size 4 --max_train_steps 7 --record_samples --dtype float64"
     )
     kinds = ("forward", "backward", "second", "synchronising")
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
-    command = [*LAUNCH, str(ROOT / "tests" / "helpers" / "run_with_fault.py"), program, "1", json.dumps(runs)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", finished.stderr)]
+    words = [str(tmp_path), program, "1", json.dumps(runs)]
+    told = environment_of(ROOT / "accelerate_configs" / "2xcpu.yaml")
+    trainings.run(words, 2, timeout=60, environment=told, module="run_with_fault")
+    begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", (tmp_path / "log-1").read_text())]
     assert begun[:3] == [0, 0, 0]
     assert begun[3] > 2, "DDP was in the middle of it"
     undisturbed = train("undisturbed", flags, program=program)

@@ -78,6 +78,7 @@ class Server:
         num_processes: int,
         timeout: float = TIMEOUT,
         environment: dict[str, str] | None = None,
+        module: str | None = None,
     ) -> None:
         """Call main(*words) in each process; the first word is the folder of the logs. Raises as `record`.
 
@@ -86,8 +87,10 @@ class Server:
             num_processes: over gloo, if there are several.
             timeout: in seconds.
             environment: of the processes, beside the server's own and what torchrun tells them.
+            module: whose `main` is called, if not the server's.
         """
         request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment or {}}
+        request["module"] = module or self.module
         codes = self._ask(request)
         if num_processes > 1 and CRASHES & set(codes):
             codes = self._ask(request)
@@ -110,17 +113,18 @@ class Server:
 def serve(module: str, *libraries: str) -> None:
     for library in libraries:
         importlib.import_module(library)
-    main = importlib.import_module(module).main
+    importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the recorder looks for modules and optimizers among all objects
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in iter(sys.stdin.readline, ""):
-        print(json.dumps(_run(main, **json.loads(line))), file=answers, flush=True)
+        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
 
 
-def _run(main, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
+def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
     """Exit codes by rank; the first failure ends all."""
+    main = importlib.import_module(module).main
     pids = [_fork(main, words, rank, environment | own) for rank, own in enumerate(_environments(num_processes))]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
