@@ -112,6 +112,13 @@ def train(scripts, corpus, tmp_path):
 
 
 @pytest.fixture(scope="session")
+def server():
+    """Records programs as the audit does, without the wait for their imports."""
+    with Server() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def trainings():
     """Starts trainings on several processes: imports are waited for once, and not in every launch."""
     with Server("run_layouts", libraries=(), is_cpu=False) as server:

@@ -327,7 +327,7 @@ def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
     the vocabulary matrix exists beside the old one.
     """
     peaks, shape = {}, "--n_embd 128 --n_layer 4 --vocab_size 1000 --lr_scaling_rule none --validation_fraction 0"
-    for k in (1, 4, 16):
+    for k in (1, 4, 8):
         flags = f"--global_batch_size {48 * k} --per_device_train_batch_size 48 --max_train_steps 2 {shape}"
         peaks[k] = peak(partial(train, f"k{k}", flags, program="pretrain_gpt2"), tmp_path)
     num_parameters = model_of(
@@ -337,15 +337,15 @@ def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
     print({k: f"{size / 1e6:.1f} MB" for k, size in peaks.items()}, num_parameters)
     assert peaks[1] > 16 * num_parameters
     assert 0 <= peaks[4] - peaks[1] <= 4 * num_parameters + 8 * 1000 * 128
-    for k in (4, 16):
+    for k in (4, 8):
         assert peaks[k] == pytest.approx(peaks[1], rel=0.05)
-    assert peaks[16] == pytest.approx(peaks[4], rel=0.01)
+    assert peaks[8] == pytest.approx(peaks[4], rel=0.01)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
-    """GPT-2's vocabulary, 2,048 tokens: the peak falls by the logits that never exist, in all their copies."""
-    rows, vocab, width = 2048, 50257, 32
+    """GPT-2's vocabulary, 1,024 tokens: the peak falls by the logits that never exist, in all their copies."""
+    rows, vocab, width = 1024, 50257, 32
     hidden, weight = torch.randn(rows, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
     labels = torch.randint(vocab, (rows,))
 
@@ -355,13 +355,13 @@ def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
 
     def chunked():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses.linear_cross_entropy(hidden, weight, labels, 2**25)[0].backward()
+            losses.linear_cross_entropy(hidden, weight, labels, 2**24)[0].backward()
 
     peaks = []
     for step in (plain, chunked):
         step()  # so that both gradients exist already
         peaks.append(peak(step, tmp_path))
-    at_once = 2**25 // vocab
+    at_once = 2**24 // vocab
     avoided = (rows - at_once) * vocab * 4
     saved = peaks[0] - peaks[1]
     print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {at_once}")
