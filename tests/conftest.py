@@ -140,7 +140,9 @@ def train_on(corpus, tmp_path, trainings):
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
         told = environment_of(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
-        trainings.run([str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=told)
+        trainings.run(
+            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=told, can_repeat=False
+        )
         return tmp_path
 
     return run

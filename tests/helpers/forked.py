@@ -79,6 +79,7 @@ class Server:
         timeout: float = TIMEOUT,
         environment: dict[str, str] | None = None,
         module: str | None = None,
+        can_repeat: bool = True,
     ) -> None:
         """Call main(*words) in each process; the first word is the folder of the logs. Raises as `record`.
 
@@ -88,16 +89,19 @@ class Server:
             timeout: in seconds.
             environment: of the processes, beside the server's own and what torchrun tells them.
             module: whose `main` is called, if not the server's.
+            can_repeat: whether a run that crashed can be done again, whatever it left.
         """
         request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment or {}}
         request["module"] = module or self.module
         codes = self._ask(request)
-        if num_processes > 1 and CRASHES & set(codes):
+        if can_repeat and num_processes > 1 and CRASHES & set(codes):
             codes = self._ask(request)
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
             log = (Path(words[0]) / f"log-{rank}").read_text(errors="replace").strip().splitlines()[-12:]
-            raise RuntimeError(f"{' '.join(words[1:])}, process {rank} of {num_processes}:\n" + "\n".join(log))
+            raise RuntimeError(
+                f"{' '.join(words[1:])}, process {rank} of {num_processes} ended with {codes[rank]}:\n" + "\n".join(log)
+            )
 
     def _ask(self, request: dict) -> list[int]:
         print(json.dumps(request), file=self.process.stdin, flush=True)
