@@ -11,15 +11,12 @@
 - audit_step: seconds for two tiny models, with its default cuts.
 """
 
-import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -27,11 +24,10 @@ HOME = tempfile.TemporaryDirectory(prefix="audit-benchmark-")
 # Before torch and datasets are imported; the runs inherit it.
 os.environ.update(HF_HOME=HOME.name, HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-import accelerate
+import harness
 import torch
-import transformers
 from choices import IMAGES, TEXTS, force
 from common import metrics, tiny_argv, write_corpus
 from torch import nn
@@ -46,7 +42,6 @@ from stepaudit.record import Recorder
 from stepaudit.script import BATCH, WINDOW, Variation, record
 
 TOLERANCE = 1e-5
-BEGIN, END = "<!-- audit: begin -->\n", "<!-- audit: end -->\n"
 TIMEOUT = 200  # seconds for a run
 # Documents so short that epochs end within the steps.
 SHORT = "--train_file CORPUS/short.jsonl"
@@ -184,35 +179,28 @@ def recording_overhead(k: int) -> dict:
     recorder = Recorder()
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = harness.clock()
         for batch in batches:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=batch, labels=batch).loss / k
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - start
+        return harness.clock() - start
 
     def recorded() -> float:
         with recorder:
             return seconds()
 
-    pairs = []
-    for number in range(WARM_UP + PAIRS):
-        if number % 2:
-            with_it, plain = recorded(), seconds()
-        else:
-            plain, with_it = seconds(), recorded()
-        pairs.append((plain, with_it))
-        print(f"k {k}: {plain:.2f} s plain, {with_it:.2f} s recorded", file=sys.stderr, flush=True)
+    found = harness.in_turns({"plain": seconds, "recorded": recorded}, PAIRS, WARM_UP)
     torch.set_num_threads(threads)
     assert len(recorder.recording.steps) == WARM_UP + PAIRS
-    pairs = pairs[WARM_UP:]
-    ratios = [with_it / plain for plain, with_it in pairs]
+    ratios = harness.ratios(found["recorded"], found["plain"])
+    print(f"k {k}: {ratios}", file=sys.stderr, flush=True)
     return {
         "k": k,
-        "plain": statistics.median(plain for plain, _ in pairs),
-        "recorded": statistics.median(with_it for _, with_it in pairs),
+        "plain": statistics.median(found["plain"]),
+        "recorded": statistics.median(found["recorded"]),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
@@ -264,9 +252,9 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
     build, loss = SUBJECTS[title]
     model, seconds = build(), []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = harness.clock()
         audit = audit_step(model, samples, padded, loss, processes=processes)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(harness.clock() - start)
         print(f"audit_step, {title}, {processes}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     return {
         "subject": title,
@@ -284,46 +272,37 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "audit")
+    parser = harness.flags("audit", __doc__)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="shows the scripts' table")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--scripts", nargs="+", choices=SCRIPTS, help="measure only these; all else stays as it was")
-    only.add_argument("--kernels", action="store_true", help="measure only kernels; all else stays as it was")
+    only.add_argument("--only", nargs="+", choices=SCRIPTS, help="audit only these scripts; all else stays as it was")
+    only.add_argument("--kernels", action="store_true", help="audit only kernels; all else stays as it was")
     arguments = parser.parse_args()
 
     if arguments.kernels:
         results = json.loads(arguments.output.with_suffix(".json").read_text())
         results["kernels"] = audit_kernels(Path(HOME.name))
-    elif arguments.scripts:
+    elif arguments.only:
         results = json.loads(arguments.output.with_suffix(".json").read_text())
-        kept = [
-            row for row in results["scripts"] if row["script"] in SCRIPTS and row["script"] not in arguments.scripts
-        ]
-        rows = kept + audit_scripts(Path(HOME.name), arguments.scripts)
-        results["scripts"] = sorted(rows, key=lambda row: list(SCRIPTS).index(row["script"]))
+        rows = harness.kept(arguments.output, "scripts", "script", arguments.only)
+        rows += audit_scripts(Path(HOME.name), arguments.only)
+        results["scripts"] = sorted(
+            (row for row in rows if row["script"] in SCRIPTS), key=lambda row: list(SCRIPTS).index(row["script"])
+        )
     else:
         results = measure_all()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    arguments.output.with_suffix(".md").write_text(markdown(results))
-    before, rest = arguments.readme.read_text().split(BEGIN)
-    arguments.readme.write_text(before + BEGIN + overview(results) + END + rest.split(END)[1])
-    print(markdown(results))
+    harness.write(arguments.output, results, markdown(results))
+    harness.write_between(arguments.readme, "audit", overview(results))
     return 0 if is_as_promised(results) else 1
 
 
 def measure_all() -> dict:
+    packages, more = (
+        ("torch", "accelerate", "transformers"),
+        {"tolerance": TOLERANCE, "pairs": PAIRS, "repeats": REPEATS},
+    )
     return {
-        "about": {
-            "command": "make audit",
-            "tolerance": TOLERANCE,
-            "pairs": PAIRS,
-            "repeats": REPEATS,
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-            "python": platform.python_version(),
-            "versions": {of.__name__: of.__version__ for of in (torch, accelerate, transformers)},
-        },
+        "about": harness.about("make audit", packages, **more),
         "scripts": audit_scripts(Path(HOME.name), list(SCRIPTS)),
         "kernels": audit_kernels(Path(HOME.name)),
         "control": control(),
@@ -342,14 +321,14 @@ def overview(results: dict) -> str:
     scripts = list(dict.fromkeys(row["script"] for row in results["scripts"]))
     layouts = list(dict.fromkeys(row["layout"] for row in results["scripts"]))
     cells = {(row["script"], row["layout"]): row for row in results["scripts"]}
-    lines = ["".join(f"| {text} " for text in ["script", *layouts]) + "|", "|---" * (1 + len(layouts)) + "|"]
+    lines = []
     for script in scripts:
         rows = [cells[script, layout] for layout in layouts]
         shown = [f"{max(row['errors']):.1e}" + ("" if row["exact"] else " **not exact**") for row in rows]
-        lines.append("".join(f"| {text} " for text in [script, *shown]) + "|")
+        lines.append([script, *shown])
     failed, num_steps = results["control"], len(results["scripts"][0]["errors"])
     return (
-        "\n".join(lines) + "\n\n"
+        f"{harness.table(['script', *layouts], lines)}\n"
         f"Largest relative error of the gradient in {num_steps} steps in fp32 (float64 where it is named),\n"
         f"beside the whole global batch in one forward; exact is at most {results['about']['tolerance']:g}. "
         f"The control, a loop as Accelerate documents it, has {max(failed['errors']):.2g}.\n"
@@ -361,16 +340,17 @@ def _verdict(is_exact: bool, causes: list[str]) -> str:
     return "exact" if is_exact else f"NOT exact: {', '.join(f'`{cause}`' for cause in causes)}"
 
 
-def _row(row: dict, title: str) -> str:
-    errors = f"{row['errors'][0]:.1e}, {row['errors'][-1]:.1e} | {max(row['loss_errors']):.1e}"
-    worst = f"{row['worst_error']:.1e} `{row['worst']}`"
+def _row(row: dict, *titles: str) -> list:
     verdict = _verdict(row["exact"], [found["cause"] for found in row["findings"]])
-    return f"| {title} | {row['layout']} | {len(row['errors'])} | {errors} | {worst} | {verdict} |\n"
+    return [
+        *(*titles, row["layout"], len(row["errors"]), f"{row['errors'][0]:.1e}, {row['errors'][-1]:.1e}"),
+        *(f"{max(row['loss_errors']):.1e}", f"{row['worst_error']:.1e} `{row['worst']}`", verdict),
+    ]
 
 
-def _head(*names: str) -> str:
-    names += ("layout", "steps", "error of the first, last step", "loss error", "worst parameter", "verdict")
-    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
+def _table(names: list[str], rows: list[list]) -> str:
+    head = ("layout", "steps", "error of the first, last step", "loss error", "worst parameter", "verdict")
+    return harness.table([*names, *head], rows)
 
 
 def markdown(results: dict) -> str:
@@ -381,48 +361,48 @@ def markdown(results: dict) -> str:
         f"epochs; samples in the smallest: {row['smallest_step']}.\n"
         for title, row in of_scripts.items()
     )
-    of_kernels = "".join(
-        f"| {row['script']} | {row['precision']} {_row(row, row['kernel'])}" for row in results["kernels"]
-    )
-    recording = "".join(
-        f"| {row['k']} x {TOKENS // row['k']} | {row['plain']:.2f} | {row['recorded']:.2f} | {row['ratio']:.3f} "
-        f"({row['ratio_min']:.3f} to {row['ratio_max']:.3f}) |\n"
+    of_kernels = [_row(row, row["script"], row["precision"], row["kernel"]) for row in results["kernels"]]
+    recording = [
+        [
+            *(f"{row['k']} x {TOKENS // row['k']}", f"{row['plain']:.2f}", f"{row['recorded']:.2f}"),
+            f"{row['ratio']:.3f} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})",
+        ]
         for row in results["recording"]
-    )
-    steps = "".join(
-        f"| {row['subject']} | {' and '.join(map(str, row['processes']))} | {row['cuts']} | {row['seconds']:.1f} "
-        f"({row['seconds_min']:.1f} to {row['seconds_max']:.1f}) | {_verdict(row['exact'], row['causes'])} |\n"
+    ]
+    steps = [
+        [
+            *(row["subject"], " and ".join(map(str, row["processes"])), row["cuts"]),
+            f"{row['seconds']:.1f} ({row['seconds_min']:.1f} to {row['seconds_max']:.1f})",
+            _verdict(row["exact"], row["causes"]),
+        ]
         for row in results["audit_step"]
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return (
-        "# The audit, turned on this repository\n\n"
-        f"Generated by `{about['command']}` (benchmarks/audit.py, which says what is compared); do not edit.\n\n"
+    ]
+    return harness.page(
+        "The audit, turned on this repository",
+        "audit.py",
+        about,
         "## Scripts\n\n"
         "Relative errors of what the optimizer gets, in fp32 (float64 where it is named), beside a run that takes the whole "
         "global batch in one forward.\n"
         f"Exact: gradient and loss of every step within {about['tolerance']:g}, and nothing found.\n\n"
-        f"{_head('script')}{''.join(_row(row, row['script']) for row in scripts)}\n"
+        f"{_table(['script'], [_row(row, row['script']) for row in scripts])}\n"
         f"The references:\n\n{runs}\n"
         "Models are tiny and without dropout. Gradients are compared before and after clipping.\n\n"
         "The control, which must fail:\n\n"
-        f"{_head('script')}{_row(failed, failed['script'])}\n"
+        f"{_table(['script'], [_row(failed, failed['script'])])}\n"
         f"Its reference is {failed['reference']}.\n\n"
         "## Kernels\n\n"
         "What `--speed auto` may choose, beside the safe kernels that take the whole global batch in one forward, in the same "
         "precision.\n"
         f"Exact: within {about['tolerance']:g}, in bf16 within {kernels.TOLERANCE['bf16']:g}, and nothing found.\n\n"
-        f"{_head('script', 'precision', 'kernels')}{of_kernels}\n"
+        f"{_table(['script', 'precision', 'kernels'], of_kernels)}\n"
         "## Costs\n\n"
         f"Recording a step of GPT-2 124M, {TOKENS} tokens, bf16, fused AdamW, one thread, in seconds:\n\n"
-        "| micro-steps x tokens | plain | recorded | recorded / plain |\n|---|---|---|---|\n"
-        f"{recording}\n"
+        f"{harness.table('micro-steps x tokens | plain | recorded | recorded / plain', recording)}\n"
         f"Medians of {about['pairs']} pairs (smallest to largest), by turns in one process.\n\n"
         "`audit_step` with its default cuts of 16 ragged samples, tiny models, in seconds:\n\n"
-        "| model and loss | processes | cuts | seconds | verdict |\n|---|---|---|---|---|\n"
-        f"{steps}\n"
-        f"Medians of {about['repeats']} (smallest to largest).\n\n"
-        f"{about['machine']}, Python {about['python']}, {versions}.\n"
+        f"{harness.table('model and loss | processes | cuts | seconds | verdict', steps)}\n"
+        f"Medians of {about['repeats']} (smallest to largest).\n",
     )
 
 

@@ -8,17 +8,13 @@ exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm
 in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random numbers.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
+import harness
 import torch
-import transformers
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -27,8 +23,6 @@ from samestep.models.networks import CaptchaReader
 from samestep.recipe.recipe import load
 from samestep.step import batch_norm, losses, optim
 
-ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- batch norm: begin -->\n", "<!-- batch norm: end -->\n"
 RESNETS = {
     "ResNet-18": {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]},
     "ResNet-50": {"layer_type": "bottleneck", "hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3]},
@@ -56,7 +50,7 @@ class Case:
 
     def step(self, cells: list[tuple], exact: bool) -> float:
         """Take a step; its seconds."""
-        start = time.perf_counter()
+        start = harness.clock()
         if exact:
             self.whole.prepare(cells, self.loss)
         for cell in cells:
@@ -64,7 +58,7 @@ class Case:
         self.whole.finish()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - start
+        return harness.clock() - start
 
 
 def of_recipe(name: str, module, build, batch: int) -> Case:
@@ -107,22 +101,17 @@ def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> lis
             "steps": num_steps,
             "later": batch_norm.deviation(case.network, cells, case.loss),
         }
-        ordinary, exact = [], []
-        for _ in range(num_timed):
-            ordinary.append(case.step(cells, exact=False))
-            exact.append(case.step(cells, exact=True))
+        calls = {"cut": partial(case.step, cells, exact=False), "exact": partial(case.step, cells, exact=True)}
+        seconds = {name: statistics.median(each) for name, each in harness.in_turns(calls, num_timed).items()}
         row |= {"forward_passes": case.whole.num_forward_passes, "adjoint_passes": case.whole.num_adjoint_passes}
-        row["cost"] = statistics.median(exact) / statistics.median(ordinary)
+        row["cost"] = seconds["exact"] / seconds["cut"]
         rows.append(row)
         print(row, file=sys.stderr)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timed", type=int, default=5, help="pairs of steps")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "batch_norm")
-    arguments = parser.parse_args()
+    arguments = harness.flags("batch_norm", __doc__, rounds=5).parse_args()
     digits = of_recipe(
         "resnet_digits_cpu",
         images,
@@ -130,39 +119,35 @@ def main() -> None:
         64,
     )
     reader = of_recipe("captcha_cpu", captchas, lambda recipe: CaptchaReader(**recipe.architecture), 128)
-    rows = measure(digits, [32, 16, 8], 100, arguments.timed)
-    rows += measure(reader, [64, 32], 30, arguments.timed)
-    rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.timed)
-    rows += measure(of_resnet("ResNet-50", 64, 32), [16], 5, arguments.timed)
-    about = {
-        "command": "make bench-batch-norm",
-        "pairs": arguments.timed,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-    }
-    arguments.output.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
-    document = ROOT / "docs" / "exactness.md"
-    text = document.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    document.write_text(head + BEGIN + markdown(about, rows) + END + rest.split(END)[1], encoding="utf-8")
-    print(markdown(about, rows))
+    rows = measure(digits, [32, 16, 8], 100, arguments.rounds)
+    rows += measure(reader, [64, 32], 30, arguments.rounds)
+    rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.rounds)
+    rows += measure(of_resnet("ResNet-50", 64, 32), [16], 5, arguments.rounds)
+    about = harness.about("make bench-batch-norm", ("torch", "transformers"), pairs=arguments.rounds)
+    results = {"about": about, "rows": rows}
+    harness.write(arguments.output, results, markdown(results))
+    harness.write_between(harness.ROOT / "docs" / "exactness.md", "batch norm", part(results))
 
 
-def markdown(about: dict, rows: list[dict]) -> str:
-    table = "".join(
-        f"| {row['model']} | {row['layers']} | {row['B']} = {row['b']} x {row['k']} | {row['first']:.2g} "
-        f"| {row['later']:.2g} (step {row['steps']}) "
-        f"| {row['forward_passes']} + {row['adjoint_passes']} | {row['cost']:.1f} |\n"
-        for row in rows
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return (
-        "| model | layers | batch | error at the start | later | passes, forward + adjoint | time, exact / cut |\n"
-        f"|---|---|---|---|---|---|---|\n{table}\n"
-        f"Generated by `{about['command']}` (benchmarks/batch_norm.py, which says what is measured). Time: medians of "
-        f"{about['pairs']} pairs of steps in float32. {about['machine']}, Python {about['python']}, {versions}.\n"
-    )
+def tables(results: dict) -> str:
+    rows = [
+        [
+            *(row["model"], row["layers"], f"{row['B']} = {row['b']} x {row['k']}", f"{row['first']:.2g}"),
+            *(f"{row['later']:.2g} (step {row['steps']})", f"{row['forward_passes']} + {row['adjoint_passes']}"),
+            f"{row['cost']:.1f}",
+        ]
+        for row in results["rows"]
+    ]
+    columns = "model | layers | batch | error at the start | later | passes, forward + adjoint | time, exact / cut"
+    return f"{harness.table(columns, rows)}\nTime: medians of {results['about']['pairs']} pairs of steps in float32.\n"
+
+
+def part(results: dict) -> str:
+    return harness.part("batch_norm.py", results["about"], tables(results))
+
+
+def markdown(results: dict) -> str:
+    return harness.page("Batch normalisation", "batch_norm.py", results["about"], tables(results))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Server:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "-1,-1",  # as in 2xcpu.yaml
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
             "PYTHONWARNINGS": "ignore",
         }
         self.process = subprocess.Popen(

@@ -3,7 +3,7 @@
     make bench-images
 
 Same model, data, batch, precision and threads; every program in a process of its own, in turns of some seconds (see
-shakespeare.py), so that a machine whose speed changes is the same for all. Counted are steps only, loading included, without
+harness.py), so that a machine whose speed changes is the same for all. Counted are steps only, loading included, without
 the first ones and without those that the end of a turn interrupted; no program evaluates or saves inside them.
 
 - ours: the script as users launch it: channels_last in bf16 (`networks.memory_format`), fused optimizers, freed
@@ -19,25 +19,23 @@ And what the loaders deliver without a model, in one process.
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
 
-import accelerate
+import harness
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 import yaml
+from harness import PRECISIONS, Program, spread
 from PIL import Image
-from shakespeare import Program
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -54,7 +52,6 @@ SCRIPTS = {
     "resnet18_photographs": "train_image_classifier.py",
 }
 PEERS = {"plain": "plain", "plain, channels_last": "channels_last", "transformers' Trainer": "trainer"}
-PRECISIONS = ("no", "bf16")
 # Steps of a round, the first ones included, and seconds of a turn: several steps.
 STEPS = {"captcha_cpu": 15, "resnet_digits_cpu": 150, "resnet18_photographs": 15}
 TURNS = {"captcha_cpu": 2.0, "resnet_digits_cpu": 2.0, "resnet18_photographs": 8.0}
@@ -104,7 +101,7 @@ def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool
     else:
         optimizer = torch.optim.AdamW(network.parameters(), recipe.learning_rate)
     loader, seconds = DataLoader(dataset, recipe.global_batch_size, shuffle=True, drop_last=True), []
-    start = time.perf_counter()
+    start = harness.clock()
     while len(seconds) < num_steps:
         for batch in loader:
             pixel_values = batch["pixel_values"]
@@ -119,7 +116,7 @@ def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool
             optimizer.step()
             if len(seconds) % 10 == 0:
                 print(f"loss {loss.item():.3f}")
-            now = time.perf_counter()
+            now = harness.clock()
             seconds.append(now - start)
             start = now
             if len(seconds) == num_steps:
@@ -135,7 +132,7 @@ def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *_, **__):
-            times.append(time.perf_counter())
+            times.append(harness.clock())
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -178,9 +175,8 @@ def write_photographs(folder: Path) -> Path:
 
 
 def ours(name: str, recipe: str, precision: str, num_steps: int, work: Path, threads: int) -> Program:
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
-    words += [str(ROOT / "scripts" / SCRIPTS[name]), "--recipe", recipe, "--max_train_steps", str(num_steps)]
+    words = harness.launch(ROOT / "scripts" / SCRIPTS[name], precision)
+    words += ["--recipe", recipe, "--max_train_steps", str(num_steps)]
     words += ["--num_warmup_steps", "5", "--output_dir", str(work / f"ours-{precision}")]
     words += ["--num_validation_samples", "64"] if name == "captcha_cpu" else []
     return Program(words, work, work / f"ours-{precision}.log", threads)
@@ -207,11 +203,7 @@ def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, d
         for precision in PRECISIONS:
             running.append(ours(name, recipe, precision, num_steps, work, threads))
             running += [peer(kind, recipe, precision, num_steps, work, threads) for kind in PEERS.values()]
-        while running:
-            for program in list(running):
-                program.turn(TURNS[name])
-                if program.done:
-                    running.remove(program)
+        harness.run_in_turns(running, TURNS[name])
         for precision in PRECISIONS:
             lines = (work / f"ours-{precision}" / "metrics.jsonl").read_text().splitlines()
             seconds = [line["seconds"] for line in map(json.loads, lines) if "seconds" in line]
@@ -234,20 +226,16 @@ def loading(photographs: Path) -> list[dict]:
         seconds = []
         for round_ in range(6):
             places = [(place + 64 * round_) % len(source) for place in range(64)]
-            start = time.perf_counter()
+            start = harness.clock()
             source.collate([source.draw(round_, place) for place in places])
-            seconds.append(time.perf_counter() - start)
+            seconds.append(harness.clock() - start)
         rows.append({"source": title, "images_per_second": 64 / statistics.median(seconds)})
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--recipes", nargs="+", default=list(SCRIPTS), choices=SCRIPTS, help="others keep their rows")
-    parser.add_argument("--steps", type=int, help="of a round; none: by recipe")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "images")
+    parser = harness.flags("images", __doc__, rounds=3, only=SCRIPTS, threads=True)
+    parser.add_argument("--steps", type=harness.positive, help="of a round; none: by recipe")
     parser.add_argument("--peer", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
@@ -258,12 +246,10 @@ def main() -> None:
             seconds = plain(name, precision, int(num_steps), channels_last=kind == "channels_last")
         Path(file).write_text(json.dumps(seconds))
         return
-    file = arguments.output.with_suffix(".json")
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
-    rows = [row for row in rows if row["recipe"] not in arguments.recipes]
+    rows = harness.kept(arguments.output, "rows", "recipe", arguments.only)
     with tempfile.TemporaryDirectory() as folder:
         photographs = write_photographs(Path(folder))
-        for name in arguments.recipes:
+        for name in arguments.only:
             num_steps, recipe = arguments.steps or STEPS[name], str(photographs) if name == photographs.stem else name
             subprocess.run(
                 [sys.executable, __file__, "--peer", "plain", recipe, "no", "1", "/dev/null"], check=True
@@ -274,48 +260,35 @@ def main() -> None:
                 print(name, rounds[-1], file=sys.stderr)
             rows.append({"recipe": name, "steps": num_steps - WARM_UP, "rounds": rounds})
         loaded = loading(photographs)
-    about = {
-        "command": "make bench-images",
-        "machine": f"{platform.machine()}, {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
-    }
     rows.sort(key=lambda row: row["recipe"])
+    about = harness.about("make bench-images", ("torch", "accelerate", "transformers"), arguments.threads)
     results = {"about": about, "rows": rows, "loading": loaded}
-    file.write_text(json.dumps(results, indent=2) + "\n")
-    arguments.output.with_suffix(".md").write_text(markdown(results))
-    print(markdown(results))
+    harness.write(arguments.output, results, markdown(results))
 
 
 def markdown(results: dict) -> str:
-    about, table, bf16 = results["about"], "", ""
+    speeds, bf16 = [], []
     for row in results["rows"]:
         for precision in PRECISIONS:
             each = [numbers[precision] for numbers in row["rounds"]]
-            table += f"| {row['recipe']} | {precision} | {_spread([one['ours'] for one in each], ',.0f')} "
-            table += (
-                "".join(f"| {_spread([one['ours'] / one[title] for one in each], '.2f')} " for title in PEERS) + "|\n"
-            )
-        of = {name: [each["bf16"]["ours"] / each["no"][name] for each in row["rounds"]] for name in ("ours", "plain")}
-        bf16 += f"| {row['recipe']} | {_spread(of['ours'], '.2f')} | {_spread(of['plain'], '.2f')} |\n"
-    loaded = "".join(f"| {row['source']} | {row['images_per_second']:,.0f} |\n" for row in results["loading"])
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    peers, num_rounds = " | ".join(f"ours / {title}" for title in PEERS), len(results["rows"][0]["rounds"])
+            beside = [spread([one["ours"] / one[title] for one in each], ".2f") for title in PEERS]
+            speeds.append([row["recipe"], precision, spread([one["ours"] for one in each], ",.0f"), *beside])
+        beside = [[each["bf16"]["ours"] / each["no"][name] for each in row["rounds"]] for name in ("ours", "plain")]
+        bf16.append([row["recipe"], *(spread(each, ".2f") for each in beside)])
+    loaded = [[row["source"], f"{row['images_per_second']:,.0f}"] for row in results["loading"]]
     steps = ", ".join(f"{row['steps']} steps of {row['recipe']}" for row in results["rows"])
-    return (
-        "# Images per second\n\n"
-        f"Generated by `{about['command']}` (benchmarks/images.py, which says what is compared); do not edit.\n\n"
-        f"| recipe | precision | ours, images/s | {peers} |\n|---|---|---|{'---|' * len(PEERS)}\n{table}\n"
+    head = ["recipe", "precision", "ours, images/s", *(f"ours / {title}" for title in PEERS)]
+    return harness.page(
+        "Images per second",
+        "images.py",
+        results["about"],
+        f"{harness.table(head, speeds)}\n"
         "Ours in bf16, channels_last, beside float32, channels first:\n\n"
-        f"| recipe | bf16 / ours in float32 | bf16 / plain in float32 |\n|---|---|---|\n{bf16}\n"
-        f"What one process loads, without a model:\n\n| source | images/s |\n|---|---|\n{loaded}\n"
-        f"Medians (smallest to largest) of {num_rounds} rounds of {steps}, all programs of a round in turns. "
-        f"{about['machine']}, Python {about['python']}, {versions}.\n"
+        f"{harness.table('recipe | bf16 / ours in float32 | bf16 / plain in float32', bf16)}\n"
+        f"What one process loads, without a model:\n\n{harness.table('source | images/s', loaded)}\n"
+        f"Medians (smallest to largest) of {len(results['rows'][0]['rounds'])} rounds of {steps}, all programs of a round in "
+        "turns.\n",
     )
-
-
-def _spread(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

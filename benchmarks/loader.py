@@ -7,24 +7,22 @@ time in which the program's model computes forward and backward of the same step
 the CPU computes in it. Both alternate, a few steps at a time, so that a machine whose speed changes is the same for both.
 Tokens are those of the samples, padding not counted.
 
-Memory: what a loader adds to the private memory of a process, for datasets of 10^5 and 10^7 rows (tests/run_loader_memory.py).
+Memory: what a loader adds to the private memory of a process, for datasets of 10^5 and 10^7 rows
+(tests/helpers/run_loader_memory.py).
 """
 
-import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
+import harness
 import torch
-import transformers
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "helpers")]
 from images import write_photographs
 from run_loader_memory import COLUMNS, write
 from torch import nn
@@ -82,14 +80,14 @@ def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: st
     model, weights = network(recipe, source, precision), torch.tensor(list(recipe.loss_weights.values()))
     delivered, taken = [], []
     for round_ in range(rounds + 1):
-        start = time.perf_counter()
+        start = harness.clock()
         data = [steps[round_ * num_steps + step] for step in range(num_steps)]
-        loaded = time.perf_counter()
+        loaded = harness.clock()
         for each in data:
             compute(model, each, weights, precision)
         size = sum(each.num_tokens for each in data)
         delivered.append(size / (loaded - start))
-        taken.append(size / (time.perf_counter() - loaded))
+        taken.append(size / (harness.clock() - loaded))
     ratios = [fast / slow for fast, slow in zip(delivered, taken, strict=True)][1:]
     return {
         "title": title,
@@ -107,7 +105,7 @@ def memory(num_rows: tuple[int, ...]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for kind in COLUMNS:
             words = [str(word) for rows in num_rows for word in (kind, write(kind, Path(folder) / f"{rows}", rows))]
-            command = [sys.executable, ROOT / "tests" / "run_loader_memory.py", *words]
+            command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
             lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
             found += [
                 {"kind": kind, "rows": rows} | json.loads(line) for rows, line in zip(num_rows, lines, strict=True)
@@ -116,16 +114,10 @@ def memory(num_rows: tuple[int, ...]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--precision", choices=("no", "bf16"), default="bf16")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "loader")
+    parser = harness.flags("loader", __doc__, rounds=7, only=CASES)
+    parser.add_argument("--precision", choices=harness.PRECISIONS, default="bf16")
+    parser.add_argument("--rows", type=harness.positive, nargs="+", default=ROWS)
     arguments = parser.parse_args()
-    for flag, values in (("rounds", [arguments.rounds]), ("rows", arguments.rows)):
-        if min(values) < 1:
-            parser.error(f"--{flag} is {min(values)}: it must be 1 or more")
     stop_malloc_returning_memory()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -134,44 +126,39 @@ def main() -> None:
             recipe = load(str(write_photographs(Path(folder))) if name == "photographs" else name, changes)
             rows.append(speed(title, recipe, num_steps, arguments.rounds, arguments.precision))
             print(rows[-1], file=sys.stderr)
-    about = {
-        "command": "make bench-loader",
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers)},
-        "rounds": arguments.rounds,
-        "precision": "bf16" if arguments.precision == "bf16" else "float32",
-    }
+    more = {"rounds": arguments.rounds, "precision": "bf16" if arguments.precision == "bf16" else "float32"}
+    about = harness.about("make bench-loader", ("torch", "transformers"), **more)
     results = {"about": about, "speed": rows, "memory": memory(tuple(arguments.rows))}
-    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    arguments.output.with_suffix(".md").write_text(markdown(results))
-    print(markdown(results))
+    harness.write(arguments.output, results, markdown(results))
 
 
 def markdown(results: dict) -> str:
     about = results["about"]
-    speeds = "".join(
-        f"| {row['title']} | {row['unit']}s | {row['delivered']:,.0f} | {row['taken']:,.0f} | {row['ratio']:.1f} "
-        f"({min(row['ratios']):.1f} to {max(row['ratios']):.1f}) |\n"
+    speeds = [
+        [
+            *(row["title"], f"{row['unit']}s", f"{row['delivered']:,.0f}", f"{row['taken']:,.0f}"),
+            f"{row['ratio']:.1f} ({min(row['ratios']):.1f} to {max(row['ratios']):.1f})",
+        ]
         for row in results["speed"]
-    )
-    sizes = "".join(
-        f"| {row['kind'].replace('_', ' ')} | {row['rows']:,} | {row['file'] / 1e6:.1f} | {row['samples'] / 1e6:.1f} | "
-        f"{row['steps'] / 1e6:.1f} |\n"
+    ]
+    sizes = [
+        [
+            *(row["kind"].replace("_", " "), f"{row['rows']:,}"),
+            *(f"{row[name] / 1e6:.1f}" for name in ("file", "samples", "steps")),
+        ]
         for row in results["memory"]
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return (
-        "# What the loaders deliver\n\n"
-        f"Generated by `{about['command']}` (benchmarks/loader.py, which says what is measured); do not edit.\n\n"
-        "| workload | unit | one process loads, per second | the model takes, per second | loads / takes |\n"
-        f"|---|---|---|---|---|\n{speeds}\n"
-        f"Medians (smallest to largest) of {about['rounds']} rounds, forward and backward in {about['precision']}. "
-        f"{about['machine']}, Python {about['python']}, {versions}.\n\n"
+    ]
+    columns = "workload | unit | one process loads, per second | the model takes, per second | loads / takes"
+    return harness.page(
+        "What the loaders deliver",
+        "loader.py",
+        about,
+        f"{harness.table(columns, speeds)}\n"
+        f"Medians (smallest to largest) of {about['rounds']} rounds, forward and backward in {about['precision']}.\n\n"
         "Private memory, in MB, that opening the file (by `datasets`), making the samples and 100 steps add; the rows are "
-        f"mapped:\n\n| samples | rows | file | samples | steps |\n|---|---|---|---|---|\n{sizes}\n"
+        f"mapped:\n\n{harness.table('samples | rows | file | samples | steps', sizes)}\n"
         "`datasets` writes chunks of 1,000 rows, and keeps about 1.5 kB for each column of a chunk; the samples keep as much, "
-        "for columns of lists, and classifiers a label and a length of each row, 16 bytes.\n"
+        "for columns of lists, and classifiers a label and a length of each row, 16 bytes.\n",
     )
 
 

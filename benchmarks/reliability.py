@@ -12,7 +12,6 @@
 - Costs: what a save takes from training, in the foreground and in the background; to verify one, and to go on.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -20,22 +19,20 @@ import io
 import itertools
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import accelerate
+import harness
 import torch
-import transformers
 from common import task_of, tiny_argv
 from fork_server import Server
 from safetensors.torch import load_file
@@ -423,22 +420,17 @@ class Synthetic:
 
 def seconds_to_seek() -> float:
     """To the first step after resuming at 10^6, of 256 samples out of 10^8."""
-    start = time.perf_counter()
+    start = harness.clock()
     order = Order(num_samples=10**8, global_batch_size=256, seed=42)
     layout = solve_layout(num_processes=1, global_batch_size=256, per_device_train_batch_size=32)
     data = Steps(Synthetic(), order, layout, process_index=0)[10**6]
-    seconds = time.perf_counter() - start
+    seconds = harness.clock() - start
     assert sum(map(len, data.samples)) == 256
     return seconds
 
 
 def median_seconds(call: Callable[[], object], times: int) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return statistics.median(once() for _ in range(times))
+    return statistics.median(harness.seconds(call) for _ in range(times))
 
 
 def costs(server: Server, work: Path) -> dict:
@@ -466,16 +458,14 @@ def costs(server: Server, work: Path) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--damages", type=int, default=300)
+    parser = harness.flags("reliability", __doc__, threads=True)
+    parser.add_argument("--kills", type=harness.positive, default=60)
+    parser.add_argument("--damages", type=harness.positive, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the larger model")
     parser.add_argument("--work", type=Path, help="an empty folder, to keep what the runs leave; none: a temporary one")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "reliability")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    begin = time.perf_counter()
+    begin = harness.clock()
 
     with contextlib.ExitStack() as stack:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -504,17 +494,16 @@ def main() -> int:
     if measured["seek_seconds"] >= 1:
         problems.append(f"seeking took {measured['seek_seconds']:.2f} s")
 
-    about = {
-        "command": "make chaos",
-        "arguments": {"kills": arguments.kills, "damages": arguments.damages, "seed": arguments.seed},
-        "steps": STEPS,
-        "checkpointing_steps": EVERY,
-        "machine": f"{platform.machine()}, {arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
-        "minutes": (time.perf_counter() - begin) / 60,
-    }
-    result = {
+    about = harness.about(
+        "make chaos",
+        ("torch", "accelerate", "transformers"),
+        arguments.threads,
+        arguments={"kills": arguments.kills, "damages": arguments.damages, "seed": arguments.seed},
+        steps=STEPS,
+        checkpointing_steps=EVERY,
+        minutes=(harness.clock() - begin) / 60,
+    )
+    results = {
         "about": about,
         "kills": [victim.row() for victim in victims],
         "damages": rows,
@@ -522,60 +511,55 @@ def main() -> int:
         "problems": problems,
         "moments": {str(victim.kind): victim.kills for victim in victims},
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    arguments.output.with_suffix(".md").write_text(_markdown(result))
-    print(_markdown(result))
+    harness.write(arguments.output, results, markdown(results))
     return 1 if problems else 0
 
 
-def _markdown(result: dict) -> str:
-    about, cost = result["about"], result["costs"]
+def markdown(results: dict) -> str:
+    about, cost = results["about"], results["costs"]
     total = collections.Counter()
-    for row in result["kills"]:
+    for row in results["kills"]:
         total.update({name: value for name, value in row.items() if isinstance(value, int)})
-    kill_rows = "".join(
-        f"| {row['kind']} | {row['kills']} | {row['while_saving']} | {row['while_starting']} | {row['runs_finished']} "
-        f"| {row['checkpoints_compared']} | {row['failed_checks']} |\n"
-        for row in [*result["kills"], {"kind": "**all**"} | total]
+    counts = (
+        "kind",
+        "kills",
+        "while_saving",
+        "while_starting",
+        "runs_finished",
+        "checkpoints_compared",
+        "failed_checks",
     )
-    damage_rows = "".join(
-        f"| {row['damage']} | {row['times']} | {row['fell_back']} | {row['refused']} | {row['undetected']} |\n"
-        for row in result["damages"]
-    )
+    kills = [[row[name] for name in counts] for row in [*results["kills"], {"kind": "**all**"} | total]]
+    of_damages = ("damage", "times", "fell_back", "refused", "undetected")
+    damages = [[row[name] for name in of_damages] for row in results["damages"]]
 
-    def save_row(name: str) -> str:
+    def save_row(name: str) -> list[str]:
         row = cost[name]
         step = row["step_seconds"]
         seconds = [row["blocked_seconds"], row["slowed_seconds"], row["blocked_seconds"] + row["slowed_seconds"]]
-        cells = " | ".join(f"{value:.3f} s = {value / step:.2f} steps" for value in seconds)
-        return f"| {name} | {step:.3f} s | {cells} | {row['overlapped_steps']:.1f} |\n"
+        cells = [f"{value:.3f} s = {value / step:.2f} steps" for value in seconds]
+        return [name, f"{step:.3f} s", *cells, f"{row['overlapped_steps']:.1f}"]
 
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    problems = "".join(f"- {text.splitlines()[0]}\n" for text in result["problems"]) or "None.\n"
-    return (
-        "# Reliability\n\n"
-        f"Generated by `{about['command']}` (benchmarks/reliability.py, which says what is checked); do not edit.\n\n"
+    problems = "".join(f"- {text.splitlines()[0]}\n" for text in results["problems"]) or "None.\n"
+    of_kills = "runs | kills | while saving | while starting | runs finished | checkpoints compared | checks failed"
+    of_costs = "saves in the | a step | training waits | steps meanwhile are slower, in sum | both | steps meanwhile"
+    return harness.page(
+        "Reliability",
+        "reliability.py",
+        about,
         f"## Killed at random moments\n\nRuns of {about['steps']} steps, a checkpoint every {about['checkpointing_steps']}. "
         "In the background: on a slow disk. While saving: the kill left a checkpoint half written or half deleted, in a hidden "
-        "folder.\n\n"
-        "| runs | kills | while saving | while starting | runs finished | checkpoints compared | checks failed |\n"
-        "|---|---|---|---|---|---|---|\n"
-        f"{kill_rows}\n"
+        f"folder.\n\n{harness.table(of_kills, kills)}\n"
         "## Damaged checkpoints\n\nFell back: `latest` took the newest whole one. Refused: none was whole, an error.\n\n"
-        "| damage | times | fell back | refused | undetected |\n|---|---|---|---|---|\n"
-        f"{damage_rows}\n"
+        f"{harness.table([name.replace('_', ' ') for name in of_damages], damages)}\n"
         f"## Costs\n\nA GPT-2 of {cost['parameters'] / 1e6:.1f} million parameters, checkpoints of {cost['gigabytes']:.2f} GB; "
         f"medians of {cost['foreground']['saves']} saves.\n\n"
-        "| saves in the | a step | training waits | steps meanwhile are slower, in sum | both | steps meanwhile |\n"
-        "|---|---|---|---|---|---|\n"
-        f"{save_row('foreground')}{save_row('background')}\n"
+        f"{harness.table(of_costs, [save_row('foreground'), save_row('background')])}\n"
         f"- To verify a checkpoint: {cost['verify_seconds_per_gigabyte']:.2f} s per GB.\n"
         f"- To find the newest of a tiny model's: {1e3 * cost['find_seconds']:.1f} ms.\n"
         f"- To the first step after step 10^6 of 256 out of 10^8 samples: {1e3 * cost['seek_seconds']:.1f} ms.\n\n"
         f"## Failed checks\n\n{problems}\n"
-        f"Seed {about['arguments']['seed']}. {about['machine']}, Python {about['python']}, {versions}; "
-        f"{about['minutes']:.0f} minutes.\n"
+        f"Seed {about['arguments']['seed']}, {about['minutes']:.0f} minutes.\n",
     )
 
 

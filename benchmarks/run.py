@@ -1,12 +1,12 @@
 """Training speed beside what others use: real tokens (or images) per second of every program on every workload.
 
     make bench                                          # everything; hours on 2 cores
-    python benchmarks/run.py --workloads classifier --precisions bf16 --rounds 3
-    python benchmarks/run.py --workloads shakespeare --nanogpt CHECKOUT --shakespeare input.txt
+    python benchmarks/run.py --only classifier --precisions bf16 --rounds 3
+    python benchmarks/run.py --only shakespeare --nanogpt CHECKOUT --shakespeare input.txt
 
 Same model class, shape, samples, global batch, precision, learning rate, clipping and threads; every program as its users
 run it (benchmarks/peers/, a file each), in a process of its own. The programs of a workload and a precision are started
-together and run in turns (SIGSTOP, SIGCONT; see shakespeare.py), so that a machine whose speed changes is the same for all.
+together and run in turns (SIGSTOP, SIGCONT; see harness.py), so that a machine whose speed changes is the same for all.
 Every program stamps the end of every optimizer step. After the first steps come the rounds: one turn for every program, long
 enough for at least three whole steps of its own, in an order that rotates.
 
@@ -26,7 +26,6 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import re
 import shutil
 import signal
@@ -34,7 +33,6 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +41,14 @@ PEERS = ROOT / "benchmarks" / "peers"
 sys.path.insert(0, str(PEERS))
 
 import clock
+import harness
 import torch
 import workloads
 import yaml
 from clock import Stamp
+from harness import Program, own_time, peak_memory, spread, table
 from images import write_photographs
-from shakespeare import NANOGPT_FLAGS, Program, prepare_nanogpt
+from shakespeare import NANOGPT_FLAGS, prepare_nanogpt
 
 from samestep.data.documents import load_documents
 from samestep.models import pretrained as models
@@ -173,8 +173,8 @@ def start(title: str, folder: Path, precision: str, threads: int) -> Program:
     recipe, words = load(str(folder / "recipe.yaml")), [sys.executable]
     stamps, work = folder / f"{title}.stamps", folder.parent
     if file in ("ours", "floor"):
-        words += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
-        words += ["--mixed_precision", precision, str(PEERS / f"{file}.py"), str(stamps)]
+        words = harness.launch(PEERS / f"{file}.py", precision)
+        words += [str(stamps)]
         words += [str(ROOT / "scripts" / recipe.parts.script), "--recipe", str(folder / "recipe.yaml")]
         words += ["--output_dir", str(folder / title), "--overwrite_output_dir"]
     elif file == "nanogpt":
@@ -202,11 +202,6 @@ def rate(stamps: list[Stamp], turn: Turn) -> float:
     """Units per second of the steps wholly inside a turn."""
     first, *whole = inside(stamps, turn)
     return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
-
-
-def own_time(turns: list[Turn], time: float) -> float:
-    """Seconds in which a program had run at a time."""
-    return sum(min(end, time) - begin for begin, end in turns if begin < time)
 
 
 def running_means(stamps: list[Stamp]) -> list[float]:
@@ -240,12 +235,6 @@ def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The comparison
-
-
-def peak_memory(process: int) -> float:
-    """GB: the largest resident memory that a process ever had."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
 
 
 def chosen(log: str) -> dict[str, str]:
@@ -300,19 +289,15 @@ def measure(name: str, precision: str, titles: list[str], num_rounds: int, work:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="none: all whose files are given")
-    parser.add_argument("--precisions", nargs="+", default=["no", "bf16"], choices=["no", "bf16"])
+    parser = harness.flags("bench", __doc__, rounds=9, precisions=True, threads=True)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="workloads [all whose files are given]")
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, help="beside ours")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--reviews", type=Path, help="labelled film reviews (docs/finetuning.md), for workload reviews")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of github.com/karpathy/nanoGPT, for shakespeare")
     parser.add_argument("--shakespeare", type=Path, help="tiny Shakespeare, for shakespeare")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "bench")
     arguments = parser.parse_args()
     possible = [name for name, of in WORKLOADS.items() if all(getattr(arguments, flag) for flag in of.needs)]
-    names = arguments.workloads or possible
+    names = arguments.only or possible
     if missing := set(names) - set(possible):
         parser.error("; ".join(f"{name} needs --{' and --'.join(WORKLOADS[name].needs)}" for name in sorted(missing)))
     given = {flag: getattr(arguments, flag) for flag in ("reviews", "nanogpt", "shakespeare")}
@@ -320,12 +305,11 @@ def main() -> None:
         f"--{flag} {path}: no such file or folder" for flag, path in given.items() if path and not path.exists()
     ]:
         parser.error("; ".join(gone))
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}: it must be 1 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
-    file = arguments.output.with_suffix(".json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = harness.kept(arguments.output, "rows", "workload", [])
+    words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
+    about = harness.about(" ".join(words), ("torch", "transformers", "accelerate", "lightning"), arguments.threads)
+    ran = {"command": about["command"], "machine": harness.where(about)}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_data(work, arguments)
@@ -333,23 +317,14 @@ def main() -> None:
             for precision in (one for one in WORKLOADS[name].precisions if one in arguments.precisions):
                 titles = [one for one in WORKLOADS[name].programs if one == "ours" or one in arguments.programs]
                 row = measure(name, precision, titles, arguments.rounds, work, arguments.threads)
-                row |= about(arguments.threads)
+                row |= ran
                 rows = [old for old in rows if (old["workload"], old["precision"]) != (name, precision)] + [row]
                 rows.sort(key=lambda row: (list(WORKLOADS).index(row["workload"]), row["precision"] != "no"))
-                file.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
-                arguments.output.with_suffix(".md").write_text(markdown(rows))
+                results = {"rows": rows}
+                harness.write(arguments.output, results, markdown(results), is_last=False)
                 draw(rows, arguments.output.with_suffix(".png"))
-                print(markdown([row]), file=sys.stderr)
-    print(markdown(rows))
-
-
-def about(threads: int) -> dict[str, str]:
-    """The command and where it ran."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "lightning"))
-    kernel = torch.backends.cpu.get_cpu_capability()
-    where = f"{platform.machine()}, {threads} threads, {kernel}, Python {platform.python_version()}"
-    words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
-    return {"command": " ".join(words), "machine": f"{where}, {versions}"}
+                print(markdown({"rows": [row]}), file=sys.stderr)
+    print(markdown({"rows": rows}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,7 +333,7 @@ def about(threads: int) -> dict[str, str]:
 
 def ratios(row: dict[str, Any], title: str) -> list[float]:
     """Ours / the other's, of each round."""
-    return [a / b for a, b in zip(row["rates"]["ours"], row["rates"][title], strict=True)]
+    return harness.ratios(row["rates"]["ours"], row["rates"][title])
 
 
 def peers_of(rows: list[dict]) -> list[str]:
@@ -366,12 +341,8 @@ def peers_of(rows: list[dict]) -> list[str]:
     return [title for title in PROGRAMS if title != "ours" and any(title in row["rates"] for row in rows)]
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def markdown(rows: list[dict]) -> str:
+def markdown(results: dict) -> str:
+    rows = results["rows"]
     peers, heads = peers_of(rows), ["workload", "precision"]
     speed, memory, taken, data, to_loss = [], [], [], [], []
     for row in rows:
@@ -392,8 +363,6 @@ def markdown(rows: list[dict]) -> str:
     commands = dict.fromkeys(f"`{row['command']}`: {row['machine']}" for row in rows)
     num_rounds = " or ".join(map(str, sorted({len(row["rates"]["ours"]) for row in rows})))
     text = (
-        "# Training speed beside other programs\n\n"
-        "Generated by `make bench` (benchmarks/run.py, which says what is compared and how); do not edit.\n\n"
         "Tokens without padding, or images, per second; ours / the other's, above 1 where ours is faster. Medians (smallest to "
         f"largest) of {num_rounds} rounds.\n\n"
         f"{table([*heads, 'ours, per second', *(f'ours / {title}' for title in peers)], speed)}\n"
@@ -409,12 +378,9 @@ def markdown(rows: list[dict]) -> str:
     if taken:
         heads_of_taken = [*heads, "kernels", "cells, where smaller than what fits"]
         text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(heads_of_taken, taken)}\n"
-    text += f"Data:\n\n{table(['workload', 'samples'], data)}\n{REMARKS}\n"
-    return text + "".join(f"{line}\n" for line in commands)
-
-
-def spread(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    text += f"Data:\n\n{table('workload | samples', data)}\n{REMARKS}\n"
+    text += "".join(f"{line}\n" for line in commands)
+    return harness.page("Training speed beside other programs", "run.py", {"command": "make bench"}, text)
 
 
 def _to_loss(found: dict[str, float]) -> str:

@@ -15,31 +15,23 @@ precision on a CPU); ours once more in bf16, which is a choice of the launch fil
 - Cuts: the first 50 steps again with k = 4, and on two processes: largest relative difference of a step's loss.
 """
 
-import argparse
-import contextlib
 import json
-import os
 import pickle
-import platform
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import accelerate
+import harness
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
+from harness import Program, ratios, spread
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-ROOT = Path(__file__).parent.parent
 # nanoGPT's README, "I only have a macbook", and the last weights saved whether or not they are the best.
 NANOGPT_FLAGS = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
@@ -47,64 +39,6 @@ NANOGPT_FLAGS = (
     "--always_save_checkpoint=True --out_dir=out"
 ).split()
 BLOCK, STEPS, CUT_STEPS, TURN = 64, 2000, 50, 2.0
-
-
-class Program:
-    """A program in a process group of its own, stopped until its turn.
-
-    Args:
-        words: its command.
-        folder: where it runs.
-        log: what it prints.
-        threads: OMP_NUM_THREADS.
-    """
-
-    def __init__(self, words: list[str], folder: Path, log: Path, threads: int):
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-        environment["PYTHONUNBUFFERED"] = "1"  # what it has printed is in the log although it is killed
-        self.words, self.log, self.turns = words, log, []
-        self.process = subprocess.Popen(
-            words, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def turn(self, seconds: float | None) -> None:
-        """Let it run for `seconds`, or to its end."""
-        start = time.perf_counter()
-        os.killpg(self.process.pid, signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        if not self.done:
-            os.killpg(self.process.pid, signal.SIGSTOP)
-        self.turns.append((start, time.perf_counter()))
-        if self.process.returncode:
-            sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
-
-    def run_until(self, is_reached: Callable[[], bool]) -> None:
-        """Let it run without a stop until something is so."""
-        start = time.perf_counter()
-        os.killpg(self.process.pid, signal.SIGCONT)
-        while not is_reached():
-            if self.done:
-                sys.exit(f"{' '.join(self.words)} has ended:\n{self.log.read_text()[-3000:]}")
-            time.sleep(0.05)
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        self.turns.append((start, time.perf_counter()))
-
-    @property
-    def done(self) -> bool:
-        return self.process.poll() is not None
-
-    @property
-    def seconds(self) -> float:
-        """In which it ran."""
-        return sum(end - start for start, end in self.turns)
-
-    def kill(self) -> None:
-        """End it at once, stopped or not."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 def prepare_nanogpt(checkout: Path, work: Path, train_file: Path) -> None:
@@ -122,18 +56,10 @@ def nanogpt(work: Path, threads: int) -> Program:
     return Program([sys.executable, "train.py", *NANOGPT_FLAGS], work / "nanogpt", work / "nanogpt.log", threads)
 
 
-def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", launch: str = "cpu.yaml") -> Program:
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    words += [str(ROOT / "accelerate_configs" / launch.split()[0]), *launch.split()[1:]]
-    words += [str(ROOT / "scripts" / "pretrain_gpt2.py"), "--recipe", "gpt2_shakespeare_char_cpu"]
-    words += [
-        "--train_file",
-        str(train_file),
-        "--output_dir",
-        str(work / name),
-        "--overwrite_output_dir",
-        *flags.split(),
-    ]
+def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", *how: str) -> Program:
+    words = harness.launch(harness.ROOT / "scripts" / "pretrain_gpt2.py", *how)
+    words += ["--recipe", "gpt2_shakespeare_char_cpu", "--train_file", str(train_file)]
+    words += ["--output_dir", str(work / name), "--overwrite_output_dir", *flags.split()]
     return Program(words, work, work / f"{name}.log", threads)
 
 
@@ -190,12 +116,9 @@ def our_validation(work: Path, name: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.flags("shakespeare", __doc__, rounds=3, threads=True)
     parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of github.com/karpathy/nanoGPT")
     parser.add_argument("--train_file", type=Path, required=True, help="tiny Shakespeare")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "shakespeare")
     arguments = parser.parse_args()
     train_file, threads = arguments.train_file.resolve(), arguments.threads
 
@@ -207,22 +130,19 @@ def main() -> None:
             programs = {
                 "nanoGPT": nanogpt(work, threads),
                 "ours": ours(work, "ours", train_file, threads),
-                "ours, bf16": ours(work, "ours, bf16", train_file, threads, launch="cpu.yaml --mixed_precision bf16"),
+                "ours, bf16": ours(work, "ours, bf16", train_file, threads, "", "bf16"),
             }
-            while not all(program.done for program in programs.values()):
-                for program in programs.values():
-                    if not program.done:
-                        program.turn(TURN)
+            harness.run_in_turns(programs.values(), TURN)
             rounds.append({n: (train_seconds(work, n), p.seconds) for n, p in programs.items()})
             print(rounds[-1], file=sys.stderr)
         true = [line["loss"] for line in steps_of(work, "ours")[:CUT_STEPS]]
         cuts = {}
-        for name, flags, launch in (
+        for name, flags, config in (
             ("k = 4, b = 3", "--per_device_train_batch_size 3", "cpu.yaml"),
             ("2 processes, b = 6", "", "2xcpu.yaml"),
         ):
             stop = f"{flags} --stop_after_step {CUT_STEPS}"
-            ours(work, "cut", train_file, threads if launch == "cpu.yaml" else 1, stop, launch).turn(None)
+            ours(work, "cut", train_file, threads if config == "cpu.yaml" else 1, stop, "no", config).turn(None)
             losses = [line["loss"] for line in steps_of(work, "cut")]
             cuts[name] = max(abs(a / b - 1) for a, b in zip(losses, true, strict=True))
         validation = {"nanoGPT": nanogpt_validation(work)}
@@ -230,27 +150,23 @@ def main() -> None:
 
     rows = []
     for name in rounds[0]:
-        ratios = [[a / b for a, b in zip(times[name], times["nanoGPT"], strict=True)] for times in rounds]
         row = {"program": name, "validation_loss": validation[name][0]}
         for place, what in enumerate(("train", "process")):
-            values = [ratio[place] for ratio in ratios]
-            row[f"{what}_seconds"] = statistics.median(times[name][place] for times in rounds)
+            seconds, theirs = ([times[each][place] for times in rounds] for each in (name, "nanoGPT"))
+            values = ratios(seconds, theirs)
+            row[f"{what}_seconds"] = statistics.median(seconds)
             row |= {f"{what}_ratio": statistics.median(values), f"{what}_min": min(values), f"{what}_max": max(values)}
         rows.append(row)
-    about = {
-        "command": "make bench-shakespeare",
-        "rounds": arguments.rounds,
-        "characters": validation["ours"][1],
-        "machine": f"{platform.machine()}, {threads} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
-        "nanogpt_commit": _commit(arguments.nanogpt),
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    result = {"about": about, "rows": rows, "cuts": cuts}
-    arguments.output.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-    arguments.output.with_suffix(".md").write_text(_markdown(about, rows, cuts))
-    print(_markdown(about, rows, cuts))
+    about = harness.about(
+        "make bench-shakespeare",
+        ("torch", "accelerate", "transformers"),
+        threads,
+        rounds=arguments.rounds,
+        characters=validation["ours"][1],
+        nanogpt_commit=_commit(arguments.nanogpt),
+    )
+    results = {"about": about, "rows": rows, "cuts": cuts}
+    harness.write(arguments.output, results, markdown(results))
 
 
 def _commit(checkout: Path) -> str | None:
@@ -258,28 +174,25 @@ def _commit(checkout: Path) -> str | None:
     return found.stdout.strip() or None
 
 
-def _markdown(about: dict, rows: list[dict], cuts: dict[str, float]) -> str:
-    def cell(row: dict, what: str) -> str:
-        span = f"{row[f'{what}_min']:.3f} to {row[f'{what}_max']:.3f}"
-        return f"{row[f'{what}_seconds']:.1f} | {row[f'{what}_ratio']:.3f} ({span})"
-
-    table = "".join(
-        f"| {row['program']} | {row['validation_loss']:.4f} | {cell(row, 'train')} | {cell(row, 'process')} |\n"
-        for row in rows
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    differences = "".join(f"- {name}: {value:.1e}\n" for name, value in cuts.items())
-    return (
-        "# Tiny Shakespeare, character by character, beside nanoGPT\n\n"
-        f"Generated by `{about['command']}` (benchmarks/shakespeare.py, which says what is compared); do not edit.\n\n"
-        "| program | validation loss | training, s | / nanoGPT's | whole process, s | / nanoGPT's |\n"
-        "|---|---|---|---|---|---|\n"
-        f"{table}\n"
+def markdown(results: dict) -> str:
+    about, rows = results["about"], []
+    for row in results["rows"]:
+        rows.append([row["program"], f"{row['validation_loss']:.4f}"])
+        for what in ("train", "process"):
+            numbers = (row[f"{what}_{name}"] for name in ("ratio", "min", "max"))
+            rows[-1] += [f"{row[f'{what}_seconds']:.1f}", spread(numbers, ".3f")]
+    differences = "".join(f"- {name}: {value:.1e}\n" for name, value in results["cuts"].items())
+    columns = "program | validation loss | training, s | / nanoGPT's | whole process, s | / nanoGPT's"
+    return harness.page(
+        "Tiny Shakespeare, character by character, beside nanoGPT",
+        "shakespeare.py",
+        about,
+        f"{harness.table(columns, rows)}\n"
         f"2,000 steps of 12 blocks of 64. Validation loss over {about['characters']:,} characters. Medians of "
         f"{about['rounds']} rounds (smallest to largest).\n\n"
         f"The first {CUT_STEPS} steps of ours, cut in other ways; largest relative difference of a step's loss:\n\n"
         f"{differences}\n"
-        f"{about['machine']}, Python {about['python']}, {versions}; nanoGPT {(about['nanogpt_commit'] or '?')[:10]}.\n"
+        f"nanoGPT {(about['nanogpt_commit'] or '?')[:10]}.\n",
     )
 
 

@@ -11,7 +11,6 @@ Every program with its small recipe, launched as users launch it, once before to
 - first step: what is left until its line is logged, drawing its samples included.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -20,8 +19,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+
+import harness
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
@@ -36,7 +37,7 @@ STAGES = ("launcher", "imports", "preparing", "evaluation", "first step")
 
 def watch(file: Path, argv: list[str]) -> None:
     """Run a script, and write when its stages ended. Called before anything is imported that the script would import."""
-    begun = time.time()
+    begun = harness.clock()
     gc.disable()  # as the scripts do while they import
     from samestep.data.steps import Steps
     from samestep.training import evaluation, launch, report
@@ -45,18 +46,18 @@ def watch(file: Path, argv: list[str]) -> None:
     create, stream, step = launch.create_accelerator, Steps.stream, report.RunLog.step
 
     def created(*args, **more):
-        ends["imports"] = time.time()
+        ends["imports"] = harness.clock()
         return create(*args, **more)
 
     def streamed(*args, **more):
-        ends.setdefault("preparing", time.time())  # evaluations stream, too
+        ends.setdefault("preparing", harness.clock())  # evaluations stream, too
         return stream(*args, **more)
 
     def timed(evaluate):
         def evaluated(*args, **more):
-            start = time.time()
+            start = harness.clock()
             found = evaluate(*args, **more)
-            evaluating.append(time.time() - start)
+            evaluating.append(harness.clock() - start)
             return found
 
         return evaluated
@@ -65,7 +66,7 @@ def watch(file: Path, argv: list[str]) -> None:
         step(*args, **more)
         if not file.exists():
             ends["evaluation"] = ends["preparing"] + sum(evaluating)
-            ends["first step"] = time.time()
+            ends["first step"] = harness.clock()
             file.write_text(json.dumps(ends), encoding="utf-8")
 
     launch.create_accelerator, Steps.stream, report.RunLog.step = created, streamed, stepped
@@ -89,14 +90,12 @@ def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
     """Seconds of each stage of one run."""
     file = folder / f"{program}.json"
     file.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    words += [str(ROOT / "accelerate_configs" / "cpu.yaml"), "--mixed_precision", precision]
-    words += [__file__, "--watch", str(file)]
-    words += [str(ROOT / "scripts" / f"{program}.py"), "--recipe", RECIPES[program], "--stop_after_step", "1"]
-    words += ["--output_dir", str(folder / program), "--overwrite_output_dir"]
+    words = harness.launch(__file__, precision)
+    words += ["--watch", str(file), str(ROOT / "scripts" / f"{program}.py"), "--recipe", RECIPES[program]]
+    words += ["--stop_after_step", "1", "--output_dir", str(folder / program), "--overwrite_output_dir"]
     # As where users import: compiled modules are kept.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    start = time.time()
+    start = harness.clock()
     run = subprocess.run(words, env=environment, capture_output=True, text=True)
     if run.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{run.stderr[-3000:]}")
@@ -104,47 +103,37 @@ def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    from run import about
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--precision", choices=["no", "bf16"], default="bf16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "startup")
+    parser = harness.flags("startup", __doc__, rounds=5, only=RECIPES)
+    parser.add_argument("--precision", choices=harness.PRECISIONS, default="bf16")
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error(f"--rounds is {arguments.rounds}: it must be 1 or more")
-    rows = {program: [] for program in arguments.programs}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(1 + arguments.rounds):
-            for program, found in rows.items():
-                seconds = measure(program, arguments.precision, Path(folder))
-                shown = {stage: round(value, 2) for stage, value in seconds.items()}
-                print(program, shown, file=sys.stderr, flush=True)
-                if number:
-                    found.append(seconds)
-    threads = len(os.sched_getaffinity(0))
-    results = {"precision": arguments.precision, "rows": rows} | about(threads)
-    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-    arguments.output.with_suffix(".md").write_text(markdown(results))
-    print(markdown(results))
+
+        def run(program: str) -> dict[str, float]:
+            found = measure(program, arguments.precision, Path(folder))
+            shown = {stage: round(value, 2) for stage, value in found.items()}
+            print(program, shown, file=sys.stderr, flush=True)
+            return found
+
+        calls = {program: partial(run, program) for program in arguments.only}
+        rows = harness.in_turns(calls, arguments.rounds, warm_up=1)
+    about = harness.about("make bench-startup", ("torch", "transformers", "accelerate"), len(os.sched_getaffinity(0)))
+    results = {"about": about, "precision": arguments.precision, "rows": rows}
+    harness.write(arguments.output, results, markdown(results))
 
 
 def markdown(results: dict) -> str:
-    lines = ""
+    rows = []
     for program, runs in results["rows"].items():
         stages = [f"{statistics.median(run[stage] for run in runs):.1f}" for stage in STAGES]
-        whole = [sum(run.values()) for run in runs]
-        shown = f"{statistics.median(whole):.1f} ({min(whole):.1f} to {max(whole):.1f})"
-        lines += f"| {program} | {' | '.join(stages)} | {shown} |\n"
+        rows.append([program, *stages, harness.spread([sum(run.values()) for run in runs], ".1f")])
     num_runs = len(next(iter(results["rows"].values())))
-    return (
-        "# Start-up\n\n"
-        "Generated by `make bench-startup` (benchmarks/startup.py, which says what the stages are); do not edit.\n\n"
+    return harness.page(
+        "Start-up",
+        "startup.py",
+        results["about"],
         f"Seconds, in {results['precision']}, all caches filled:\n\n"
-        f"| program | {' | '.join(STAGES)} | command to the end of the first step |\n{'|---' * (len(STAGES) + 2)}|\n{lines}\n"
-        f"Medians (smallest to largest) of {num_runs} runs, the programs in turns.\n\n"
-        f"{results['machine']}\n"
+        f"{harness.table(['program', *STAGES, 'command to the end of the first step'], rows)}\n"
+        f"Medians (smallest to largest) of {num_runs} runs, the programs in turns.\n",
     )
 
 

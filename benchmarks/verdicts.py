@@ -6,26 +6,20 @@ Each is run unchanged and recorded as `python -m recipes audit-script` does it, 
 benchmarks/results/verdicts.* and the tables of docs/audit.md.
 """
 
-import argparse
-import json
-import platform
 import sys
-import time
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import corpus
+import harness
 from forked import Server
 
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
 from stepaudit.judge import compare
 
-GUIDE_BEGIN, GUIDE_END = "<!-- causes: begin -->\n", "<!-- causes: end -->\n"
-BEGIN, END = "<!-- verdicts: begin -->\n", "<!-- verdicts: end -->\n"
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "trl", "sentence-transformers")
 # From the best to the worst.
 VERDICTS = ("right", "beside", "not_a_sum", "misnamed", "missed", "false alarm", "crash")
@@ -40,7 +34,7 @@ SHOWN = {
 
 def measure(server: Server, program: corpus.Program) -> dict:
     """What was found under each layout."""
-    started, rows = time.perf_counter(), []
+    started, rows = harness.clock(), []
     try:
         reference = server.record([str(program.path)], corpus.variation(program.reference))
         for layout, cause in program.expected.items():
@@ -65,7 +59,7 @@ def measure(server: Server, program: corpus.Program) -> dict:
         "is_blind": program.is_blind,
         "causes": program.causes,
         "verdict": worst,
-        "seconds": round(time.perf_counter() - started, 2),
+        "seconds": round(harness.clock() - started, 2),
         "layouts": rows,
     }
 
@@ -93,79 +87,58 @@ def guide() -> str:
     return "\n".join(lines)
 
 
-def markdown(about: dict, rows: list[dict]) -> str:
+def tables(results: dict) -> str:
+    rows = results["rows"]
     sound, faults = ([row for row in rows if row["is_sound"] == is_sound] for is_sound in (True, False))
     alarms = [row["program"] for row in sound if row["verdict"] != "right"]
     tally = Counter(row["verdict"] for row in faults)
     layouts = sum(len(row["layouts"]) for row in sound)
     blind = [sum(row["is_blind"] for row in of) for of in (sound, faults)]
     several = sum(any(of.get("layout", "").count("x") == 2 for of in row["layouts"]) for row in rows)
-    lines = [
-        f"{len(sound)} sound programs under {layouts} layouts: {len(alarms)} accused"
-        + (f" ({', '.join(alarms)})" if alarms else "")
-        + f". {len(faults)} programs with a fault:",
-        "",
-        "| | programs | share |",
-        "|---|---|---|",
-        *(
-            f"| {SHOWN.get(of, of)} | {tally[of]} | {tally[of] / len(faults):.0%} |"
-            for of in VERDICTS
-            if tally[of] or of in SHOWN
-        ),
-        "",
-        f"A program counts by its worst layout; {several} of all are run on several processes as well. {blind[1]} of those "
-        f"with a fault and {blind[0]} of the sound ones were written without a look at how the audit decides.",
-        "",
-        "| fault | what is found | verdict |",
-        "|---|---|---|",
+    counts = [
+        [SHOWN.get(verdict, verdict), tally[verdict], f"{tally[verdict] / len(faults):.0%}"]
+        for verdict in VERDICTS
+        if tally[verdict] or verdict in SHOWN
     ]
+    lines = []
     for row in faults:
         found = ", ".join(dict.fromkeys(f"`{name}`" for of in row["layouts"] for name in of["found"])) or "nothing"
         text, shown = row["about"].removeprefix("Fault: "), SHOWN.get(row["verdict"], row["verdict"])
-        link = f"[{row['program']}](../tests/audited/{row['program']}.py)"
-        lines.append(f"| {text} ({link}) | {found} | {shown} |")
-    lines += [
-        "",
-        f"`{about['command']}`, {about['date']}: tolerance {about['tolerance']:g}; "
-        + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        + f", Python {about['python']}.",
-        "",
-    ]
-    return "\n".join(lines)
+        lines.append([f"{text} ([{row['program']}](../tests/audited/{row['program']}.py))", found, shown])
+    accused = f" ({', '.join(alarms)})" if alarms else ""
+    return (
+        f"{len(sound)} sound programs under {layouts} layouts: {len(alarms)} accused{accused}. {len(faults)} programs with a "
+        f"fault:\n\n{harness.table(' | programs | share', counts)}\n"
+        f"A program counts by its worst layout; {several} of all are run on several processes as well. {blind[1]} of those "
+        f"with a fault and {blind[0]} of the sound ones were written without a look at how the audit decides.\n\n"
+        f"{harness.table('fault | what is found | verdict', lines)}\n"
+        f"Exact: at most {results['about']['tolerance']:g}.\n"
+    )
 
 
-def replaced(text: str, begin: str, end: str, new: str) -> str:
-    before, rest = text.split(begin)
-    return before + begin + new + end + rest.split(end)[1]
+def part(results: dict) -> str:
+    return harness.part("verdicts.py", results["about"], tables(results))
+
+
+def markdown(results: dict) -> str:
+    text = harness.page("How often the audit is right", "verdicts.py", results["about"], tables(results))
+    return text.replace("(../tests", "(../../tests")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "verdicts")
+    parser = harness.flags("verdicts", __doc__)
     parser.add_argument("--document", type=Path, default=ROOT / GUIDE, help="gets the tables too")
     arguments = parser.parse_args()
     with Server() as server:
         rows = []
         for program in corpus.programs():
-            rows.append(measure(server, program))
-            print(
-                f"{rows[-1]['program']:50} {rows[-1]['verdict']} {rows[-1]['seconds']} s", file=sys.stderr, flush=True
-            )
-    about = {
-        "command": "make bench-verdicts",
-        "date": time.strftime("%Y-%m-%d"),
-        "tolerance": corpus.TOLERANCE,
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
-    }
-    arguments.output.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    table = markdown(about, rows)
-    generated = "Generated by `make bench-verdicts` (benchmarks/verdicts.py); do not edit.\n\n"
-    arguments.output.with_suffix(".md").write_text(
-        f"# How often the audit is right\n\n{generated}{table}".replace("(../tests", "(../../tests")
-    )
-    text = replaced(arguments.document.read_text(encoding="utf-8"), GUIDE_BEGIN, GUIDE_END, guide())
-    arguments.document.write_text(replaced(text, BEGIN, END, table), encoding="utf-8")
+            row = measure(server, program)
+            print(f"{row['program']:50} {row['verdict']} {row['seconds']} s", file=sys.stderr, flush=True)
+            rows.append(row)
+    results = {"about": harness.about("make bench-verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
+    harness.write(arguments.output, results, markdown(results))
+    harness.write_between(arguments.document, "causes", guide())
+    harness.write_between(arguments.document, "verdicts", part(results))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,14 +23,16 @@ os.environ.update(
 import matplotlib.figure
 import pytest
 from blank import write_blank
-from common import ROOT, TINIES, fresh_accelerator, load_script, tiny_argv, write_corpus
+from common import ROOT, TINIES, environment_of, fresh_accelerator, load_script, tiny_argv, write_corpus
+from forked import Server
 
 from samestep import interrupt
 from samestep.models import cpu_matmul as products
 from samestep.training import capacity
 
 pytest_plugins = ["pytester"]
-collect_ignore = ["toy_task", "audited", "own_loops", "startup"]  # programs, which importing would run
+pytest.register_assert_rewrite("compare")
+collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, which importing would run
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,11 +111,26 @@ def train(scripts, corpus, tmp_path):
     return run
 
 
+@pytest.fixture(scope="session")
+def server():
+    """Records programs as the audit does, without the wait for their imports."""
+    with Server() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def trainings():
+    """Starts trainings on several processes: imports are waited for once, and not in every launch."""
+    with Server("run_layouts", libraries=(), is_cpu=False) as server:
+        yield server
+
+
 @pytest.fixture
-def train_on(corpus, tmp_path):
+def train_on(corpus, tmp_path, trainings):
     """Train tiny models on N real processes over gloo: train_on(2, {"name": "--flag value ..."}) -> folder of all.
 
-    A name that begins with a program's ("pretrain_gpt2/...") is trained by that program.
+    A name that begins with a program's ("pretrain_gpt2/...") is trained by that program. The processes are forked, and told
+    what `accelerate launch` with the launch file would tell them; test_launch.py and others launch.
     """
 
     def run(num_processes: int, runs: dict[str, str], config: str = "2xcpu", precision: str = "no") -> Path:
@@ -123,14 +138,11 @@ def train_on(corpus, tmp_path):
         for name, flags in runs.items():
             program = name.split("/")[0] if "/" in name else "pretrain_bert"
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
-        launch = [
-            *(sys.executable, "-m", "accelerate.commands.launch"),
-            *("--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")),
-            *("--num_processes", str(num_processes), "--main_process_port", "0", "--mixed_precision", precision),
-        ]
-        command = [*launch, str(ROOT / "tests" / "run_layouts.py"), json.dumps(calls)]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert finished.returncode == 0, finished.stderr[-4000:]
+        more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
+        told = environment_of(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
+        trainings.run(
+            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=told, can_repeat=False
+        )
         return tmp_path
 
     return run

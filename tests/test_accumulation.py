@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import ROOT, metrics, tiny_argv
-from test_equivalence import parameters, relative
+from compare import parameters, relative
 from torch import nn
 
 from samestep.cut.layout import solve_layout
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_on_one_process_ends_both(corpus, tmp_path):
     runs = [["synchronising", tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)]]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"]
-    command += [str(ROOT / "tests" / "run_with_fault.py"), "pretrain_bert", "1", json.dumps(runs)]
+    command += [str(ROOT / "tests" / "helpers" / "run_with_fault.py"), "pretrain_bert", "1", json.dumps(runs)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode != 0
     assert "memory ran out on another process in step 5" in finished.stderr

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
-from forked import Server
 
 from samestep.errors import UsageError
 from stepaudit import script
@@ -30,12 +29,6 @@ PROGRAMS = corpus.programs()
 
 def program(name: str):
     return next(of.path for of in PROGRAMS if of.path.stem == name)
-
-
-@pytest.fixture(scope="session")
-def server():
-    with Server() as started:
-        yield started
 
 
 @pytest.fixture

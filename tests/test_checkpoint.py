@@ -19,10 +19,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import patch_optimizer_step
-from common import ROOT, all_metrics, fresh_accelerator, metrics, samples_of_steps, tiny_argv
+from common import DROPOUT, ROOT, fresh_accelerator, metrics, samples_of_steps, tiny_argv
+from compare import check, same_weights, without_time
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
-from test_equivalence import check
 from torch import nn
 
 from samestep.errors import RunError, UsageError, exit_code
@@ -32,16 +32,6 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.training import checkpoint, launch, report
 
 STOP = " --checkpointing_steps 3 --stop_after_step 7"
-DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
-
-
-def without_time(output_dir) -> list[dict]:
-    return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
-
-
-def same_weights(a, b) -> bool:
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
-    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def test_resumed_on_the_same_layout_is_bit_identical(train):
@@ -633,7 +623,7 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
 def test_the_interpreter_waits_for_what_is_being_written(tmp_path):
     """Also when training fails."""
     program = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        f"import sys, time; sys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'tests' / 'helpers')]!r}\n"
         "import test_checkpoint as t; from pathlib import Path\n"
         "write = t.checkpoint.Saver._write\n"
         "t.checkpoint.Saver._write = lambda *arguments: (time.sleep(0.5), write(*arguments))\n"
@@ -768,7 +758,7 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
 
 DISK_FULL = """
 import json, resource, sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {helpers!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes that a file can have
 from common import load_script
 from samestep.errors import exit_code
@@ -784,7 +774,7 @@ def test_two_processes_agree_on_damage_and_on_a_full_disk(train, corpus, tmp_pat
     output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 2 --stop_after_step 6")
     (output_dir / "checkpoint-6" / "optimizer.safetensors").write_bytes(b"")
     flags = "--global_batch_size 8 --checkpointing_steps 3 --resume_from_checkpoint latest" + more
-    (tmp_path / "program.py").write_text(DISK_FULL.format(tests=str(ROOT / "tests")))
+    (tmp_path / "program.py").write_text(DISK_FULL.format(helpers=str(ROOT / "tests" / "helpers")))
     config = ROOT / "accelerate_configs" / "2xcpu.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     argv = json.dumps(tiny_argv("pretrain_bert", corpus, output_dir, flags))

@@ -5,39 +5,15 @@ import json
 import pytest
 import torch
 import transformers
+from small_models import SMALL_CONFIGS, save
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
 from samestep.errors import UsageError
 from samestep.planner.configs import ACTIVATIONS, read_config, shape_of
 
-TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-BERT = TEXT | {"hidden_size": 32, "intermediate_size": 48}
-LLAMA = BERT | {"num_key_value_heads": 2}
-SMALL = {
-    "BertForPreTraining": ("BertConfig", BERT),
-    "BertForMaskedLM": ("BertConfig", BERT),
-    "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 5}),
-    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}),
-    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
-    "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
-    "Qwen2ForCausalLM": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
-    "Qwen3ForCausalLM": ("Qwen3Config", LLAMA | {"head_dim": 16}),
-    "ResNetForImageClassification": (
-        "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 7},
-    ),
-}
 
-
-def save(folder, kind: str, **changes) -> transformers.PreTrainedConfig:
-    name, shape = SMALL[kind]
-    config = getattr(transformers, name)(**shape | changes, architectures=[kind])
-    config.save_pretrained(folder)
-    return config
-
-
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", SMALL_CONFIGS)
 def test_parameters_and_flops_are_the_real_models(kind, tmp_path):
     config = save(tmp_path, kind)
     config._attn_implementation = "eager"

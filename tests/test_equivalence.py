@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from common import TINIES, evaluations, metrics, task_of, tiny_argv
-from safetensors.torch import load_file
+from common import TINIES, metrics, task_of, tiny_argv
+from compare import check, parameters, relative
 
 from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
@@ -41,33 +41,6 @@ TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 def flags(batch: int, cap: str, dtype: str) -> str:
     """B stands for the whole batch."""
     return f"--global_batch_size {batch} --per_device_train_batch_size {batch if cap == 'B' else cap} --dtype {dtype}"
-
-
-def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
-    """Of a checkpoint, or ("") of the model that a finished run leaves."""
-    tensors = read(output_dir / checkpoint, "model") if checkpoint else load_file(output_dir / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
-
-
-def check(output_dir, reference, dtype: str, norms: float = 1e-5) -> None:
-    """The acceptance: losses of every step to 1e-5 in fp32 (its gradient's norm to `norms`), parameters after 10 steps to 1e-12
-    in float64."""
-    ours, theirs = metrics(output_dir), metrics(reference)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, 11))
-    for name in [name for name in theirs[0] if name.endswith(("loss", "grad_norm"))]:
-        for a, b in zip(ours, theirs, strict=True):
-            tolerance = norms if name == "grad_norm" else 1e-5
-            assert a[name] == pytest.approx(b[name], rel=tolerance if dtype == "float32" else 1e-11)
-    for name in ("epoch", "learning_rate", "samples", "tokens"):
-        assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
-    last, true_last = evaluations(output_dir)[-1], evaluations(reference)[-1]
-    for name in true_last if dtype == "float64" else ["step", "eval_loss"]:
-        assert last[name] == pytest.approx(true_last[name], rel=1e-4 if dtype == "float32" else 1e-11)
-    assert relative(parameters(output_dir), parameters(reference)) < (1e-4 if dtype == "float32" else 1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from common import evaluations, metrics
+from compare import same_weights, without_time
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from test_checkpoint import same_weights, without_time
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, pipeline
 
 from samestep.data import labelled_texts

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from common import fresh_accelerator
-from test_device_benchmark import benchmark
+from common import fresh_accelerator, load_benchmark
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +20,7 @@ from samestep.planner import transformer
 from samestep.recipe.recipe import load
 from samestep.step import accumulate, batch_norm
 
-gpu = benchmark("gpu")
+gpu = load_benchmark("gpu")
 of_cases = sys.modules["gpu_cases"]
 TINY = {case.name: case for case in of_cases.cases(tiny=True)}
 RAGGED = TINY["BERT-Large, length 128, as real pairs"]

@@ -9,9 +9,9 @@ import time
 
 import pytest
 from accelerate import Accelerator
-from common import ROOT, all_metrics, metrics, tiny_argv
-from test_checkpoint import DROPOUT, same_weights, without_time
-from test_recovery import HANG, launch_with
+from common import DROPOUT, ROOT, all_metrics, metrics, tiny_argv
+from compare import same_weights, without_time
+from faults import HANG, launch_with
 
 from samestep import interrupt
 from samestep.errors import UsageError
@@ -113,15 +113,12 @@ def test_the_same_request_may_come_twice_and_the_second_ends_the_process():
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_leaves_the_data_workers_at_work(corpus, tmp_path, number):
-    """As from a terminal, or from Slurm to all processes of a job's step."""
+def test_signals_to_all_processes_leave_the_data_workers_at_work(corpus, tmp_path):
+    """SIGINT as from a terminal, SIGTERM as from Slurm to all processes of a job's step: one request, as both come at once."""
+    kills = [f"subprocess.run(['kill', '-{int(number)}', '0'])" for number in (signal.SIGINT, signal.SIGTERM)]
     program = tmp_path / "program.py"
-    program.write_text(
-        HANG.format(
-            tests=str(ROOT / "tests"), what=f"import subprocess; subprocess.run(['kill', '-{int(number)}', '0'])"
-        ).replace("== 1", "== 0")
-    )
+    what = "; ".join(["import subprocess", *kills])
+    program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), what=what).replace("== 1", "== 0"))
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --dataloader_num_workers 2")
     command = [sys.executable, str(program), json.dumps(argv)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import TINIES, all_metrics, fresh_accelerator, metrics, samples_of_steps, task_of
-from test_equivalence import parameters, relative
+from compare import parameters, relative
 from torch import nn
 
 from samestep.recipe.recipe import TASKS, load

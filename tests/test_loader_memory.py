@@ -19,7 +19,7 @@ def grown(tmp_path_factory) -> dict[str, float]:
     words = [
         word for kind in COLUMNS for rows in (FEW, MANY) for word in (kind, write(kind, folder / f"{kind}{rows}", rows))
     ]
-    command = [sys.executable, ROOT / "tests" / "run_loader_memory.py", *words]
+    command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
     assert finished.returncode == 0, finished.stderr[-3000:]

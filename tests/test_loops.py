@@ -1,10 +1,7 @@
 """How far the documented loops of benchmarks/loops/ are from the exact step: the numbers that follow from their arithmetic."""
 
-import importlib.util
-import json
 import sys
 import types
-from unittest import mock
 
 import pytest
 from common import ROOT, fresh_accelerator
@@ -12,7 +9,7 @@ from common import ROOT, fresh_accelerator
 from stepaudit.judge import compare
 from stepaudit.record import Recorder
 from stepaudit.recording import Recording
-from stepaudit.script import BATCH, WINDOW, Variation, record
+from stepaudit.script import BATCH, WINDOW, Variation
 
 LOOPS = ROOT / "benchmarks" / "loops"
 MODELS = ("gpt2", "bert_mlm", "bert_pretraining", "bert_classifier", "resnet")
@@ -36,11 +33,6 @@ def run(monkeypatch):
         return [recorder.recording]
 
     return here
-
-
-def on_two(loop: str, model: str, b: int, k: int) -> list[Recording]:
-    flags = {BATCH: str(b), WINDOW: str(k)}
-    return record([str(LOOPS / f"{loop}.py"), "--model", model], Variation(flags, 2), 0, timeout=100)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,25 +91,12 @@ def test_lightning_takes_the_steps_that_accelerate_takes(run):
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("b", "k", "error", "num_repeated"), [(16, 1, 1.0, 19), (4, 4, 7.0, 3)])
-def test_trainer_on_two_processes(run, b, k, error, num_repeated):
+def test_trainer_on_two_processes(run, server, b, k, error, num_repeated):
     """k N times the gradient; and 77 samples are evened out with the first ones."""
-    comparison = compare(
-        run("exact", "bert_classifier", 32, 1), on_two("transformers_trainer", "bert_classifier", b, k), TOLERANCE
-    )
+    program = [str(LOOPS / "transformers_trainer.py"), "--model", "bert_classifier"]
+    two = server.record(program, Variation({BATCH: str(b), WINDOW: str(k)}, 2))
+    comparison = compare(run("exact", "bert_classifier", 32, 1), two, TOLERANCE)
     assert comparison.errors[0] == pytest.approx(error, abs=TOLERANCE)
     found = {of.cause: of.evidence for of in comparison.findings}
     assert found.keys() == {"ignores_num_items", "duplicated"}
     assert found["duplicated"].startswith(f"{num_repeated} more than once: 0, 1, 2")
-
-
-def test_the_tables_show_what_was_measured():
-    spec = importlib.util.spec_from_file_location("loops_benchmark", ROOT / "benchmarks" / "loops.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", list(sys.path)):
-        spec.loader.exec_module(benchmark)
-    results = ROOT / "benchmarks" / "results"
-    measured = json.loads((results / "loops.json").read_text())
-    tables = benchmark.markdown(measured["about"], measured["rows"])
-    assert (results / "loops.md").read_text().endswith(f"\n\n{tables}")
-    document = (ROOT / "docs" / "exactness.md").read_text()
-    assert document.split(benchmark.BEGIN)[1].split(benchmark.END)[0] == tables

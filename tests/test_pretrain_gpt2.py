@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from common import TINY_GPT2, evaluations, fresh_accelerator, metrics
-from test_checkpoint import same_weights, without_time
+from compare import same_weights, without_time
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from samestep.errors import UsageError, exit_code

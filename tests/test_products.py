@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from common import metrics
-from test_equivalence import parameters, relative
+from compare import parameters, relative
 from torch import nn
 
 from samestep.models import cpu_matmul as products

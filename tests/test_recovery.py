@@ -1,45 +1,22 @@
 """A run goes on: smaller cells when memory runs out, steps left out when numbers break; who is missing is named."""
 
-import contextlib
 import json
 import re
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from common import ROOT, all_metrics, metrics, samples_in, samples_of_steps, tiny_argv
+from common import ROOT, all_metrics, environment_of, metrics, samples_of_steps, tiny_argv
+from compare import parameters, relative, same_weights
+from faults import launch_with, memory_for
 from safetensors.torch import load_file
-from test_checkpoint import same_weights
-from test_equivalence import parameters, relative
 
 from samestep.errors import RunError
 from samestep.training import capacity, checkpoint, recovery, rehearsal
 
-LAUNCH = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
-    *(str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"),
-]
-
 
 def events(output_dir) -> list[dict]:
     return [line for line in all_metrics(output_dir) if "event" in line]
-
-
-@contextlib.contextmanager
-def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
-    """Let cells of more than `num_samples()` samples run out of memory."""
-    forward = scripts[program].PretrainingSums.forward
-
-    def limited(self, **cell):
-        if torch.is_grad_enabled() and samples_in(cell) > num_samples():
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, **cell)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(scripts[program].PretrainingSums, "forward", limited)
-        yield
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -48,17 +25,17 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
-def test_memory_that_runs_out_on_one_process_changes_nothing(train, corpus, tmp_path, program):
+def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, corpus, tmp_path, program):
     """In a forward, a backward, the synchronising backward, the rehearsal: the same steps, and nobody waits for ever."""
     flags = (
         "--global_batch_size 22 --per_device_train_batch_size 4 --max_train_steps 7 --record_samples --dtype float64"
     )
     kinds = ("forward", "backward", "second", "synchronising")
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
-    command = [*LAUNCH, str(ROOT / "tests" / "run_with_fault.py"), program, "1", json.dumps(runs)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", finished.stderr)]
+    words = [str(tmp_path), program, "1", json.dumps(runs)]
+    told = environment_of(ROOT / "accelerate_configs" / "2xcpu.yaml")
+    trainings.run(words, 2, timeout=60, environment=told, module="run_with_fault", can_repeat=False)
+    begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", (tmp_path / "log-1").read_text())]
     assert begun[:3] == [0, 0, 0]
     assert begun[3] > 2, "DDP was in the middle of it"
     undisturbed = train("undisturbed", flags, program=program)
@@ -240,29 +217,6 @@ def test_such_steps_are_left_out_and_counted(train, broken_gradient, drawn):
 
 
 # --------------------------------------------------------------------------------------------- processes, signals
-
-HANG = """
-import json, os, signal, sys, time
-sys.path.insert(0, {tests!r})
-from common import load_script
-from samestep.step import accumulate
-seed_noise = accumulate.seed_noise
-def note(accelerator, seed, step):
-    if step == 3 and accelerator.process_index == 1:
-        {what}
-    seed_noise(accelerator, seed, step)
-accumulate.seed_noise = note
-from samestep.errors import exit_code
-sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
-"""
-
-
-def launch_with(what: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:
-    program = folder / "program.py"
-    program.write_text(HANG.format(tests=str(ROOT / "tests"), what=what))
-    return subprocess.run(
-        [*LAUNCH, *more, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=timeout
-    )
 
 
 @pytest.mark.distributed

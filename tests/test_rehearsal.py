@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import all_metrics, fresh_accelerator, samples_of_steps
-from test_checkpoint import same_weights, without_time
-from test_equivalence import check
-from test_recovery import memory_for
+from compare import check, same_weights, without_time
+from faults import memory_for
 
 from samestep.errors import RunError
 from samestep.training import capacity, launch, rehearsal

@@ -1,6 +1,5 @@
 """A sample of benchmarks/reliability.py: few kills, few damages; and its checks can fail."""
 
-import importlib.util
 import json
 import os
 import random
@@ -10,7 +9,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from common import ROOT, fresh_accelerator, task_of
+from common import fresh_accelerator, load_benchmark, task_of
 from safetensors.torch import load_file, save_file
 
 from samestep.recipe import run_settings as run
@@ -19,10 +18,7 @@ from samestep.training import checkpoint
 
 @pytest.fixture(scope="module")
 def reliability():
-    spec = importlib.util.spec_from_file_location("reliability", ROOT / "benchmarks" / "reliability.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("reliability")
 
 
 def flip_a_bit(file: Path) -> None:

@@ -1,12 +1,11 @@
 """Seconds of a step: the arithmetic by hand, how it moves with what it is given, and beside published throughputs."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
 import pytest
-from common import ROOT
+from common import load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +26,7 @@ from samestep.planner.timing import (
 )
 from samestep.recipe.recipe import catalog_names, load
 
-specification = importlib.util.spec_from_file_location("benchmark_timing", ROOT / "benchmarks" / "timing.py")
-benchmark = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(benchmark)
+benchmark = load_benchmark("timing")
 
 BERT = timing.work_of(model_of(load("bert_large_phase1")), "fp16")
 
@@ -264,7 +261,7 @@ def test_no_sync_at_k_4_saves_three_quarters_against_every_micro_step_and_nothin
 # Beside published throughputs
 
 ROWS = benchmark.read()
-RESULTS = json.loads(benchmark.RESULTS.with_suffix(".json").read_text())
+RESULTS = json.loads((benchmark.harness.RESULTS / "timing.json").read_text())
 
 
 def test_the_constants_are_those_that_the_fit_finds():
@@ -280,7 +277,6 @@ def test_the_results_are_what_the_code_predicts():
         ours = row.predict(CALIBRATION)
         assert ours.samples_per_second(row.batch) == pytest.approx(result["predicted"], rel=1e-9)
         assert result["error"] == pytest.approx(result["predicted"] / result["samples_per_second"] - 1)
-    assert benchmark.RESULTS.with_suffix(".md").read_text() == benchmark.markdown(RESULTS)
 
 
 @pytest.mark.parametrize("index", [0, 30, 61, len(ROWS) - 1])

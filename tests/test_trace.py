@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_configs import SMALL, save
-from test_memory import NUM_SAMPLES, peak, small
+from small_models import NUM_SAMPLES, SMALL_CONFIGS, peak, save, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -293,10 +292,10 @@ LARGER = {
 
 
 def larger(kind: str) -> dict:
-    return {key: of for key, of in LARGER.items() if key in SMALL[kind][1]}
+    return {key: of for key, of in LARGER.items() if key in SMALL_CONFIGS[kind][1]}
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", SMALL_CONFIGS)
 def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
     save(tmp_path, kind, **larger(kind))
     is_image = kind.startswith("ResNet")

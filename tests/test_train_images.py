@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from common import all_metrics, evaluations, fresh_accelerator, metrics
+from compare import same_weights, without_time
 from PIL import Image
-from test_checkpoint import same_weights, without_time
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from samestep.data import captchas, images

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Of the largest weight."""
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     from forked import Server
 
     problems = 0
-    with Server("audited.check") as forked:
+    with Server("check") as forked:
         for path in map(Path, sys.argv[1:]) if sys.argv[1:] else (program.path for program in corpus.programs()):
             try:
                 lines = check(path.resolve(), forked)

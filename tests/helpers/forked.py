@@ -18,23 +18,26 @@ import time
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60  # seconds of a run
 TICK = 0.01  # seconds between two looks at the processes of a run
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
-LIBRARIES = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
+AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
+"""Libraries that programs of audited/ import."""
 
 
 class Server:
     """Starts runs, one at a time. A context manager.
 
     Args:
-        module: module whose `main(folder, *words)` each process calls.
+        module: module whose `main(folder, *words)` each process calls, and which ends it.
+        libraries: what else to import before any process is forked.
+        is_cpu: whether Accelerate is told that there is no GPU; launch files tell it in `run`'s environment.
     """
 
-    def __init__(self, module: str = "stepaudit.program"):
-        self.module = module
+    def __init__(self, module: str = "stepaudit.program", libraries: tuple[str, ...] = AUDITED, is_cpu: bool = True):
+        self.module, self.libraries, self.is_cpu = module, libraries, is_cpu
 
     def __enter__(self) -> "Server":
         audited = ROOT / "tests" / "audited"
@@ -42,14 +45,14 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(audited)]),
             "PYTHONWARNINGS": "ignore",
         }
+        if self.is_cpu:
+            environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, self.module],
+            [sys.executable, __file__, self.module, *self.libraries],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -69,16 +72,36 @@ class Server:
             self.run([folder, str(num_steps), *program, *variation.argv], variation.num_processes, timeout)
             return load(Path(folder), 1, variation.num_processes)[0]
 
-    def run(self, words: list[str], num_processes: int, timeout: float = TIMEOUT) -> None:
-        """Call main(*words) in each process; the first word is the folder of the logs. Raises as `record`."""
-        request = {"words": words, "num_processes": num_processes, "timeout": timeout}
+    def run(
+        self,
+        words: list[str],
+        num_processes: int,
+        timeout: float = TIMEOUT,
+        environment: dict[str, str] | None = None,
+        module: str | None = None,
+        can_repeat: bool = True,
+    ) -> None:
+        """Call main(*words) in each process; the first word is the folder of the logs. Raises as `record`.
+
+        Args:
+            words: folder, and what `main` takes besides.
+            num_processes: over gloo, if there are several.
+            timeout: in seconds.
+            environment: of the processes, beside the server's own and what torchrun tells them.
+            module: whose `main` is called, if not the server's.
+            can_repeat: whether a run that crashed can be done again, whatever it left.
+        """
+        request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment or {}}
+        request["module"] = module or self.module
         codes = self._ask(request)
-        if num_processes > 1 and CRASHES & set(codes):
+        if can_repeat and num_processes > 1 and CRASHES & set(codes):
             codes = self._ask(request)
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
             log = (Path(words[0]) / f"log-{rank}").read_text(errors="replace").strip().splitlines()[-12:]
-            raise RuntimeError(f"{' '.join(words[1:])}, process {rank} of {num_processes}:\n" + "\n".join(log))
+            raise RuntimeError(
+                f"{' '.join(words[1:])}, process {rank} of {num_processes} ended with {codes[rank]}:\n" + "\n".join(log)
+            )
 
     def _ask(self, request: dict) -> list[int]:
         print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -91,21 +114,22 @@ class Server:
 # The other end
 
 
-def serve(module: str) -> None:
-    for library in LIBRARIES:
+def serve(module: str, *libraries: str) -> None:
+    for library in libraries:
         importlib.import_module(library)
-    main = importlib.import_module(module).main
+    importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the recorder looks for modules and optimizers among all objects
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in iter(sys.stdin.readline, ""):
-        print(json.dumps(_run(main, **json.loads(line))), file=answers, flush=True)
+        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
 
 
-def _run(main, words: list[str], num_processes: int, timeout: float) -> list[int]:
+def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
     """Exit codes by rank; the first failure ends all."""
-    pids = [_fork(main, words, rank, environment) for rank, environment in enumerate(_environments(num_processes))]
+    main = importlib.import_module(module).main
+    pids = [_fork(main, words, rank, environment | own) for rank, own in enumerate(_environments(num_processes))]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < num_processes:
@@ -156,4 +180,4 @@ def _fork(main, words: list[str], rank: int, environment: dict[str, str]) -> int
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

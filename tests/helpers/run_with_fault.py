@@ -1,4 +1,4 @@
-"""Run by `accelerate launch`: trainings in which memory runs out. run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
+"""Trainings in which memory runs out; by a fork server, or launched: run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
 
 From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute cells of more
 than 2 samples: it fails in the `forward`, in the `backward` of a micro-step that is not the last, or in the last one's, the
@@ -8,6 +8,7 @@ than 2 samples: it fails in the `forward`, in the `backward` of a micro-step tha
 import functools
 import gc
 import json
+import os
 import sys
 
 import matplotlib.figure
@@ -65,7 +66,9 @@ def say_how_many_reductions_had_begun(self, error):
     leave(self, error)
 
 
-if __name__ == "__main__":
+def main(folder: str, program: str, process: str, runs: str) -> None:
+    """Train as `runs` says, [[KIND, ARGV], ...] in JSON, and end the process. `folder` has its output."""
+    global seed_noise, leave
     matplotlib.figure.Figure.savefig = write_blank
     seed_noise, leave = accumulate.seed_noise, recovery.Attempt._leave_in_good_order
     recovery.Attempt._leave_in_good_order = say_how_many_reductions_had_begun
@@ -73,9 +76,14 @@ if __name__ == "__main__":
     launch.DistributedDataParallelKwargs = functools.partial(launch.DistributedDataParallelKwargs, bucket_cap_mb=0.01)
     # `end_training` would end the process group, which the next training needs.
     PartialState.destroy_process_group = lambda self, group=None: None
-    load_script(sys.argv[1])
+    load_script(program)
     gc.freeze()  # as in conftest.py
-    for number, (kind, argv) in enumerate(json.loads(sys.argv[3])):
+    for number, (kind, argv) in enumerate(json.loads(runs)):
         fresh_accelerator()
         capacity.FILE = capacity.FILE.with_name(f"{number}.json")  # what one run learns must not help the next
-        train(sys.argv[1], int(sys.argv[2]), kind, argv)
+        train(program, int(process), kind, argv)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main("", *sys.argv[1:])

@@ -1,16 +1,18 @@
-"""benchmarks/claims: verdicts follow from numbers, results are reused only if nothing changed, the document shows them."""
+"""Verdicts follow from numbers, results are reused only if nothing changed, the document shows them."""
 
 import dataclasses
 import importlib
 import json
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-from common import ROOT
 
+HOME = Path(__file__).parent
 CHEAP = ["indicator", "division", "wells"]
 
 
@@ -26,9 +28,9 @@ def claims():
         "training",
         "training_claims",
         "report",
-        "run",
+        "study",
     )
-    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks" / "claims"), *sys.path]):
+    with mock.patch.object(sys, "path", [str(HOME), *sys.path]):
         return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -39,7 +41,7 @@ def tried(claims, tmp_path):
     def run(*more: str, only: list[str] = CHEAP) -> str:
         document = tmp_path / "docs" / "claims.md"
         places = ["--results", str(tmp_path / "results"), "--document", str(document)]
-        claims.run.main(["--quick", "--seeds", "2", "--only", *only, *places, *more])
+        claims.study.main(["--quick", "--seeds", "2", "--only", *only, *places, *more])
         return document.read_text(encoding="utf-8")
 
     return run
@@ -178,7 +180,7 @@ def test_a_run_writes_every_result_and_a_document_that_names_what_is_missing(cla
     text = tried()
     files = {path.name for path in (tmp_path / "results").iterdir()}
     assert files == {"indicator-0.json", *(f"{name}-{seed}.json" for name in ("division", "wells") for seed in (0, 1))}
-    for name in claims.run.EXPERIMENTS:
+    for name in claims.study.EXPERIMENTS:
         assert f"(`{name}`)\n" in text
     assert "Not run yet" in text
     assert "Preliminary" in text
@@ -187,7 +189,7 @@ def test_a_run_writes_every_result_and_a_document_that_names_what_is_missing(cla
 
 def test_results_are_reused_unless_settings_or_code_changed(claims, tried, tmp_path, monkeypatch):
     calls = []
-    experiment = claims.run.EXPERIMENTS["division"]
+    experiment = claims.study.EXPERIMENTS["division"]
 
     def counted(settings: dict, seed: int) -> dict:
         calls.append(seed)
@@ -195,7 +197,7 @@ def test_results_are_reused_unless_settings_or_code_changed(claims, tried, tmp_p
 
     def change(**fields) -> None:
         replaced = dataclasses.replace(experiment, measure=counted, **fields)
-        monkeypatch.setitem(claims.run.EXPERIMENTS, "division", replaced)
+        monkeypatch.setitem(claims.study.EXPERIMENTS, "division", replaced)
 
     change()
     tried(only=["division"])
@@ -215,7 +217,7 @@ def test_results_are_reused_unless_settings_or_code_changed(claims, tried, tmp_p
 
 
 def test_comments_do_not_count_as_code(claims):
-    code = claims.run._code
+    code = claims.study._code
     assert code('def f():\n    """Text."""\n    return 1  # one\n') == code("def f():\n    return 1\n")
     assert code("def f():\n    return 1\n") != code("def f():\n    return 2\n")
 
@@ -224,34 +226,56 @@ def test_comments_do_not_count_as_code(claims):
     ("arguments", "message"),
     [
         (["--seeds", "1"], "a spread takes 2"),
-        (["--quick"], "does not write docs/claims.md"),
+        (["--quick"], "does not write studies/claims/claims.md"),
         (["--jobs", "0"], "takes 1 or more"),
         (["--only", "nothing"], "invalid choice"),
     ],
 )
 def test_bad_usage_is_refused(claims, arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        claims.run.main(arguments)
+        claims.study.main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_list_runs_nothing(claims, capsys):
-    claims.run.main(["--list"])
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(claims.run.EXPERIMENTS)
+    claims.study.main(["--list"])
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == set(claims.study.EXPERIMENTS)
+
+
+def shown(text: str, report) -> str:
+    return text.split(report.BEGIN)[1].split(report.END)[0]
 
 
 def test_the_committed_document_shows_the_committed_results(claims):
-    document, results = ROOT / "docs" / "claims.md", ROOT / "benchmarks" / "results" / "claims"
+    document, results = HOME / "claims.md", HOME / "results"
     found = {}
-    for name, experiment in claims.run.EXPERIMENTS.items():
-        files = [claims.run.file_of(experiment, seed, results) for seed in claims.run.seeds_of(experiment, 5)]
+    for name, experiment in claims.study.EXPERIMENTS.items():
+        files = [claims.study.file_of(experiment, seed, results) for seed in claims.study.seeds_of(experiment, 5)]
         have = all(file.exists() for file in files)
         found[name] = [json.loads(file.read_text(encoding="utf-8")) for file in files] if have else None
     text = document.read_text(encoding="utf-8")
-    for name in claims.run.EXPERIMENTS:
+    for name in claims.study.EXPERIMENTS:
         assert f"(`{name}`)\n" in text
-    assert text == claims.report.markdown(claims.run.EXPERIMENTS, found, "claims")
+    assert text == claims.report.markdown(claims.study.EXPERIMENTS, found)
+    assert shown(claims.study.README.read_text(encoding="utf-8"), claims.report) == claims.report.believed(
+        claims.study.EXPERIMENTS, found
+    )
     for name, files in found.items():
-        for picture in claims.run.EXPERIMENTS[name].pictures if files else ():
-            assert 0 < (document.with_suffix("") / picture).stat().st_size < 150_000
+        for picture in claims.study.EXPERIMENTS[name].pictures if files else ():
+            assert 0 < (HOME / "pictures" / picture).stat().st_size < 150_000
+
+
+def test_every_claim_with_an_author_is_a_claim(claims):
+    text = (HOME / "claims.md").read_text(encoding="utf-8")
+    assert [claim for claim in claims.report.SOURCES if f"\n### {claim}\n" not in text] == []
+
+
+def test_links_lead_somewhere():
+    for document in (HOME / "README.md", HOME / "claims.md"):
+        text = document.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)h][^)]*)\)", text):
+            file, _, anchor = link.partition("#")
+            assert (HOME / file).exists(), link
+            titles = re.findall(r"^#+ (.*)$", (HOME / file).read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

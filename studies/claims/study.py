@@ -1,10 +1,10 @@
-"""Check claims that are told about gradient accumulation: run the experiments, judge, write docs/claims.md.
+"""Test common claims about gradient accumulation: run the experiments, judge, write studies/claims/claims.md.
 
     make claims
-    python benchmarks/claims/run.py --list
-    python benchmarks/claims/run.py --only second_moment images --seeds 5
+    python studies/claims/study.py --list
+    python studies/claims/study.py --only second_moment images --seeds 5
 
-Every experiment and seed writes a file of its own in benchmarks/results/claims/, whole or not at all. A file whose settings,
+Every experiment and seed writes a file of its own in studies/claims/results/, whole or not at all. A file whose settings,
 code and torch are those of now is not computed again, so that a run that was interrupted goes on. The document is written from
 all files that there are, and says what is missing.
 """
@@ -25,8 +25,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(Path(__file__).parent))
+HOME = Path(__file__).parent
+sys.path.insert(0, str(HOME))
 
 import arithmetic
 import moments
@@ -37,8 +37,10 @@ import systems
 import torch
 import training_claims
 import transformers
+from report import PICTURES
 from verdicts import Experiment
 
+README = HOME / "README.md"
 MODULES = (arithmetic, quadratic, moments, systems, training_claims)
 EXPERIMENTS = {each.name: each for module in MODULES for each in module.EXPERIMENTS}
 
@@ -142,15 +144,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cores")
     parser.add_argument("--fresh", action="store_true", help="compute again what is there")
     parser.add_argument("--quick", action="store_true", help="tiny settings, to try the program; numbers mean nothing")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "claims", help="folder")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "claims.md", help="pictures go beside it")
+    parser.add_argument("--results", type=Path, default=HOME / "results", help="folder")
+    parser.add_argument("--document", type=Path, default=HOME / "claims.md", help="pictures/ goes beside it")
     arguments = parser.parse_args(argv)
     if arguments.seeds < 2:
         parser.error(f"--seeds is {arguments.seeds}: a spread takes 2 or more")
     if arguments.jobs < 1:
         parser.error(f"--jobs is {arguments.jobs}: it takes 1 or more")
     if arguments.quick and parser.get_default("document") == arguments.document:
-        parser.error("--quick does not write docs/claims.md: give --document and --results")
+        parser.error("--quick does not write studies/claims/claims.md: give --document and --results")
     return arguments
 
 
@@ -171,12 +173,17 @@ def main(argv: list[str]) -> None:
     wanted = [unit for unit in units if not arguments.only or unit[0] in arguments.only]
     compute_all([unit for unit in wanted if arguments.fresh or have(*unit) is None], arguments)
     found = {name: [have(of, seed) for of, seed in units if of == name] for name in experiments}
-    write(experiments, {name: None if None in files else files for name, files in found.items()}, arguments.document)
+    found = {name: None if None in files else files for name, files in found.items()}
+    write(experiments, found, arguments.document)
+    if arguments.document == HOME / "claims.md":
+        before, rest = README.read_text(encoding="utf-8").split(report.BEGIN)
+        table = report.BEGIN + report.believed(experiments, found) + report.END
+        README.write_text(before + table + rest.split(report.END)[1], encoding="utf-8")
 
 
 def write(experiments: dict[str, Experiment], found: dict[str, list[dict] | None], document: Path) -> None:
     """The document and its pictures."""
-    pictures = document.with_suffix("")
+    pictures = document.parent / PICTURES
     for name, files in found.items():
         if files is not None and experiments[name].draw is not None:
             pictures.mkdir(parents=True, exist_ok=True)
@@ -184,7 +191,7 @@ def write(experiments: dict[str, Experiment], found: dict[str, list[dict] | None
             for file, picture in zip(experiments[name].pictures, drawn, strict=True):
                 (pictures / file).write_bytes(picture)
     document.parent.mkdir(parents=True, exist_ok=True)
-    document.write_text(report.markdown(experiments, found, pictures.name), encoding="utf-8")
+    document.write_text(report.markdown(experiments, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

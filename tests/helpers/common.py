@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from samestep.recipe.recipe import TASKS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Models that train in moments; what a flag does not set is the recipe's.
 TINY = (
     "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
@@ -45,6 +48,7 @@ TINIES = {
     "train_image_classifier": TINY_RESNET,
     "train_captcha": TINY_READER,
 }
+DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 
 def task_of(program: str) -> str:
@@ -89,6 +93,24 @@ def load_script(name: str):
     return module
 
 
+def load_benchmark(name: str):
+    """A program of benchmarks/ as a module, with what it changes in the environment put back."""
+    folder = str(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", f"{folder}/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [folder, *sys.path]):
+        spec.loader.exec_module(module)
+    return module
+
+
+def environment_of(config: Path, *flags: str) -> dict[str, str]:
+    """What `accelerate launch` with a launch file and flags tells its processes, as Accelerate itself makes it."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    told = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in told.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
+
+
 def samples_in(cell: dict) -> int:
     """Samples of a cell of a language model, end to end or one in a row."""
     return len(cell["ends"]) - 1 if "ends" in cell else len(cell["input_ids"])
@@ -129,7 +151,7 @@ def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
     """What each of N processes of a program of this folder, called with its rank, N and `folder`, left in RANK.pt."""
     import torch  # here: launched programs set their environment first
 
-    command = [sys.executable, str(ROOT / "tests" / program)]
+    command = [sys.executable, str(Path(__file__).with_name(program))]
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(

@@ -1,14 +1,16 @@
-"""Run by `accelerate launch`: several trainings, one after the other, on the same processes."""
+"""Several trainings, one after the other, on the same processes; a fork server imports this, which is waited for once."""
 
 import gc
 import json
-import sys
+import os
 
 import matplotlib.figure
 from accelerate import PartialState
 from blank import write_blank
-from common import fresh_accelerator, load_script
+from common import TINIES, fresh_accelerator, load_script
 from torch.nn.parallel import DistributedDataParallel
+
+SCRIPTS = {program: load_script(program) for program in TINIES}
 
 
 def end(state: PartialState, group=None) -> None:
@@ -19,12 +21,11 @@ def end(state: PartialState, group=None) -> None:
     )
 
 
-if __name__ == "__main__":
+def main(folder: str, calls: str) -> None:
+    """Train as `calls` says, [[PROGRAM, ARGUMENT, ...], ...] in JSON, and end the process. `folder` has its output."""
     matplotlib.figure.Figure.savefig = write_blank
     PartialState.destroy_process_group = end
-    calls = json.loads(sys.argv[1])
-    scripts = {program: load_script(program) for program, *_ in calls}
-    gc.freeze()  # as in conftest.py
-    for program, *argv in calls:
+    for program, *argv in json.loads(calls):
         fresh_accelerator()
-        scripts[program].main(argv)
+        SCRIPTS[program].main(argv)
+    os._exit(0)

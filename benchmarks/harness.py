@@ -1,0 +1,312 @@
+"""What all benchmarks share: flags, one clock, measuring in turns, versions and machine, results as JSON and Markdown.
+
+A benchmark is a module with its workloads, a `main` that measures them, and `markdown(results)`, which makes results/NAME.md of
+results/NAME.json. Nothing but the standard library is imported here until it is needed: start-up is measured, too.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PRECISIONS = ("no", "bf16")
+clock = time.perf_counter
+"""Gives seconds, the same ones to all processes of a machine (Linux)."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def positive(text: str) -> int:
+    """Read a number of things. Raises ArgumentTypeError below 1."""
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def flags(
+    name: str,
+    description: str,
+    *,
+    rounds: int | None = None,
+    only: Iterable[str] | None = None,
+    precisions: bool = False,
+    threads: bool = False,
+) -> argparse.ArgumentParser:
+    """Make a parser with --output and those of the usual flags that a benchmark has.
+
+    Args:
+        name: of the results, without a suffix.
+        description: docstring of the program.
+        rounds: default of --rounds; None: it has none.
+        only: what --only can choose from; None: it has none. The default is all.
+        precisions: whether it has --precisions.
+        threads: whether it has --threads; the default is torch's.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / name, help="results, without a suffix")
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=positive, default=rounds, help=f"all that is compared, in turns [{rounds}]"
+        )
+    if only is not None:
+        names = list(only)
+        parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    if precisions:
+        parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    if threads:
+        import torch
+
+        parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of every program")
+    return parser
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Time a call."""
+    start = clock()
+    call()
+    return clock() - start
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
+    """Call each in every round, and list what each returns: a machine whose speed changes is the same for all.
+
+    The order rotates, A B C, B C A, ..., for what runs first may find other caches. Rounds of warm-up are not listed.
+
+    >>> said = []
+    >>> in_turns({"a": lambda: said.append("a") or 1.0, "b": lambda: said.append("b") or 2.0}, rounds=2, warm_up=1)
+    {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
+    >>> "".join(said)
+    'abbaab'
+    """
+    names, found = list(calls), {name: [] for name in calls}
+    for number in range(warm_up + rounds):
+        place = number % len(names)
+        for name in names[place:] + names[:place]:
+            found[name].append(calls[name]())
+    return {name: values[warm_up:] for name, values in found.items()}
+
+
+def launch(program: str | Path, precision: str = "no", config: str = "cpu.yaml", *more: str) -> list[str]:
+    """Give the words that launch a program as users do; `more` are flags of `accelerate launch`."""
+    words = [sys.executable, "-m", "accelerate.commands.launch", *more, "--config_file"]
+    return [*words, str(ROOT / "accelerate_configs" / config), "--mixed_precision", precision, str(program)]
+
+
+class Program:
+    """A program in a process group of its own, stopped until its turn: programs that are compared share the machine's moods.
+
+    Args:
+        words: its command.
+        folder: where it runs.
+        log: what it prints.
+        threads: OMP_NUM_THREADS.
+    """
+
+    def __init__(self, words: list[str], folder: Path, log: Path, threads: int):
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        environment["PYTHONUNBUFFERED"] = "1"  # what it has printed is in the log although it is killed
+        self.words, self.log, self.turns = words, log, []
+        self.process = subprocess.Popen(
+            words, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def turn(self, seconds: float | None) -> None:
+        """Let it run for `seconds`, or to its end."""
+        start = clock()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        if not self.done:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        self.turns.append((start, clock()))
+        if self.process.returncode:
+            sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        """Let it run without a stop until something is so."""
+        start = clock()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        while not is_reached():
+            if self.done:
+                sys.exit(f"{' '.join(self.words)} has ended:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        self.turns.append((start, clock()))
+
+    @property
+    def done(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def seconds(self) -> float:
+        """In which it ran."""
+        return sum(end - start for start, end in self.turns)
+
+    def kill(self) -> None:
+        """End it at once, stopped or not."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
+    """Give each program a turn of so many seconds, again and again, until all have ended."""
+    left = list(programs)
+    while left:
+        for program in left:
+            program.turn(seconds)
+        left = [program for program in left if not program.done]
+
+
+def own_time(turns: list[tuple[float, float]], moment: float) -> float:
+    """Seconds in which a program had run at a moment."""
+    return sum(min(end, moment) - begin for begin, end in turns if begin < moment)
+
+
+def peak_memory(process: int) -> float:
+    """Read the largest resident memory that a process ever had, in GB."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+def about(command: str, packages: Iterable[str], threads: int | None = None, **more: Any) -> dict[str, Any]:
+    """Say how results came about: the command, date, machine, versions, and what a benchmark adds.
+
+    Args:
+        command: that makes them.
+        packages: whose versions may matter.
+        threads: of every program; None: torch's.
+    """
+    import torch
+
+    threads = threads or torch.get_num_threads()
+    return {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {threads} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+        **more,
+    }
+
+
+def where(about: dict[str, Any]) -> str:
+    """Say when, on what machine and with what versions, as far as results tell it."""
+    parts = [about[name] for name in ("date", "machine") if name in about]
+    parts += [f"Python {about['python']}"] if "python" in about else []
+    return ", ".join(parts + [f"{name} {number}" for name, number in about.get("versions", {}).items()])
+
+
+def kept(output: Path, group: str, key: str, measured: Iterable[str]) -> list[dict[str, Any]]:
+    """Read the rows of a group of the results that there are, but for those that are measured anew.
+
+    Args:
+        output: results, without a suffix.
+        group: name of the list of rows.
+        key: field of a row that names what it measured.
+        measured: names that are measured anew.
+    """
+    file, again = output.with_suffix(".json"), set(measured)
+    rows = json.loads(file.read_text(encoding="utf-8"))[group] if file.exists() else []
+    return [row for row in rows if row[key] not in again]
+
+
+def write(output: Path, results: dict[str, Any], page: str, is_last: bool = True) -> None:
+    """Write OUTPUT.json and OUTPUT.md; print the latter where nothing more is measured."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(page, encoding="utf-8")
+    if is_last:
+        print(page)
+
+
+def write_between(document: Path, name: str, text: str) -> None:
+    """Replace what stands between the markers of a generated part of a document.
+
+    Args:
+        document: Markdown with the lines <!-- NAME: begin --> and <!-- NAME: end -->.
+        name: of the part.
+        text: whole lines.
+    """
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    before, rest = document.read_text(encoding="utf-8").split(begin)
+    document.write_text(before + begin + text + end + rest.split(end)[1], encoding="utf-8")
+
+
+def between(document: Path, name: str) -> str:
+    """Read what stands between the markers of a generated part of a document."""
+    text = document.read_text(encoding="utf-8")
+    return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
+
+
+def page(title: str, program: str, about: dict[str, Any], body: str) -> str:
+    """Make a page of results.
+
+    Args:
+        title: its head.
+        program: file in benchmarks/, whose docstring says what is measured.
+        about: see `about`.
+        body: Markdown, whole lines.
+    """
+    ran = where(about)
+    return (
+        f"# {title}\n\nGenerated by `{about['command']}` (benchmarks/{program}, which says what is measured); do not edit.\n\n"
+        f"{body}" + (f"\n{ran}.\n" if ran else "")
+    )
+
+
+def part(program: str, about: dict[str, Any], body: str) -> str:
+    """Make the generated part of a document, for `write_between`. Takes what `page` takes, but a title."""
+    return f"{body}\nGenerated by `{about['command']}` (benchmarks/{program}, which says what is measured). {where(about)}.\n"
+
+
+def table(columns: str | Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Make a Markdown table; the heads of its columns are a list, or a text with " | " between them.
+
+    >>> print(table("a | b", [[1, "x"]]), end="")
+    | a | b |
+    |---|---|
+    | 1 | x |
+    """
+    heads = columns.split(" | ") if isinstance(columns, str) else list(columns)
+    head, *lines = [f"| {' | '.join(map(str, cells))} |\n" for cells in [heads, *rows]]
+    return "".join([head, "|---" * len(heads) + "|\n", *lines])
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Show median, smallest and largest.
+
+    >>> spread([3.0, 1.0, 2.0], ".1f")
+    '2.0 (1.0 to 3.0)'
+    """
+    values = list(values)
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Divide, round by round."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]

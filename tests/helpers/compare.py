@@ -1,0 +1,44 @@
+"""Comparisons of two runs by what they leave."""
+
+import pytest
+import torch
+from common import all_metrics, evaluations, metrics
+from safetensors.torch import load_file
+
+from samestep.training.checkpoint import read
+
+
+def without_time(output_dir) -> list[dict]:
+    return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
+
+
+def same_weights(a, b) -> bool:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
+    """Of a checkpoint, or ("") of the model that a finished run leaves."""
+    tensors = read(output_dir / checkpoint, "model") if checkpoint else load_file(output_dir / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def check(output_dir, reference, dtype: str, norms: float = 1e-5) -> None:
+    """The acceptance: losses of every step to 1e-5 in fp32 (its gradient's norm to `norms`), parameters after 10 steps to 1e-12
+    in float64."""
+    ours, theirs = metrics(output_dir), metrics(reference)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, 11))
+    for name in [name for name in theirs[0] if name.endswith(("loss", "grad_norm"))]:
+        for a, b in zip(ours, theirs, strict=True):
+            tolerance = norms if name == "grad_norm" else 1e-5
+            assert a[name] == pytest.approx(b[name], rel=tolerance if dtype == "float32" else 1e-11)
+    for name in ("epoch", "learning_rate", "samples", "tokens"):
+        assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
+    last, true_last = evaluations(output_dir)[-1], evaluations(reference)[-1]
+    for name in true_last if dtype == "float64" else ["step", "eval_loss"]:
+        assert last[name] == pytest.approx(true_last[name], rel=1e-4 if dtype == "float32" else 1e-11)
+    assert relative(parameters(output_dir), parameters(reference)) < (1e-4 if dtype == "float32" else 1e-12)

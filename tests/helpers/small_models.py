@@ -1,0 +1,58 @@
+"""Small configurations of real model classes, small recipes, and the memory that a step allocates."""
+
+import json
+
+import torch
+import transformers
+
+from samestep.recipe.recipe import Recipe, load
+
+TEXT = {"vocab_size": 300, "max_position_embeddings": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+BERT = TEXT | {"hidden_size": 32, "intermediate_size": 48}
+LLAMA = BERT | {"num_key_value_heads": 2}
+SMALL_CONFIGS = {
+    "BertForPreTraining": ("BertConfig", BERT),
+    "BertForMaskedLM": ("BertConfig", BERT),
+    "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 5}),
+    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}),
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
+    "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2ForCausalLM": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen3ForCausalLM": ("Qwen3Config", LLAMA | {"head_dim": 16}),
+    "ResNetForImageClassification": (
+        "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 7},
+    ),
+}
+SMALL_RECIPES = {
+    "gpt2": {"n_embd": 128, "n_head": 2, "n_positions": 192, "block_size": 128, "vocab_size": 1000},
+    "bert": {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 384, "max_position_embeddings": 192}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_seq_length": 128, "vocab_size": 4000},
+}
+NUM_SAMPLES = 4
+
+
+def save(folder, kind: str, **changes) -> transformers.PreTrainedConfig:
+    name, shape = SMALL_CONFIGS[kind]
+    config = getattr(transformers, name)(**shape | changes, architectures=[kind])
+    config.save_pretrained(folder)
+    return config
+
+
+def small(kind: str, num_layers: int = 5, activation: str | None = None, **changes) -> Recipe:
+    layers, act = {"gpt2": ("n_layer", "activation_function"), "bert": ("num_hidden_layers", "hidden_act")}[kind]
+    changes = SMALL_RECIPES[kind] | {layers: num_layers} | ({act: activation} if activation else {}) | changes
+    return load({"gpt2": "gpt2_124m", "bert": "bert_base"}[kind], changes)
+
+
+def peak(step, folder) -> int:
+    """Most bytes allocated at once by `step`, over those allocated before it: exact, from the profiler's events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    total = most = 0
+    for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
+        total += event["args"]["Bytes"]
+        most = max(most, total)
+    return most
