@@ -110,7 +110,7 @@ class Loop:
         recipe, _ = run.parse(flags, "bert_pretraining", "")
         torch.manual_seed(recipe.seed)
         self.model, self.limit = PretrainingSums.from_recipe(recipe).train(), recipe.max_grad_norm
-        self.optimizer, self.bf16 = optim.of_recipe(self.model, recipe), precision == "bf16"
+        self.optimizer, self.bf16 = optim.from_recipe(self.model, recipe), precision == "bf16"
         self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
 
     def step(self, data: StepData) -> float:

@@ -61,7 +61,7 @@ class Case:
         return harness.clock() - start
 
 
-def of_recipe(name: str, module, build, batch: int) -> Case:
+def from_recipe(name: str, module, build, batch: int) -> Case:
     recipe = load(name, {"normalization": "batch", "global_batch_size": batch})
     source, _ = module.build(recipe)
 
@@ -73,7 +73,7 @@ def of_recipe(name: str, module, build, batch: int) -> Case:
 
     torch.manual_seed(0)
     network = build(recipe)
-    return Case(f"{name}, normalization batch", network, optim.of_recipe(network, recipe), draw, batch)
+    return Case(f"{name}, normalization batch", network, optim.from_recipe(network, recipe), draw, batch)
 
 
 def of_resnet(name: str, size: int, batch: int) -> Case:
@@ -112,13 +112,13 @@ def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> lis
 
 def main() -> None:
     arguments = harness.flags("batch_norm", __doc__, rounds=5).parse_args()
-    digits = of_recipe(
+    digits = from_recipe(
         "resnet_digits_cpu",
         images,
         lambda recipe: ResNetForImageClassification(ResNetConfig(**recipe.architecture)),
         64,
     )
-    reader = of_recipe("captcha_cpu", captchas, lambda recipe: CaptchaReader(**recipe.architecture), 128)
+    reader = from_recipe("captcha_cpu", captchas, lambda recipe: CaptchaReader(**recipe.architecture), 128)
     rows = measure(digits, [32, 16, 8], 100, arguments.rounds)
     rows += measure(reader, [64, 32], 30, arguments.rounds)
     rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.rounds)

@@ -259,7 +259,7 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
     steps = [make_step(case, variant, draw(case, seed), device, tokens) for seed in range(2)]
     _free(device)
     model = build(case, variant, device, few=False)
-    optimizer = optim.of_recipe(model, recipe)
+    optimizer = optim.from_recipe(model, recipe)
     model, optimizer = accelerator.prepare(model, optimizer)
     numbers, mean_losses = iter(range(sys.maxsize)), []
 

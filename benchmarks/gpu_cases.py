@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from samestep.cut.partition import partition
-from samestep.data.ragged import cell_of
-from samestep.models.attention import bert_wanted, unpad
+from samestep.data.ragged import make_cell
+from samestep.models.attention import last_hidden_at, unpad
 from samestep.planner import convnet, transformer
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import batch_norm, losses
@@ -175,7 +175,7 @@ class BertSums(nn.Module):
 
     def forward(self, first_index, masked_index, masked_labels, next_sentence_label, **tokens) -> torch.Tensor:
         """Summed losses, [2]: masked tokens, pairs. See `bert_cell`."""
-        hidden = (bert_wanted if self.fast else bert_padded)(self.bert.bert, **tokens)
+        hidden = (last_hidden_at if self.fast else bert_padded)(self.bert.bert, **tokens)
         head = self.bert.cls.predictions
         weight, bias = head.decoder.weight, head.decoder.bias
         if self.fast:
@@ -190,7 +190,7 @@ class BertSums(nn.Module):
 def bert_padded(
     bert: nn.Module, input_ids, token_type_ids, position_ids, ends, source, place, is_token, wanted, **_
 ) -> torch.Tensor:
-    """As `bert_wanted`, by transformers' own layers on a table of padded samples."""
+    """As `last_hidden_at`, by transformers' own layers on a table of padded samples."""
     inputs = (input_ids, token_type_ids, position_ids)
     hidden = bert.embeddings(*(x[0][source] for x in inputs))
     for layer in bert.encoder.layer:
@@ -355,7 +355,7 @@ def bert_cell(pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
     first_index = np.cumsum(num_wanted) - num_wanted
     tokens, seconds = [pair.tokens for pair in pairs], [pair.second for pair in pairs]
     return {
-        **cell_of(tokens, seconds, [np.append(0, pair.places) for pair in pairs]),
+        **make_cell(tokens, seconds, [np.append(0, pair.places) for pair in pairs]),
         "first_index": torch.from_numpy(first_index),
         "masked_index": torch.from_numpy(np.delete(np.arange(num_wanted.sum()), first_index)),
         "masked_labels": torch.from_numpy(np.concatenate([pair.labels for pair in pairs])),

@@ -16,7 +16,7 @@ from samestep.cut.layout import solve_layout
 from samestep.models.trace import Trace, trace_recipe
 from samestep.planner import hardware
 from samestep.planner.memory import model_of
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
 
 DEVICE = "a100-80"
@@ -33,7 +33,7 @@ def planned(
     recipe: Recipe, b: int, mixed_precision: str, gradient_checkpointing: bool, attn_implementation: str
 ) -> int:
     """The formula's bytes for b samples in a forward, on one process."""
-    workload = of_recipe(recipe, attention=attn_implementation)
+    workload = from_recipe(recipe, attention=attn_implementation)
     layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
     options = {"mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing}
     return workload.memory(layout, **options).total

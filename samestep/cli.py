@@ -20,7 +20,7 @@ from samestep.planner.hardware import MOST, load_device, parse
 from samestep.planner.memory import MOMENTS
 from samestep.planner.page import page
 from samestep.planner.placement import place
-from samestep.planner.workload import Workload, of_model, of_recipe
+from samestep.planner.workload import Workload, from_model, from_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
 from samestep.recipe.extras import require
@@ -181,7 +181,7 @@ def list_recipes(argv: list[str]) -> None:
 
 def plan(name: str, argv: list[str]) -> None:
     recipe, settings, data = _read("plan", name, argv, PlanSettings)
-    workload = of_recipe(
+    workload = from_recipe(
         recipe,
         attention=settings.attn_implementation,
         num_train_samples=data.num_train_samples,
@@ -229,7 +229,7 @@ def _workload_of_model(
     if of.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(of.num_train_samples, of.global_batch_size, "carry")
         num_steps = num_steps or (of.num_train_epochs and layouts.num_steps(per_epoch, of.num_train_epochs))
-    return of_model(
+    return from_model(
         model,
         name,
         global_batch_size=of.global_batch_size,
@@ -304,7 +304,7 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], tra
 
 def scale(name: str, argv: list[str]) -> None:
     recipe, settings, _ = _read("scale", name, argv, ScaleSettings)
-    _scale(of_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
+    _scale(from_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
 
 
 def scale_model(argv: list[str]) -> None:

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
 
     # The model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(labelled_texts.build)
-    unlabelled = labelled_texts.of_files(settings.predict_file, recipe, train) if settings.predict_file else None
+    unlabelled = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None
     model, optimizer = run.prepare(ClassificationSums, train)
 
     def evaluate() -> bool:

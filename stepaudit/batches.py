@@ -40,7 +40,7 @@ class Drawn:
         known = self.digests if self.samples is None else self.samples
         return None if known is None else len(known)
 
-    def rows_of(self, tensors: list[torch.Tensor]) -> list[int] | None:
+    def make_rows(self, tensors: list[torch.Tensor]) -> list[int] | None:
         """Which of its samples the tensors hold: [] for none, None for all of them or when that cannot be told."""
         ours = sorted((leaf for leaf in self.leaves if len(leaf) == self.num_samples), key=torch.numel, reverse=True)
         for given in tensors:
@@ -122,7 +122,7 @@ class Batches:
             found = next((of for of in self.pending if of.dataset == self.newest not in self.evaluated), None)
         if found is None:
             return None, None, None
-        rows = found.rows_of(given) if found.num_samples else None
+        rows = found.make_rows(given) if found.num_samples else None
         is_again = found is self.current and rows is None and not _is_whole(found, given)
         if found in self.pending:
             self.pending.remove(found)

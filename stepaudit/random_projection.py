@@ -1,4 +1,4 @@
-"""Few numbers that stand for many: linear, so that sums, differences, lengths and angles of gradients can be read from them."""
+"""Random projections of gradients: linear, so that sums and differences survive, and so do, nearly, norms and angles."""
 
 from collections.abc import Iterable
 

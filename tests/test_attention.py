@@ -9,9 +9,9 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from samestep.data import ragged
-from samestep.data.ragged import by_length, cell_of, rows_of
+from samestep.data.ragged import by_length, make_cell, make_rows
 from samestep.models import attention
-from samestep.models.attention import bert_wanted
+from samestep.models.attention import last_hidden_at
 from samestep.models.text_classification import ClassificationSums
 
 SHAPE = {"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20}
@@ -55,7 +55,7 @@ def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], lis
         "uneven": [np.arange(1 + number % length) for number, length in enumerate(lengths)],
         "all": [np.arange(length) for length in lengths],
     }[wanted]
-    return list(map(torch.from_numpy, tokens)), kinds, places, cell_of(tokens, halves, places)
+    return list(map(torch.from_numpy, tokens)), kinds, places, make_cell(tokens, halves, places)
 
 
 def gradient(model) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monk
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
     tokens, kinds, places, cell = samples_of(CASES[case], wanted)
     ours, theirs = build(kernel).bert, build().bert
-    hidden = bert_wanted(ours, **cell)
+    hidden = last_hidden_at(ours, **cell)
     expected = torch.cat(
         [
             theirs(of[None], token_type_ids=kind[None]).last_hidden_state[0][place]
@@ -136,7 +136,7 @@ def test_dropout_is_at_work_in_training_only(kernel):
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
     *_, cell = samples_of(CASES[case], "first")
     rows, queries = (
-        attention.tables_of([ragged.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
+        attention.make_tables([ragged.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
         for of, mask in (("", cell["is_token"]), ("wanted_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
@@ -158,21 +158,21 @@ def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case)
 
 
 def test_rows():
-    rows = rows_of(np.array([1, 3, 2]))
+    rows = make_rows(np.array([1, 3, 2]))
     assert rows.ends.tolist() == [0, 1, 4, 6]
     assert rows.place.tolist() == [0, 3, 4, 5, 6, 7]
     assert rows.source.tolist() == [[0, 6, 6], [1, 2, 3], [4, 5, 6]], "padding holds what is behind the samples"
     assert rows.is_token.squeeze().tolist() == [[True, False, False], [True, True, True], [True, True, False]]
-    assert rows_of(np.array([2, 2])).is_token is None
+    assert make_rows(np.array([2, 2])).is_token is None
 
 
 def test_tables_have_few_sizes():
     """And a row that no sample is in does not attend to nothing, which has no softmax."""
-    rows = rows_of(np.array([17] * 8 + [1]))
+    rows = make_rows(np.array([17] * 8 + [1]))
     assert rows.source.shape == (10, 18)
     assert rows.place.tolist() == [*(18 * row + place for row in range(8) for place in range(17)), 18 * 8]
     assert rows.is_token.sum((1, 2, 3)).tolist() == [17] * 8 + [1, 1]
-    sizes = {rows_of(np.full(number, length)).source.shape for number in range(1, 33) for length in range(64, 129)}
+    sizes = {make_rows(np.full(number, length)).source.shape for number in range(1, 33) for length in range(64, 129)}
     assert len(sizes) == 16 * 9
 
 

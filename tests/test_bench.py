@@ -13,7 +13,7 @@ from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_a
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.data import sentence_pairs
-from samestep.data.ragged import cell_of
+from samestep.data.ragged import make_cell
 from samestep.data.steps import Steps
 from samestep.models import bert_pretraining, text_classification
 from samestep.recipe import run_settings as run
@@ -292,7 +292,7 @@ def test_products_are_those_that_torch_counts(module, folder):
 def test_products_of_a_classifier_are_those_that_torch_counts(module):
     recipe = load("finetune_small_cpu")
     bert = text_classification.build_model(recipe, ["a", "b"])
-    cell = cell_of([np.arange(64)], [64], [np.zeros(1, int)])
+    cell = make_cell([np.arange(64)], [64], [np.zeros(1, int)])
     bert.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as theirs:
         bert(cell["input_ids"])

@@ -17,7 +17,7 @@ from samestep.errors import UsageError, exit_code
 from samestep.planner import timing
 from samestep.planner.hardware import Hardware, load_device, parse
 from samestep.planner.placement import place
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 
 device, scaling = load_benchmark("device"), load_benchmark("scaling")
@@ -141,7 +141,7 @@ def test_a_plan_for_a_cpu(hardware, file, monkeypatch, capsys):
 def test_a_launch_file_for_a_cpu_is_as_those_that_ship(hardware, sharded, tmp_path):
     if hardware == "1xcpu" and sharded:
         return
-    placement = place(of_recipe(load("gpt2_small_cpu")), parse(hardware), sharded=sharded)
+    placement = place(from_recipe(load("gpt2_small_cpu")), parse(hardware), sharded=sharded)
     file = tmp_path / "written.yaml"
     file.write_text(placement.config)
     config, keys = load_config_from_file(str(file)), yaml.safe_load(placement.config)

@@ -154,7 +154,7 @@ def test_learning_rates_of_layers():
     model = text_classification.ClassificationSums(text_classification.build_model(recipe, ["a", "b"]))
     scales = {
         id(p): (group["lr_scale"], group["weight_decay"])
-        for group in optim.of_recipe(model, recipe).param_groups
+        for group in optim.from_recipe(model, recipe).param_groups
         for p in group["params"]
     }
     found = {name: scales[id(p)] for name, p in model.named_parameters()}
@@ -170,7 +170,7 @@ def test_learning_rates_of_layers():
     for name, (scale, decay) in found.items():
         assert scale == next(value for part, value in expected.items() if f"{part}." in name), name
         assert decay == (0.1 if model.get_parameter(name).ndim >= 2 else 0.0)
-    flat = optim.of_recipe(model, load("finetune_small_cpu"))
+    flat = optim.from_recipe(model, load("finetune_small_cpu"))
     assert [group["lr_scale"] for group in flat.param_groups] == [1.0, 1.0]
 
 

@@ -109,9 +109,9 @@ def k_is_not_undone(monkeypatch):
 
 
 def no_positions(monkeypatch):
-    right = of_cases.bert_wanted
+    right = of_cases.last_hidden_at
     wrong = lambda bert, **of: right(bert, **of | {"position_ids": of["position_ids"] * 0})  # noqa: E731
-    monkeypatch.setattr(of_cases, "bert_wanted", wrong)
+    monkeypatch.setattr(of_cases, "last_hidden_at", wrong)
 
 
 def classes_that_are_not_there(monkeypatch):

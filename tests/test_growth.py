@@ -12,7 +12,7 @@ from samestep import cli as program
 from samestep.errors import UsageError, exit_code
 from samestep.planner.growth import grow, remarks
 from samestep.planner.hardware import device_names, load_device
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
 
@@ -23,7 +23,7 @@ def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
 
 
 def test_gpt2_xl_from_one_device_to_thousands():
-    rows = grow(of_recipe(load("gpt2_xl_8xa100")), load_device("a100-80"), 4096)
+    rows = grow(from_recipe(load("gpt2_xl_8xa100")), load_device("a100-80"), 4096)
     assert [row.num_devices for row in rows] == [2**i for i in range(13)]
     assert [row.strong.layout.gradient_accumulation_steps for row in rows[:6]] == [32, 16, 8, 4, 2, 1]
     assert [row.strong is None for row in rows[9:]] == [False, True, True, True]
@@ -31,7 +31,7 @@ def test_gpt2_xl_from_one_device_to_thousands():
     assert str(rows[-1].weak.hardware) == "512x8xa100-80"
     assert rows[0].strong_efficiency == rows[0].weak_efficiency == 1
     assert 0.95 < rows[3].strong_efficiency <= rows[3].weak_efficiency < 1
-    first, *later = (row for row in grow(of_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
+    first, *later = (row for row in grow(from_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
     assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
     assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
     found = remarks(rows)
@@ -40,10 +40,10 @@ def test_gpt2_xl_from_one_device_to_thousands():
 
 
 def test_where_the_batch_passes_the_critical_size():
-    rows = grow(of_recipe(load("bert_base"), critical_batch_size=1000), load_device("a100-80"), 32)
+    rows = grow(from_recipe(load("bert_base"), critical_batch_size=1000), load_device("a100-80"), 32)
     (found,) = (remark for remark in remarks(rows) if "critical" in remark)
     assert found.endswith("passes the critical size of 1000 samples at 4 devices (1024 samples)")
-    rows = grow(of_recipe(load("bert_base"), critical_batch_size=1e6), load_device("a100-80"), 32)
+    rows = grow(from_recipe(load("bert_base"), critical_batch_size=1e6), load_device("a100-80"), 32)
     assert not any("critical" in remark for remark in remarks(rows))
 
 
@@ -51,7 +51,7 @@ def test_where_the_batch_passes_the_critical_size():
 @settings(max_examples=25, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     try:
-        rows = grow(of_recipe(load(name)), load_device(device), up_to)
+        rows = grow(from_recipe(load(name)), load_device(device), up_to)
     except UsageError:
         return
     placed = [row.strong.time for row in rows if row.strong]

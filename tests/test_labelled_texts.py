@@ -141,7 +141,7 @@ def test_a_file_to_predict_needs_no_labels_and_uses_none(tmp_path, texts):
         ("more.csv", ROWS, ("text", "id", "label")),
     ):
         file = write(tmp_path / name, rows, header)
-        found = labelled_texts.of_files([file], recipe_of(file), train)
+        found = labelled_texts.from_files([file], recipe_of(file), train)
         assert len(found) == len(rows)
         assert set(found.labels.tolist()) == {-100}
 

@@ -362,7 +362,7 @@ def test_emulated_bf16_is_refused(bare, major, precision, refused):
         ({"FSDP_VERSION": "1"}, "fsdp_version is 1, but only FSDP2 is supported"),
         (
             {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-            "parts tied weights (the head from the embedding): set it to false",
+            "unties tied weights (head and embedding): set it to false",
         ),
         (
             {"ACCELERATE_MIXED_PRECISION": "fp16"},

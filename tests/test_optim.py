@@ -6,7 +6,7 @@ from torch import nn
 
 from samestep.recipe.recipe import load
 from samestep.recipe.scaling import Hyperparameters
-from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, adamw, of_recipe, sgd
+from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, adamw, from_recipe, sgd
 
 
 def test_decay_is_for_matrices_only():
@@ -53,18 +53,18 @@ def test_sgd_is_the_documented_one_and_decays_filters_only():
 
 def test_a_recipe_names_its_optimizer():
     model = nn.Linear(3, 2)
-    digits = of_recipe(model, load("resnet_digits_cpu"))
+    digits = from_recipe(model, load("resnet_digits_cpu"))
     assert isinstance(digits, torch.optim.SGD)
     assert (digits.defaults["lr"], digits.defaults["momentum"], digits.defaults["fused"]) == (0.1, 0.9, True)
     assert [group["weight_decay"] for group in digits.param_groups] == [1e-4, 0.0]
-    reader = of_recipe(model, load("captcha_3xa100"))
+    reader = from_recipe(model, load("captcha_3xa100"))
     assert isinstance(reader, torch.optim.AdamW)
     assert (reader.defaults["lr"], reader.defaults["betas"]) == (6e-4, (0.9, 0.999))
-    assert isinstance(of_recipe(model, load("bert_base")), torch.optim.AdamW)
+    assert isinstance(from_recipe(model, load("bert_base")), torch.optim.AdamW)
 
 
 def test_an_update_is_held_back():
-    """What `Recovery.hold_back` sets, fused SGD reads."""
+    """What `Recovery.skip_update_if_not_finite` sets, fused SGD reads."""
     model = nn.Linear(3, 2)
     optimizer, before = sgd(model, 0.1, 0.9, 0.01), [p.detach().clone() for p in model.parameters()]
     model(torch.ones(1, 3)).sum().backward()

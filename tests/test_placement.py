@@ -14,12 +14,12 @@ from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import device_names, parse
 from samestep.planner.placement import place
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
 
 def on(recipe: str, hardware: str, changes: dict | None = None, **asked):
-    return place(of_recipe(load(recipe, changes)), parse(hardware), **asked)
+    return place(from_recipe(load(recipe, changes)), parse(hardware), **asked)
 
 
 @pytest.mark.parametrize(

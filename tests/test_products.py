@@ -103,7 +103,7 @@ def test_what_cannot_be_multiplied_is_refused_in_torchs_words(shapes):
 def test_offered_for_float32_on_a_cpu(device, precision, dtype, offered):
     taken = []
     ways = {"first": lambda: taken.append("first"), "second": lambda: taken.append("second")}
-    found = products.ways(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
+    found = products.with_onednn(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
     assert list(found) == [*ways, *(f"{name}, oneDNN" for name in ways if offered)]
     for take in found.values():
         take()

@@ -19,7 +19,7 @@ from samestep.models.trace import Trace, as_cuda, trace_config, trace_recipe, tr
 from samestep.planner.configs import read_config, shape_of
 from samestep.planner.memory import model_of, planned_memory
 from samestep.planner.timing import work_of
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe, catalog_names, load
 from samestep.step import optim
 
@@ -233,7 +233,7 @@ def test_the_formula_meets_the_trace(name):
     if recipe.task == "image_classification":
         shallow = {recipe.task: {"depths": (1,) * len(recipe.depths)}}
     recipe = load(name, shallow.get(recipe.task))
-    workload = of_recipe(recipe)
+    workload = from_recipe(recipe)
     for b, mixed_precision, recomputed in ((1, "bf16", False), (8, "no", False), (32, "bf16", True)):
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)

@@ -9,7 +9,7 @@ from samestep.planner import timing
 from samestep.planner.configs import shape_of
 from samestep.planner.hardware import parse
 from samestep.planner.placement import place
-from samestep.planner.workload import of_model, of_recipe
+from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import load
 
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "vocab_size": 100, "hidden_size": 32}
@@ -19,23 +19,23 @@ BERT |= {"hidden_act": "gelu", "hidden_dropout_prob": 0, "attention_probs_dropou
 
 def test_what_an_optimizer_remembers_and_moves():
     """Bytes per parameter: AdamW 8 and 28, SGD 4 and 20; clipping moves 12 more."""
-    found = {name: of_recipe(load(name)) for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")}
+    found = {name: from_recipe(load(name)) for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")}
     assert [workload.moment_bytes for workload in found.values()] == [8, 4, 8]
     assert [workload.optimizer_bytes for workload in found.values()] == [40, 20, 28]
-    clipped = of_recipe(load("resnet50_1xv100", {"max_grad_norm": 1.0}))
+    clipped = from_recipe(load("resnet50_1xv100", {"max_grad_norm": 1.0}))
     assert clipped.optimizer_bytes == 32
     shape = shape_of(BERT, 16, name="it")
-    assert [of_model(shape, "it", global_batch_size=8, optimizer=name).moment_bytes for name in ("adamw", "sgd")] == [
+    assert [from_model(shape, "it", global_batch_size=8, optimizer=name).moment_bytes for name in ("adamw", "sgd")] == [
         8,
         4,
     ]
     assert [
-        of_model(shape, "it", global_batch_size=8, optimizer=name).optimizer_bytes for name in ("adamw", "sgd")
+        from_model(shape, "it", global_batch_size=8, optimizer=name).optimizer_bytes for name in ("adamw", "sgd")
     ] == [28, 20]
 
 
 def test_the_time_is_that_of_its_kernels_and_optimizer():
-    placement = place(of_recipe(load("resnet50_1xv100")), parse("1xv100-16"))
+    placement = place(from_recipe(load("resnet50_1xv100")), parse("1xv100-16"))
     model, bandwidth = placement.workload.model, parse("v100-16").device.memory_gb_per_s * 1e9
     assert placement.time.optimizer == pytest.approx(20 * model.num_parameters / bandwidth)
     per_byte = timing.CALIBRATION.traffic_channels_last / bandwidth + timing.CALIBRATION.stall
@@ -45,24 +45,26 @@ def test_the_time_is_that_of_its_kernels_and_optimizer():
 
 def test_batch_normalization_and_attention():
     assert [
-        of_recipe(load(name)).batch_normalization for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")
+        from_recipe(load(name)).batch_normalization for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")
     ] == [
         False,
         True,
         False,
     ]
-    assert not of_recipe(load("resnet50_1xv100", {"exact_batch_norm": True})).batch_normalization
+    assert not from_recipe(load("resnet50_1xv100", {"exact_batch_norm": True})).batch_normalization
     shape = shape_of(BERT, 16, name="it")
-    assert of_model(shape, "it", global_batch_size=8, attention="eager").model == dataclasses.replace(shape, eager=True)
-    assert not of_model(shape, "it", global_batch_size=8).batch_normalization
+    assert from_model(shape, "it", global_batch_size=8, attention="eager").model == dataclasses.replace(
+        shape, eager=True
+    )
+    assert not from_model(shape, "it", global_batch_size=8).batch_normalization
     with pytest.raises(UsageError, match="captcha_3xa100 has no attention"):
-        of_recipe(load("captcha_3xa100"), attention="eager")
+        from_recipe(load("captcha_3xa100"), attention="eager")
 
 
 def test_steps_and_epochs():
     asked = load("bert_base", {"max_train_steps": 10, "num_warmup_steps": 2})
-    assert (of_recipe(asked).num_steps, of_recipe(asked).steps_per_epoch) == (10, None)
-    known = of_recipe(asked, num_train_samples=1280)
+    assert (from_recipe(asked).num_steps, from_recipe(asked).steps_per_epoch) == (10, None)
+    known = from_recipe(asked, num_train_samples=1280)
     assert (known.num_steps, known.steps_per_epoch) == (10, 5)  # what was asked for, not an epoch's
-    of_epochs = of_recipe(load("bert_base", {"num_train_epochs": 2.5, "num_warmup_steps": 2}), num_train_samples=1280)
+    of_epochs = from_recipe(load("bert_base", {"num_train_epochs": 2.5, "num_warmup_steps": 2}), num_train_samples=1280)
     assert (of_epochs.num_steps, of_epochs.schedule.num_warmup_steps) == (13, 2)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents
 from samestep.data.arrow import ListColumn
-from samestep.data.ragged import cell_of
+from samestep.data.ragged import make_cell
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
@@ -288,7 +288,7 @@ class LabelledTexts:
         """A cell of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
-            of the tokens, the first of each sample wanted: see `attention.cell_of`.
+            of the tokens, the first of each sample wanted: see `attention.make_cell`.
             labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
             counts: int64 [1], samples.
         """
@@ -299,7 +299,7 @@ class LabelledTexts:
             [text.label for text in texts], dtype=torch.float64 if self.classes is None else torch.int64
         )
         return {
-            **cell_of(
+            **make_cell(
                 [text.tokens for text in texts], [text.first for text in texts], [np.zeros(1, np.int64)] * len(texts)
             ),
             "labels": labels,
@@ -341,7 +341,7 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
     return train, LabelledTexts(held_out, tokenizer, **settings, what="held-out texts") if len(held_out) else None
 
 
-def of_files(files: Sequence[str], recipe: TextClassification, train: LabelledTexts) -> LabelledTexts:
+def from_files(files: Sequence[str], recipe: TextClassification, train: LabelledTexts) -> LabelledTexts:
     """Texts to label, with or without labels of their own, as the training texts are read.
 
     Raises:

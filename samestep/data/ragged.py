@@ -55,14 +55,14 @@ def round_up(number: int, bits: int) -> int:
     return -(-number // step) * step
 
 
-def rows_of(lengths: np.ndarray, first: int = 0, behind: int | None = None) -> Rows:
-    """Those of samples of these lengths.
+def make_rows(lengths: np.ndarray, first: int = 0, behind: int | None = None) -> Rows:
+    """Build the index tables for samples of these lengths.
 
     Args:
         first: where in the row the first of them begins.
         behind: where the last sample of the cell ends; None: the last of these.
 
-    >>> [value.tolist() for value in rows_of(np.array([2, 1]))]
+    >>> [value.tolist() for value in make_rows(np.array([2, 1]))]
     [[0, 2, 3], [[0, 1], [2, 3]], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
     """
     shape = round_up(len(lengths), 3), round_up(int(lengths.max()), 4)
@@ -77,10 +77,10 @@ def rows_of(lengths: np.ndarray, first: int = 0, behind: int | None = None) -> R
     return Rows(ends, torch.from_numpy(source.reshape(shape)), torch.from_numpy(place), mask)
 
 
-def tables_of(parts: Sequence[Rows], num_groups: int) -> Tables:
-    """Those of a cell's samples, given in parts.
+def make_tables(parts: Sequence[Rows], num_groups: int) -> Tables:
+    """Build the index tables of a cell's samples, given in parts.
 
-    >>> tables = tables_of([rows_of(np.array([2, 1]))], 2)
+    >>> tables = make_tables([make_rows(np.array([2, 1]))], 2)
     >>> tables.sources[0].tolist(), tables.place.tolist()
     ([[[0, 2], [1, 3]], [[4, 6], [5, 7]]], [0, 2, 1, 3, 4, 6])
     """
@@ -123,10 +123,10 @@ def _halves(lengths: np.ndarray, unit: int) -> list[np.ndarray]:
     return np.split(lengths, [before[scores.argmin()]])
 
 
-def cell_of(
+def make_cell(
     tokens: Sequence[np.ndarray], num_first: Sequence[int], wanted: Sequence[np.ndarray]
 ) -> dict[str, torch.Tensor | None]:
-    """What `bert_wanted` takes of S >= 1 samples, M tokens and W wanted ones, both rounded up: the last ones are of no sample.
+    """Build what `last_hidden_at` takes of S >= 1 samples, M tokens and W wanted ones, both rounded up: the last are of none.
     Where a table may have padding there is at least one such, whose gradient is 0.
 
     Args:
@@ -143,8 +143,8 @@ def cell_of(
     starts = np.cumsum(lengths) - lengths
     position_ids = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     is_second = position_ids >= np.repeat(num_first, lengths)
-    rows, num_wanted = rows_of(lengths), np.array([len(of) for of in wanted])
-    queries, is_padded = rows_of(num_wanted), rows.is_token is not None
+    rows, num_wanted = make_rows(lengths), np.array([len(of) for of in wanted])
+    queries, is_padded = make_rows(num_wanted), rows.is_token is not None
     may_pad_wanted = is_padded or queries.is_token is not None  # equal samples are not cut into several tables
     return {
         "input_ids": filled(np.concatenate(tokens), spare=is_padded)[None],

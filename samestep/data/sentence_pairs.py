@@ -22,7 +22,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split, split_sentences
-from samestep.data.ragged import cell_of, filled
+from samestep.data.ragged import filled, make_cell
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -207,7 +207,7 @@ class SentencePairs:
         """A cell of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            of the tokens, the first and the masked ones of each sample wanted: see `attention.cell_of`.
+            of the tokens, the first and the masked ones of each sample wanted: see `attention.make_cell`.
             first_index: int64 [S], places of the first tokens among the wanted.
             masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
             masked_labels: int64 [M'], -100 up to that size.
@@ -222,7 +222,7 @@ class SentencePairs:
         is_masked[np.cumsum(num_wanted) - num_wanted] = False
         masked_labels = np.concatenate(labels)
         return {
-            **cell_of(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
+            **make_cell(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
             "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
             "masked_index": filled(np.flatnonzero(is_masked)),
             "masked_labels": filled(masked_labels, IGNORED),

@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from samestep._internals.transformers_models import attention_kernel
-from samestep.data.ragged import Rows, Tables, by_length, rows_of, tables_of
-from samestep.models import cpu_matmul as products
+from samestep.data.ragged import Rows, Tables, by_length, make_rows, make_tables
+from samestep.models import cpu_matmul
 from samestep.recipe.run_settings import LanguageModelSettings
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -37,7 +37,7 @@ length; torch's kernel for samples of any length (CUDA only)."""
 
 
 def unpad(model: Model, kernel: str = "eager") -> Model:
-    """Prepare transformers' BERT for `bert_wanted`, and return it. Its own forward can be called no longer.
+    """Prepare transformers' BERT for `last_hidden_at`, and return it. Its own forward can be called no longer.
 
     Args:
         model: with a BertModel as `model.bert`.
@@ -49,10 +49,10 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
     return model
 
 
-def ways(
+def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, functools.partial]:
-    """The kernels that may be the fastest, the safe ones first, for `kernels.choose`: of attention, and of products.
+    """The kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
 
     Args:
         model: after `unpad`.
@@ -66,10 +66,10 @@ def ways(
         names.append("varlen")
     names = [only] if only else names
     found = {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
-    return found if settings.torch_compile else products.ways(found, model, device, mixed_precision)
+    return found if settings.torch_compile else cpu_matmul.with_onednn(found, model, device, mixed_precision)
 
 
-def bert_wanted(
+def last_hidden_at(
     bert: nn.Module,
     input_ids: torch.Tensor,
     token_type_ids: torch.Tensor,
@@ -83,11 +83,11 @@ def bert_wanted(
     wanted_source: torch.Tensor,
     wanted_place: torch.Tensor,
 ) -> torch.Tensor:
-    """What the last layer says of the wanted tokens, [W, width]; of those of no sample, nothing that means anything.
+    """Last hidden states at the given positions, [W, width]; those of no sample mean nothing.
 
     Args:
         bert: transformers' BertModel, after `unpad`.
-        input_ids, ...: see `cell_of`.
+        input_ids, ...: see `make_cell`.
     """
     parts, wanted_parts = [Rows(ends, source, place, is_token)], [Rows(wanted_ends, wanted_source, wanted_place, None)]
     kernel = attention_kernel(bert.config)
@@ -96,21 +96,21 @@ def bert_wanted(
         num_wanted = np.split(wanted_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
         parts, wanted_parts = _parts_of(lengths), _parts_of(num_wanted)
     num_groups = bert.config.num_attention_heads if "eager" in kernel else 1
-    rows, queries = tables_of(parts, num_groups), tables_of(wanted_parts, num_groups)
+    rows, queries = make_tables(parts, num_groups), make_tables(wanted_parts, num_groups)
     hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
     *layers, last = bert.encoder.layer
     for layer in layers:
         hidden = layer(hidden, rows=rows)
     is_alone = "varlen" not in kernel and all(part.source.shape[1] == 1 for part in wanted_parts)
     if is_alone:
-        rows, queries = tables_of(parts, 1), tables_of(wanted_parts, 1)
+        rows, queries = make_tables(parts, 1), make_tables(wanted_parts, 1)
     return last(hidden, rows=rows, wanted=wanted, queries=queries, is_alone=is_alone)[0]
 
 
 def _parts_of(lengths: Sequence[np.ndarray]) -> list[Rows]:
     """Of samples, end to end, in parts."""
     *firsts, end = accumulate((int(part.sum()) for part in lengths), initial=0)
-    return [rows_of(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
+    return [make_rows(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
 
 
 def _last_layer(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForPreTraining
 
-from samestep.data.ragged import cell_of
+from samestep.data.ragged import make_cell
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -40,7 +40,7 @@ class PretrainingSums(SummedLosses):
         wanted = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
         tokens = [np.zeros(length, np.int64)] * num_samples
         return {
-            **cell_of(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
+            **make_cell(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
             "first_index": torch.from_numpy(wanted[:, 0]),
             "masked_index": torch.from_numpy(wanted[:, 1:].flatten()),
             "masked_labels": torch.zeros(num_samples * num_masked, dtype=torch.int64),
@@ -51,7 +51,7 @@ class PretrainingSums(SummedLosses):
         self, first_index, masked_index, masked_labels, next_sentence_label, **tokens
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the losses and, when evaluating, count correct predictions: [masked tokens, pairs]. See SentencePairs.collate."""
-        hidden = attention.bert_wanted(self.bert.bert, **tokens)
+        hidden = attention.last_hidden_at(self.bert.bert, **tokens)
         token_logits = self.bert.cls.predictions(hidden[masked_index])
         pair_logits = self.bert.cls.seq_relationship(self.bert.bert.pooler(hidden[first_index][:, None]))
         targets = [(token_logits, masked_labels), (pair_logits, next_sentence_label)]
@@ -59,7 +59,7 @@ class PretrainingSums(SummedLosses):
         return sums, None if self.training else torch.stack([losses.num_correct(*target) for target in targets])
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
-        return attention.ways(self.bert, device, mixed_precision, settings)
+        return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
 
     def recompute_activations(self) -> None:
         self.bert.activation_checkpointing_enable()

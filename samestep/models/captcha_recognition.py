@@ -39,4 +39,4 @@ class ReadingSums(SummedLosses):
         )
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: RunSettings) -> dict:
-        return networks.ways(self, self.reader, device, mixed_precision)
+        return networks.memory_format_candidates(self, self.reader, device, mixed_precision)

@@ -1,4 +1,4 @@
-"""Matrix products in float32 on a CPU: by MKL, which torch takes, or by oneDNN, which it takes for 16 bits only.
+"""Computes float32 matmuls on CPUs through oneDNN where that is faster than MKL, which torch takes.
 
 Both are exact to float32's rounding. On 2 cores of an AMD EPYC with AVX512 forward and backward of GPT-2 (124M, 4 x 256 tokens)
 take 5.4 s with MKL and 4.7 with oneDNN (torch 2.13). Which is the faster one here, `--speed auto` measures, as it does the
@@ -17,10 +17,10 @@ ONEDNN = "oneDNN"
 _overridden: torch.library.Library | None = None
 
 
-def ways(
+def with_onednn(
     takes: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, Callable[[], None]]:
-    """Each way as it is and, where products are in float32 on a CPU, with those of oneDNN.
+    """Add to kernel candidates, where matmuls are in float32 on a CPU, the same ones with oneDNN's matmul.
 
     Args:
         takes: name -> what makes a model compute that way.

@@ -5,7 +5,7 @@ from typing import Any, Self
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from samestep.models.pretrained import causal_ways, gpt2_hidden, initial_model
+from samestep.models.pretrained import causal_kernel_candidates, gpt2_hidden, initial_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Gpt2Pretraining
 from samestep.recipe.run_settings import CausalLmSettings
@@ -46,7 +46,9 @@ class PretrainingSums(SummedLosses):
         return torch.stack([loss_sum]), num_correct[None]
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: CausalLmSettings) -> dict:
-        return causal_ways(self.gpt2, device, mixed_precision, self.block_size, settings.attn_implementation)
+        return causal_kernel_candidates(
+            self.gpt2, device, mixed_precision, self.block_size, settings.attn_implementation
+        )
 
     def recompute_activations(self) -> None:
         self.gpt2.activation_checkpointing_enable()

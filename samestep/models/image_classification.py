@@ -49,4 +49,4 @@ class ClassificationSums(SummedLosses):
         return torch.stack([loss_sum]), None if self.training else losses.num_correct(logits, labels)[None]
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: ImageSettings) -> dict:
-        return networks.ways(self, self.resnet, device, mixed_precision)
+        return networks.memory_format_candidates(self, self.resnet, device, mixed_precision)

@@ -85,7 +85,9 @@ def memory_format(device: torch.device, mixed_precision: str) -> torch.memory_fo
     return torch.contiguous_format if device.type == "cpu" and mixed_precision == "no" else torch.channels_last
 
 
-def ways(model: nn.Module, network: nn.Module, device: torch.device, mixed_precision: str) -> dict[str, partial]:
+def memory_format_candidates(
+    model: nn.Module, network: nn.Module, device: torch.device, mixed_precision: str
+) -> dict[str, partial]:
     """The memory formats, the one of `memory_format` first, for `kernels.choose`.
 
     Args:

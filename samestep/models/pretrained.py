@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
-from samestep.models import cpu_matmul as products
+from samestep.models import cpu_matmul
 
 
 def initial_model(
@@ -75,7 +75,7 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
     return "eager" if slow else "sdpa"
 
 
-def causal_ways(
+def causal_kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, only: str | None = None
 ) -> dict[str, partial]:
     """The kernels that may be the fastest, of attention and of products, for `kernels.choose`; that of `causal_attention`, and
@@ -83,7 +83,7 @@ def causal_ways(
     first = causal_attention(device, mixed_precision, length)
     names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
     found = {name: partial(model.set_attn_implementation, name) for name in names}
-    return products.ways(found, model, device, mixed_precision)
+    return cpu_matmul.with_onednn(found, model, device, mixed_precision)
 
 
 def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:

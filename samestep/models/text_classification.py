@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from samestep.data.ragged import cell_of
+from samestep.data.ragged import make_cell
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -49,17 +49,17 @@ class ClassificationSums(SummedLosses):
         tokens = [np.zeros(recipe.max_seq_length, np.int64)] * num_samples
         first = [recipe.max_seq_length] * num_samples
         labels = torch.zeros(num_samples, dtype=torch.int64)
-        return {**cell_of(tokens, first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
+        return {**make_cell(tokens, first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
 
     def forward(self, labels, **tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the loss, [1], and, when evaluating, give the logits [samples, classes]. See LabelledTexts.collate."""
-        first = attention.bert_wanted(self.bert.bert, **tokens)[: len(labels)]
+        first = attention.last_hidden_at(self.bert.bert, **tokens)[: len(labels)]
         logits = self.bert.classifier(self.bert.dropout(self.bert.bert.pooler(first[:, None])))
         loss_sum = losses.squared_error_sum if labels.is_floating_point() else losses.cross_entropy_sum
         return torch.stack([loss_sum(logits, labels)]), None if self.training else logits
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: FineTuningSettings) -> dict:
-        return attention.ways(self.bert, device, mixed_precision, settings)
+        return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
 
     def recompute_activations(self) -> None:
         self.bert.activation_checkpointing_enable()

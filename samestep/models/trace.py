@@ -267,7 +267,7 @@ def trace_recipe(
             num_samples,
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
-            make_optimizer=lambda model: optim.of_recipe(model, recipe),
+            make_optimizer=lambda model: optim.from_recipe(model, recipe),
         )
 
 

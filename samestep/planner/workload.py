@@ -59,7 +59,7 @@ class Workload:
         )
 
 
-def of_model(
+def from_model(
     model: Model,
     name: str,
     *,
@@ -105,7 +105,7 @@ def _with_attention(model: Model, attention: str, name: str) -> Model:
     return dataclasses.replace(model, eager=True)
 
 
-def of_recipe(
+def from_recipe(
     recipe: Recipe,
     *,
     attention: str = "sdpa",

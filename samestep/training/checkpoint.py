@@ -187,7 +187,7 @@ class Saver:
         accelerator, recipe: of this run.
         model, optimizer: as prepared by `accelerator`.
         data_fingerprints: see `State`.
-        run: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all.
+        settings: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all.
             `async_checkpointing`: copy the state to the host and write it in a thread while training goes on; the next save
             waits for it.
         start: what was resumed. Later steps' checkpoints in the folder are removed after the first new one.
@@ -200,15 +200,15 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_fingerprints: dict[str, str],
-        run: RunSettings,
+        settings: RunSettings,
         start: State,
     ):
-        self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(run.output_dir)
-        self.model, self.optimizer, self.data_fingerprints, self.run = model, optimizer, data_fingerprints, run
+        self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
+        self.model, self.optimizer, self.data_fingerprints, self.settings = model, optimizer, data_fingerprints, settings
         self.step = start.step
         self.abandoned = [path for path in checkpoints(self.output_dir) if _step_of(path) > start.step]
         self.failure: str | None = None
-        self.thread = concurrent.futures.ThreadPoolExecutor(1) if run.async_checkpointing else None
+        self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
 
     def save(self, step: int, num_skipped: int, run_id: str) -> None:
@@ -285,9 +285,9 @@ class Saver:
 
     def _keep_to_limit(self) -> None:
         """Delete the oldest checkpoints, among them those that a session left which was killed before it did so."""
-        if self.run.checkpoints_total_limit is not None:
+        if self.settings.checkpoints_total_limit is not None:
             ours = [path for path in checkpoints(self.output_dir) if path not in self.abandoned and _is_ours(path)]
-            self._delete(ours[: -self.run.checkpoints_total_limit])
+            self._delete(ours[: -self.settings.checkpoints_total_limit])
 
     @contextlib.contextmanager
     def _forgiving(self, step: int):
@@ -360,12 +360,12 @@ class Saver:
         files: dict[str, dict] = {}
         if not isinstance(self.model, FSDPModule):
             return files
-        store, deadline = torch_distributed.default_store(), time.monotonic() + self.run.ddp_timeout
+        store, deadline = torch_distributed.default_store(), time.monotonic() + self.settings.ddp_timeout
         for rank in range(1, self.accelerator.num_processes):
             key = f"recipes/saved/{step}/{rank}"
             while not store.check([key]):
                 if time.monotonic() > deadline:
-                    raise OSError(f"process {rank} has not written its part for {self.run.ddp_timeout:.0f} s")
+                    raise OSError(f"process {rank} has not written its part for {self.settings.ddp_timeout:.0f} s")
                 time.sleep(0.01)
             theirs = json.loads(store.get(key))
             store.delete_key(key)

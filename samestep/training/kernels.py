@@ -1,9 +1,9 @@
-"""Which of several ways to compute a model, all of them the same step, is the fastest here.
+"""Chooses the fastest of several kernels that compute the same model, all of them the same step.
 
-`--speed auto` measures forward and backward of the same few samples by every way, in turns, before anything is prepared, and
-remembers the fastest (`capacity`). `--speed safe` takes the first way, so that a run can be repeated bit by bit. Between ways
-is rounding only: one whose gradient is not that of the first is not taken, and the log says so. The processes measure
-together, and their mean counts, so that all choose the same.
+`--speed auto` measures forward and backward of the same few samples with every candidate, in turns, before anything is
+prepared, and remembers the fastest (`capacity`). `--speed safe` takes the first, so that a run can be repeated bit by bit.
+Candidates differ by rounding only: one whose gradient is not that of the first is not taken, and the log says so. The processes
+measure together, and their mean counts, so that all choose the same.
 """
 
 import math
@@ -21,43 +21,48 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import is_sharded
 
-Ways = Mapping[str, Callable[[], None]]
-"""Name -> what makes the model compute that way. The first is the safe one."""
+Candidates = Mapping[str, Callable[[], None]]
+"""Name -> what makes the model take these kernels. The first is the safe one."""
 
 ROUNDS, SECONDS = 10, 20.0
-"""Most measurements of each way, and seconds after which no round begins, but for the first two."""
+"""Most measurements of each candidate, and seconds after which no round begins, but for the first two."""
 TOO_LONG = 5.0
 """Seconds of one computation for which nothing is compared."""
 SLOWER = 1.1
-"""How much slower than the fastest a way is, in the first two measurements or more, that is measured no longer."""
+"""How much slower than the fastest a candidate is, in the first two measurements or more, that is measured no longer."""
 GAIN = 1.03
-"""How much faster than the first a way must be: less may be noise."""
+"""How much faster than the first a candidate must be: less may be noise."""
 SAMPLES, UNITS = 32, 4096
-"""Most samples, and most tokens, that ways are compared on."""
+"""Most samples, and most tokens, that candidates are compared on."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
-"""Largest |g - g_first| / |g_first| of a way's gradient, by the type that is computed in."""
+"""Largest |g - g_first| / |g_first| of a candidate's gradient, by the type that is computed in."""
 
 
 def choose(
-    accelerator: Accelerator, recipe: Recipe, settings: RunSettings, model: nn.Module, source: SampleSource, ways: Ways
+    accelerator: Accelerator,
+    recipe: Recipe,
+    settings: RunSettings,
+    model: nn.Module,
+    source: SampleSource,
+    candidates: Candidates,
 ) -> None:
-    """Make the model compute the fastest way. Called by all processes, before `launch.prepare`.
+    """Make the model take the fastest kernels. Called by all processes, before `launch.prepare`.
 
     Args:
         accelerator, recipe, settings: of this run.
         model: returns a cell's summed losses [terms] first; not yet wrapped.
         source: of its samples.
-        ways: at least one.
+        candidates: at least one.
     """
-    name, *others = ways
+    name, *others = candidates
     if settings.speed == "auto" and others and not is_sharded(accelerator):
         capacity = recall(accelerator, recipe, settings)
-        if capacity.way not in ways:
-            capacity.way = _fastest(accelerator, model, source, ways)
+        if capacity.way not in candidates:
+            capacity.way = _fastest(accelerator, model, source, candidates)
             if accelerator.is_main_process:
                 capacity.write()
         name = capacity.way
-    ways[name]()
+    candidates[name]()
     if others:
         accelerator.print(f"kernels: {name} (--speed {settings.speed})")
 
@@ -118,21 +123,21 @@ def _wait(accelerator: Accelerator) -> None:
         torch.cuda.synchronize(accelerator.device)
 
 
-def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, ways: Ways) -> str:
+def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, candidates: Candidates) -> str:
     model.to(accelerator.device)
     was_training = model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.eval()
     with torch.random.fork_rng():
-        next(iter(ways.values()))()
-        cell = _cell(accelerator, source, _number(accelerator, model, source, len(ways)))
-        good = _same(accelerator, model, cell, ways)
+        next(iter(candidates.values()))()
+        cell = _cell(accelerator, source, _number(accelerator, model, source, len(candidates)))
+        good = _same(accelerator, model, cell, candidates)
         model.train()
 
         def computation(take: Callable[[], None]) -> Callable[[], None]:
             return lambda: (take(), _compute(accelerator, model, cell))
 
-        seconds = measure(accelerator, {name: computation(ways[name]) for name in good})
+        seconds = measure(accelerator, {name: computation(candidates[name]) for name in good})
     model.train(was_training)
     model.zero_grad(set_to_none=True)
     for buffer, value in buffers:
@@ -141,7 +146,7 @@ def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, w
 
 
 def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_ways: int) -> int:
-    """Samples that ways are compared on: no more than that four rounds take `SECONDS`, as one sample says that was
+    """Samples that candidates are compared on: no more than that four rounds take `SECONDS`, as one sample says that was
     computed before; two at least, as batch normalisation needs."""
     cell, seconds = _cell(accelerator, source, 1), 0.0
     try:
@@ -167,12 +172,12 @@ def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
     return to_device(cell, accelerator.device)
 
 
-def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) -> list[str]:
-    """The ways that all processes can compute, and whose gradient is that of the first."""
+def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, candidates: Candidates) -> list[str]:
+    """The candidates that all processes can compute, and whose gradient is that of the first."""
     precision = accelerator.mixed_precision
     kind = precision if precision != "no" else str(next(model.parameters()).dtype).removeprefix("torch.")
-    first, expected, problems = next(iter(ways)), None, {}
-    for name, take in ways.items():
+    first, expected, problems = next(iter(candidates)), None, {}
+    for name, take in candidates.items():
         take()
         try:
             found = _gradient(accelerator, model, cell)
@@ -186,14 +191,14 @@ def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, ways: Ways) ->
             traceback.clear_frames(error.__traceback__)
             problems[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         if expected is None:  # memory does not hold the first, with which the others are compared
-            problems = dict.fromkeys(ways, f"memory ran out computing {first}, with which it is compared")
+            problems = dict.fromkeys(candidates, f"memory ran out computing {first}, with which it is compared")
             break
-    failed = torch.tensor([name in problems and name != first for name in ways], device=accelerator.device).int()
+    failed = torch.tensor([name in problems and name != first for name in candidates], device=accelerator.device).int()
     failed = accelerator.reduce(failed, reduction="sum").tolist()
     for name, problem in problems.items():
         if name != first:
             accelerator.print(f"kernels: not {name}: {problem}")
-    return [name for name, times in zip(ways, failed, strict=True) if not times]
+    return [name for name, times in zip(candidates, failed, strict=True) if not times]
 
 
 def _compute(accelerator: Accelerator, model: nn.Module, cell: Cell) -> None:

@@ -169,7 +169,7 @@ def _environment_problems() -> list[str]:
             problems.append(f"fsdp_version is {version}, but only FSDP2 is supported: set it to 2 in the launch file")
         if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
             problems.append(
-                "fsdp_cpu_ram_efficient_loading is true, which parts tied weights (the head from the embedding): set it to "
+                "fsdp_cpu_ram_efficient_loading is true, which unties tied weights (head and embedding): set it to "
                 "false in the launch file"
             )
     if (value := os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")) is not None:

@@ -60,14 +60,16 @@ class Recovery:
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
         # An optimizer that accumulates: what it has folded cannot be taken back.
         self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
-        self.log, self.settings = log, log.run
+        self.log, self.settings = log, log.settings
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.stopping = False  # whether any process was asked to stop; the same on all of them
         self.not_finite = torch.zeros((), device=accelerator.device)
-        self.hosts = None
+        self.cpu_group = None
         if accelerator.num_processes > 1:
-            self.hosts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self.settings.ddp_timeout))
+            self.cpu_group = dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=self.settings.ddp_timeout)
+            )
 
     def attempts(self, data: StepData) -> Iterator["Attempt"]:
         """Attempts of a step, each a context manager around all of it, until one is complete."""
@@ -82,14 +84,14 @@ class Recovery:
     def agree(self, has_failed: bool) -> bool:
         """Whether any process has failed; learns also whether any was asked to stop. Called by all, on the host only."""
         flags = has_failed, bool(self.stop)
-        if self.hosts is not None:
+        if self.cpu_group is not None:
             of_all = torch.tensor(flags, dtype=torch.int32)
-            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.hosts)
+            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.cpu_group)
             flags = map(bool, of_all.tolist())
         any_failed, self.stopping = flags
         return any_failed
 
-    def hold_back(self, grad_norm: torch.Tensor) -> None:
+    def skip_update_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Let the optimizer leave out this step's update if the gradient is not finite, without waiting for the device.
 
         torch's fused optimizers read `found_inf`, and keep parameters and state as they are where it is 1. When a gradient
@@ -225,7 +227,7 @@ class Attempt:
         try:
             yield
         except RuntimeError as error:
-            if self.recovery.hosts is None or isinstance(error, RunError) or not _is_about_others(error):
+            if self.recovery.cpu_group is None or isinstance(error, RunError) or not _is_about_others(error):
                 raise
             raise RunError(f"step {self.data.step + 1}: {self._who_is_missing()}") from error
 

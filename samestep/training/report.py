@@ -32,7 +32,7 @@ PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """That the model card shows, where they were drawn."""
 
 
-def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
+def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> None:
     """Make the output folder and lock it. An earlier run in it is resumed or overwritten, when asked for, never mixed with
     a new one.
 
@@ -41,9 +41,9 @@ def open_output_dir(accelerator: Accelerator, run: RunSettings) -> None:
     Raises:
         UsageError: the folder holds a run, another process is running one in it, or it cannot be made.
     """
-    output_dir = Path(run.output_dir)
+    output_dir = Path(settings.output_dir)
     if accelerator.is_main_process:
-        if _earlier_run(output_dir) and not run.resume_from_checkpoint and not run.overwrite_output_dir:
+        if _earlier_run(output_dir) and not settings.resume_from_checkpoint and not settings.overwrite_output_dir:
             raise UsageError(
                 f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
                 "with --overwrite_output_dir, or choose another folder"
@@ -89,7 +89,7 @@ class RunLog:
     The losses written are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
 
     Args:
-        accelerator, recipe, run: of this run.
+        accelerator, recipe, settings: of this run.
         start: where an earlier session was; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
         saver: writes checkpoints.
@@ -99,13 +99,13 @@ class RunLog:
         self,
         accelerator: Accelerator,
         recipe: Recipe,
-        run: RunSettings,
+        settings: RunSettings,
         start: checkpoint.State,
         num_steps: int,
         saver: checkpoint.Saver,
     ):
-        self.accelerator, self.recipe, self.run = accelerator, recipe, run
-        self.output_dir = Path(run.output_dir)
+        self.accelerator, self.recipe, self.settings = accelerator, recipe, settings
+        self.output_dir = Path(settings.output_dir)
         self.num_steps, self.num_skipped = num_steps, start.num_skipped
         self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
         self.first_step = first_step
@@ -114,7 +114,7 @@ class RunLog:
         self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
         self.saver = saver
         if accelerator.is_main_process:
-            if run.overwrite_output_dir:
+            if settings.overwrite_output_dir:
                 for path in _earlier_run(self.output_dir):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
@@ -123,7 +123,7 @@ class RunLog:
         done = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
         # Of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([done])[0]
-        if run.report_to != "none":
+        if settings.report_to != "none":
             config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
             goes_on = {
                 "wandb": {"id": self.run_id, "resume": "allow"},
@@ -176,7 +176,7 @@ class RunLog:
         self.clock = now
         self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
         self.bar.update()
-        if line["step"] % self.run.logging_steps == 0:
+        if line["step"] % self.settings.logging_steps == 0:
             self.flush()
 
     def flush(self) -> None:
@@ -202,7 +202,7 @@ class RunLog:
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
-            if is_broken and self.run.on_nonfinite == "stop":
+            if is_broken and self.settings.on_nonfinite == "stop":
                 is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
                 broken = self._not_finite(line, cells, cell_sums), is_held_back
                 break
@@ -218,7 +218,7 @@ class RunLog:
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
         if seconds:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
-        if self.run.record_samples:
+        if self.settings.record_samples:
             ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
             self._append("samples.jsonl", ledger)
@@ -325,7 +325,7 @@ class RunLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])
-        if self.run.report_to != "none":
+        if self.settings.report_to != "none":
             self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
@@ -465,8 +465,8 @@ def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
         f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n"
         + "".join(f"  {line}\n" for line in usage.split("\n"))
     )
-    if log.run.push_to_hub:
-        print(f"Uploaded to {_push_to_hub(output_dir, log.run.hub_model_id)}")
+    if log.settings.push_to_hub:
+        print(f"Uploaded to {_push_to_hub(output_dir, log.settings.hub_model_id)}")
 
 
 def _number(value: float) -> str:

@@ -97,7 +97,7 @@ class Run:
         if getattr(settings, "torch_compile", False):
             model.compile_layers()
         (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
-        optimizer = optim.of_recipe(model, recipe)
+        optimizer = optim.from_recipe(model, recipe)
         self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer)
         self.parameters = list(model.parameters())
         weights = list(recipe.loss_weights.values())
@@ -287,7 +287,7 @@ class Step:
         run = self.run
         self.attempt.gradient_is_complete()
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
-        run.recovery.hold_back(self.grad_norm)
+        run.recovery.skip_update_if_not_finite(self.grad_norm)
 
     def add_to_log(self, sums: torch.Tensor) -> None:
         """Note the summed losses of a micro-batch, [terms], for the step's line in metrics.jsonl."""

@@ -23,7 +23,7 @@ from verdicts import Claim, Experiment, column, near, rounds, so, within
 from samestep.cut import layout as plan
 from samestep.models import trace
 from samestep.planner import hardware, memory, placement, timing
-from samestep.planner.workload import of_recipe
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingSGD, accumulating
 
@@ -157,7 +157,7 @@ def fits(settings: Result, seed: int) -> Result:
         of = load(recipe, changes)
         for precision in precisions:
             for attention in ("sdpa", "eager") if memory.model_of(of).layered else ("sdpa",):
-                work = of_recipe(of, attention=attention)
+                work = from_recipe(of, attention=attention)
                 for b in sizes:
                     layout = plan.solve_layout(num_processes=1, per_device_train_batch_size=b, global_batch_size=b)
                     planned = memory.planned_memory(

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForPreTraining
 
 from samestep.cut.order import Order
 from samestep.data import images, sentence_pairs
-from samestep.models.attention import bert_wanted, unpad
+from samestep.models.attention import last_hidden_at, unpad
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.recipe.recipe import load
 from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD
@@ -122,7 +122,7 @@ class Documentation(Task):
     def logits(self, model: nn.Module, cell: Cell) -> tuple[Tensor, Tensor]:
         targets = ("first_index", "masked_index", "masked_labels", "next_sentence_label")
         tokens = {name: value for name, value in cell.items() if name not in targets}
-        hidden = bert_wanted(model.bert, **tokens)
+        hidden = last_hidden_at(model.bert, **tokens)
         pooled = model.bert.pooler(hidden[cell["first_index"]][:, None])
         return model.cls.predictions(hidden[cell["masked_index"]]), model.cls.seq_relationship(pooled)
 

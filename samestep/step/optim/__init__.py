@@ -15,7 +15,7 @@ from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
 from samestep.step.optim.folding import Accumulating
 
-__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "depths", "of_recipe", "sgd"]
+__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "depths", "from_recipe", "sgd"]
 
 
 def adamw(
@@ -41,7 +41,7 @@ def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: f
     return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
 
 
-def of_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The optimizer that a recipe asks for."""
     scaled, decay = recipe.scaled(), recipe.weight_decay
     layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
