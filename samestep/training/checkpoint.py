@@ -204,7 +204,12 @@ class Saver:
         start: State,
     ):
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
-        self.model, self.optimizer, self.data_fingerprints, self.settings = model, optimizer, data_fingerprints, settings
+        self.model, self.optimizer, self.data_fingerprints, self.settings = (
+            model,
+            optimizer,
+            data_fingerprints,
+            settings,
+        )
         self.step = start.step
         self.abandoned = [path for path in checkpoints(self.output_dir) if _step_of(path) > start.step]
         self.failure: str | None = None
