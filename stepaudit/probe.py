@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, tree_leaves, tree_map
@@ -36,6 +37,21 @@ def is_shared(module: nn.Module) -> bool:
     )
 
 
+def _is_good_for_one_backward(loss: torch.Tensor) -> bool:
+    """Whether a custom autograd function of the graph keeps tensors by itself, not by `save_for_backward`: its backward may use
+    them up, and the program's own would then fail."""
+    todo, seen = [loss.grad_fn], {loss.grad_fn}
+    while todo:
+        node = todo.pop()
+        kept = vars(node) if isinstance(node, BackwardCFunction) else {}
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(kept)):
+            return True
+        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= new
+        todo += new
+    return False
+
+
 def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad) -> list[Fact] | None:
     """Whether the loss mixes samples after the activations, and where. Leaves the graph as it is.
 
@@ -51,7 +67,7 @@ def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or num_rows < 2 or not loss.requires_grad:
         return None
     activations = [of for of in activations if len(of[2]) and len(of[2]) % num_rows == 0]
-    if not activations:
+    if not activations or _is_good_for_one_backward(loss):
         return None
     try:
         used = grad(loss, [of for *_, of in activations], retain_graph=True, allow_unused=True)
