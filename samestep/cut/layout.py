@@ -143,3 +143,16 @@ def num_steps(per_epoch: fractions.Fraction, num_epochs: float) -> int:
     2400
     """
     return math.ceil(per_epoch * fractions.Fraction(num_epochs).limit_denominator(10**6))
+
+
+def round_up(number: int, bits: int) -> int:
+    """Give the least number that is no smaller and has at most so many significant bits: at most 2^(1 - bits) more.
+
+    For the sizes of tensors. oneDNN, which computes bf16 on a CPU, generates code for every size that it meets, 0.7 ms of
+    it for a product of 0.1 ms; so do others for a GPU. Sizes that differ in every step would never be met again.
+
+    >>> [round_up(number, 3) for number in (7, 8, 9, 12, 13, 33)]
+    [7, 8, 10, 12, 14, 40]
+    """
+    step = 1 << max(0, number.bit_length() - bits)
+    return -(-number // step) * step

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from samestep.cut.layout import round_up
+
 TABLES, TABLE = 4, 8192
 """Most tables of a cell, and the scores of a head that take as long as one table more: about 0.2 ms."""
 
@@ -40,19 +42,6 @@ class Tables(NamedTuple):
     place: torch.Tensor
     is_token: tuple[torch.Tensor | None, ...]
     ends: torch.Tensor
-
-
-def round_up(number: int, bits: int) -> int:
-    """The least number that is no smaller and has at most so many significant bits: at most 2^(1 - bits) more.
-
-    For the sizes of tensors. oneDNN, which computes bf16 on a CPU, generates code for every size that it meets, 0.7 ms of
-    it for a product of 0.1 ms; so do others for a GPU. Sizes that differ in every step would never be met again.
-
-    >>> [round_up(number, 3) for number in (7, 8, 9, 12, 13, 33)]
-    [7, 8, 10, 12, 14, 40]
-    """
-    step = 1 << max(0, number.bit_length() - bits)
-    return -(-number // step) * step
 
 
 def make_rows(lengths: np.ndarray, first: int = 0, behind: int | None = None) -> Rows:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from samestep.cut.layout import LOGITS_AT_ONCE
+from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 
 
 class Moment(NamedTuple):
@@ -127,9 +127,7 @@ class Transformer:
         End of the forward
             cache           0 or 2 N, less 2 V h if the head is not tied
             activations     b T (L a + 8 h); 8 h: the normalisation outside the layers and the last hidden states. With
-                            gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too.
-                            Where the last layer is computed for W tokens of a sample, W a + (T - W) kept in the place of
-                            its T a
+                            gradient_checkpointing b T (4 h L + 8 h): each layer's input, in float32 under autocast too
             head            8 m or 10 m; in chunks 4 V h + 4 b T h + 8 c or 10 c, for c <= LOGITS_AT_ONCE logits at once
         Backward of the head
             cache           as before; with gradient_checkpointing only the vocabulary matrix's
@@ -142,8 +140,7 @@ class Transformer:
                             of the feed-forward layer, or, when that is done, those of eager attention: 8 b a T^2, or 6, but
                             4 in float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the
                             embeddings' normalisation, and as much again with gradient_checkpointing, a layer's own input
-                            beside its casts. With gradient_checkpointing and a last layer of the masked tokens 4 b T h
-                            more, as measured: the gradient of its input, while the layer before it is the fullest
+                            beside its casts
             head            4 V h if it is tied
         End of the backward
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
@@ -157,15 +154,13 @@ class Transformer:
         """
         h, layer = self.hidden_size, self.per_layer(autocast=autocast)
         tokens, cached = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
+        if self.num_wanted is not None:
+            return self._unpadded(num_samples, layer, autocast, gradient_checkpointing)
         saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
-        if self.num_wanted is not None and not gradient_checkpointing:
-            saved -= num_samples * (self.length - self.num_wanted) * (layer - self.kept[autocast])
         recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
         square = self.eager * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
-        if self.num_wanted is not None and self.num_predicted and gradient_checkpointing:
-            inputs += tokens * 4 * h
         temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
         outside, matrix = 8 * tokens * h, self.vocab_size * h
         num_cast = self.num_parameters - matrix * (
@@ -180,6 +175,53 @@ class Transformer:
             Moment(cached * num_cast, saved + outside, forward),
             Moment(cached * num_cached[0], saved + outside, backward),
             Moment(cached * num_cached[1], saved + recomputed + inputs + tokens * temporary, 4 * matrix * self.tied),
+            Moment(0, 0, (both if self.tied else 4) * matrix),
+        )
+
+    def _unpadded(
+        self, num_samples: int, layer: int, autocast: bool, gradient_checkpointing: bool
+    ) -> tuple[Moment, ...]:
+        """`moments` of a model that is computed by `samestep.models.attention`.
+
+        With a' = a of `per_layer`, tokens n' and samples b' rounded up as there, and W wanted tokens of a sample
+
+        End of the forward, backward of the head
+            activations     n' ((L - 1) a' + 8 h) + b W a' + b (T - W) kept; attention's tables, 16 h (8 h) of a', b' / b times.
+                            With gradient_checkpointing n' (4 h (L - 1) + 8 h) and the last layer, which is not recomputed
+        Backward of the layer before the last
+            activations     n' (L - 1) a', with gradient_checkpointing n' (4 h (L - 2) + a'), and gradients as in `moments`,
+                            with at least 4 h of the layer's own output
+        """
+        h, length = self.hidden_size, self.length
+        num_rows = round_up(num_samples, 3)
+        is_padded = num_rows > num_samples or round_up(length, 4) > length
+        tokens, rows = round_up(num_samples * length + is_padded, 6), num_rows * round_up(length, 4)
+        layer -= self.eager * (2 if autocast else 4) * h  # a product does not save its output
+        tables = (8 if autocast else 16) * h + layer - self.layer.saved[autocast]  # and eager attention's matrices
+        of_layer = tokens * (layer - tables) + rows * tables
+        wanted = num_samples * self.num_wanted
+        last = wanted * layer + (tokens - wanted) * self.kept[autocast]
+        outside, matrix, cached = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
+        whole, before_last = (self.num_layers - 1) * of_layer + last, (self.num_layers - 1) * of_layer
+        if gradient_checkpointing:
+            whole, before_last = (
+                4 * h * tokens * (self.num_layers - 1) + last,
+                4 * h * tokens * (self.num_layers - 2) + of_layer,
+            )
+        pair = 6 if autocast else 8 - 4 * self.attention_dropout
+        square = self.eager * pair * self.num_heads * length
+        temporary = tokens * max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
+        gradients = temporary + tokens * 4 * h * (1 + (autocast and gradient_checkpointing))
+        num_cast = self.num_parameters - matrix * (not self.tied)
+        num_cached = (num_cast, num_cast)
+        if gradient_checkpointing:
+            num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
+        forward, backward = self._head(num_samples, autocast)
+        both = 8 if autocast else 12
+        return (
+            Moment(cached * num_cast, whole + outside, forward),
+            Moment(cached * num_cached[0], whole + outside, backward),
+            Moment(cached * num_cached[1], before_last + gradients, 4 * matrix * self.tied),
             Moment(0, 0, (both if self.tied else 4) * matrix),
         )
 
