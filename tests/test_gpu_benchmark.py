@@ -144,8 +144,10 @@ def statistics_of_a_cell(monkeypatch):
     ],
 )
 def test_faults_are_found(name, fault, monkeypatch):
+    kernel = "channels_last" if name == "ResNet-50" else "sdpa"
+    assert check(TINY[name], kernel)["exact"]
     fault(monkeypatch)
-    found = check(TINY[name], "channels_last" if name == "ResNet-50" else "sdpa")
+    found = check(TINY[name], kernel)
     assert not found["exact"]
     assert found["cut"] > 10 * found["cut_bound"]
 
