@@ -6,8 +6,9 @@
     python benchmarks/gpu.py --lengths  (make benchmarks/lengths.json anew)
 
 Needs torch, transformers, accelerate and numpy; no data, no network. Text is drawn: token ids by Zipf's law, lengths of
-samples by benchmarks/lengths.json, which real sentence pairs have. Images are noise. The models are those of the catalog,
-without dropout but where a variant says so. Each is computed in a plain way, in a fast one, and in the fast one compiled.
+samples by benchmarks/lengths.json, which real sentence pairs have. Images are noise. The models are those of the scripts and
+the catalog, without dropout but where a variant says so. Each is computed by each kernel that its script chooses from, plain
+and compiled.
 
 A step is the scripts': cells copied from pinned memory, sums divided by the counts of the whole step, Accelerate's backward,
 clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`, counted by
@@ -18,14 +19,15 @@ large bfloat16 product reaches on the device in the same run.
 Every variant is checked before it is timed, on a few layers of full width and the samples of a step:
 
 - cut: the gradient of the step in several cells, in float32 (images: float64, with batch statistics of the whole step),
-  beside the reference's in one cell: transformers' own layers on padded rows, sdpa by its math kernel. At most 1e-5 (images:
-  1e-9) of its norm. Samples end to end are computed by sdpa here: torch's kernels of variable length are for 16 bits only.
+  beside the reference's in one cell: the same model, sdpa by its math kernel. At most 1e-5 (images: 1e-9) of its norm. Where
+  a kernel is for 16 bits only, as torch's of variable length are, the model's first kernel takes its place here.
 - bfloat16: the variant's own kernels in several cells (images: one), at most 1.5 times as far from the float32 gradient as
   the reference's in bfloat16.
 - control: two faults, which the first check must find: k is not undone; each cell divided by its own counts.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -58,12 +60,12 @@ from gpu_cases import (
     build,
     cases,
     draw,
-    kernels,
     make_step,
     recipe_of,
     variants,
 )
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.data.steps import to_device
 from samestep.errors import RunError, UsageError, exit_code
@@ -88,7 +90,7 @@ CUT = 3  # cells of a step that is checked
 
 def add_gradients(
     accelerator: Accelerator,
-    model: Callable[..., torch.Tensor],
+    model: Callable[..., tuple[torch.Tensor, object]],
     step: Step,
     weights: torch.Tensor,
     fault: str | None = None,
@@ -104,11 +106,11 @@ def add_gradients(
     sums, counts = [], accumulate.total_counts(accelerator, torch.stack(step.counts).sum(0))
     for cell, own in zip(accumulate.micro_steps(accelerator, step.cells), step.counts, strict=True):
         with accelerator.accumulate(model):
-            sums.append(model(**to_device(cell, accelerator.device)))
+            own_sums, _ = model(**to_device(cell, accelerator.device))
             divisors = own.to(accelerator.device) if fault == FAULTS[1] else counts
-            loss = losses.weighted_loss(sums[-1], divisors, weights) + correction()
+            loss = losses.weighted_loss(own_sums, divisors, weights) + correction()
             accelerator.backward(loss * (1 if fault else accumulate.loss_scale(accelerator)))
-            sums[-1] = sums[-1].detach()
+            sums.append(own_sums.detach())
     return torch.stack(sums).sum(0) / counts
 
 
@@ -156,18 +158,22 @@ def gradient(
         fault: one of FAULTS.
     """
     device, half = accelerator.device, dtype == torch.bfloat16
-    model = build(case, variant, device, few=True, half=half)
+    model = build(case, variant, device, few=True, mixed_precision="bf16" if half else "no")
     model = model if half else model.to(dtype)
-    step, weights = make_step(case, variant, samples, device, sys.maxsize, k), loss_weights(recipe_of(case), device)
+    step = make_step(case, samples, device, max_samples=-(-len(samples) // k))
+    weights = loss_weights(recipe_of(case), device)
     counts = torch.stack(step.counts).sum(0).to(device)
 
-    def call(**cell: torch.Tensor) -> torch.Tensor:
+    def call(**cell: torch.Tensor) -> tuple[torch.Tensor, object]:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             return model(**cell)
 
+    def loss_of(cell: dict[str, torch.Tensor]) -> torch.Tensor:
+        return losses.weighted_loss(call(**to_device(cell, device))[0], counts, weights)
+
     whole = batch_norm.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
-    with kernels(case, variant):
-        whole.prepare(step.cells, lambda cell: losses.weighted_loss(call(**to_device(cell, device)), counts, weights))
+    with sdpa_kernel(SDPBackend.MATH) if variant == REFERENCE else contextlib.nullcontext():
+        whole.prepare(step.cells, loss_of)
         add_gradients(accelerator, call, step, weights, fault, whole.correction)
         whole.release()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -201,9 +207,9 @@ class Checks:
     def __call__(self, variant: Variant) -> dict[str, Any]:
         """Errors, bounds, and whether all is as it should be."""
         k, bound = 1 if self.case.kind == "resnet" else CUT, EXACT[self.case.kind]
-        cut = self.cut(Variant("", 0, variant.fast))
+        cut = self.cut(Variant("", 0, variant.kernel))
         bf16 = relative(self.gradient(variant, self.own, k=k, dtype=torch.bfloat16), self.true_of_own)
-        controls = {fault: self.cut(Variant("", 0), fault) for fault in FAULTS}  # of the loop, whatever the kernels
+        controls = {fault: self.cut(REFERENCE, fault) for fault in FAULTS}  # of the loop, whatever the kernels
         return {
             "cut": cut,
             "cut_bound": bound,
@@ -256,7 +262,7 @@ def product_rate(device: torch.device, size: int, seconds: float) -> float:
 def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -> dict[str, Any]:
     """Seconds of a step and what it does, with cells of at most `tokens` tokens."""
     device, recipe = accelerator.device, recipe_of(case, dropout=variant.dropout)
-    steps = [make_step(case, variant, draw(case, seed), device, tokens) for seed in range(2)]
+    steps = [make_step(case, draw(case, seed), device, max_tokens=tokens) for seed in range(2)]
     _free(device)
     model = build(case, variant, device, few=False)
     optimizer = optim.from_recipe(model, recipe)
@@ -272,15 +278,14 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
             clock.tick()
         return clock
 
-    with kernels(case, variant):
-        (first,) = run(1).seconds()  # compiles, allocates, chooses kernels
-        run(1)  # the other shapes
-        waits = _host_waits(device, lambda: run(1))
-        before = _num_graphs()
-        (seconds,) = run(1).seconds()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        found = run(2 if case.tiny else min(max(STEPS[0], round(WINDOW / seconds)), STEPS[1])).seconds()
+    (first,) = run(1).seconds()  # compiles, allocates, chooses kernels
+    run(1)  # the other shapes
+    waits = _host_waits(device, lambda: run(1))
+    before = _num_graphs()
+    (seconds,) = run(1).seconds()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    found = run(2 if case.tiny else min(max(STEPS[0], round(WINDOW / seconds)), STEPS[1])).seconds()
     loss = mean_losses[-1].sum().item()
     if not math.isfinite(loss):
         raise RunError(f"the loss is {loss}")
@@ -421,12 +426,12 @@ def best(rows: list[dict], case: str) -> dict | None:
     return max(of_case, key=lambda row: row["samples_per_second"], default=None)
 
 
-def work_of(wanted: list[Case], tiny: bool) -> list[tuple[Case, Variant]]:
+def work_of(wanted: list[Case], tiny: bool, device: torch.device) -> list[tuple[Case, Variant]]:
     """What is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
-    work = [(case, variant) for case in wanted for variant in variants(case)]
+    work = [(case, variant) for case in wanted for variant in variants(case, device)]
     if tiny:
         firsts = {case.kind: case.name for case in reversed(wanted)}.values()
-        work = [(case, of) for case, of in work if case.name in firsts or of.turn > 2]
+        work = [(case, of) for case, of in work if case.name in firsts or of.turn > 1]
         work = [(case, dataclasses.replace(of, compiled=of.turn == 1)) for case, of in work]  # once is enough
     return sorted(work, key=lambda item: item[1].turn)
 
@@ -454,7 +459,7 @@ def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Call
         "left_out": [],
     }
     checks: dict[str, Checks] = {}
-    for case, variant in work_of(wanted, tiny):
+    for case, variant in work_of(wanted, tiny, device):
         passed = time.perf_counter() - start
         if passed >= arguments.seconds:
             results["left_out"].append(f"{case.name}: {variant.name}")
@@ -576,7 +581,8 @@ def main(argv: list[str]) -> int:
     def write(results: dict, is_last: bool = False) -> None:
         harness.write(arguments.output, results, markdown(results), is_last)
 
-    results = measure(arguments, accelerator, write)
+    with torch.compiler.set_stance(force_backend="eager" if arguments.tiny else None):  # what is tiny needs no compiler
+        results = measure(arguments, accelerator, write)
     write(results, is_last=True)
     wrong = [f"{row['case']}: {row['variant']}" for row in results["rows"] if not is_good(row)]
     if wrong:

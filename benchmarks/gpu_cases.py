@@ -1,42 +1,26 @@
-"""What benchmarks/gpu.py measures: cases, the ways to compute them, their models, their data and their work.
+"""What benchmarks/gpu.py measures: cases, the ways to compute them, their data and their work.
 
-Every case is computed in a plain way, by transformers' own layers; in a fast one; and in the fast one compiled.
+Models are those of the scripts, by each of their own kernels, plain and compiled as the scripts compile them.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
 
 from samestep.cut.partition import partition
-from samestep.data.ragged import make_cell
-from samestep.models.attention import last_hidden_at, unpad
+from samestep.data.ragged import make_pretraining_cell
+from samestep.models.summed_losses import SummedLosses
 from samestep.planner import convnet, transformer
 from samestep.recipe.recipe import Recipe, load
-from samestep.step import batch_norm, losses
+from samestep.step import batch_norm
 
 LENGTHS = Path(__file__).parent / "lengths.json"
-ALIGNED = 64  # heads are filled up to a multiple of so many classes
-NEVER = -1e4  # the logit of a class that is not there: its probability is 0 in every precision
-VARLEN_ON = {"cuda"}  # kinds of device that have kernels of variable length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,174 +101,76 @@ class Variant:
     Attributes:
         name: in tables.
         turn: variants of all cases run in this order, so that the last ones are left out when time is short.
-        fast: see `BertSums`, `Gpt2Sums`, `ResNetSums`.
+        kernel: one of the model's `kernel_candidates`.
         compiled: layers by torch.compile.
         dropout: of hidden states, when timed.
     """
 
     name: str
     turn: int
-    fast: bool = False
+    kernel: str
     compiled: bool = False
     dropout: float = 0.0
 
 
-REFERENCE = Variant("reference", 0)
-NAMES = {
-    "bert": ("padded, sdpa", "end to end, aligned head"),
-    "gpt2": ("sdpa", "cuDNN's attention, aligned head"),
-    "resnet": ("contiguous", "channels_last"),
-}
+REFERENCE = Variant("reference", 0, "sdpa")  # which is computed by its math kernel
 
 
-def variants(case: Case) -> list[Variant]:
-    """The ways to do the work of a case."""
-    plain, fast = NAMES[case.kind]
-    found = [Variant(f"{fast}, compiled", 1, True, True), Variant(plain, 2), Variant(fast, 3, True)]
+def variants(case: Case, device: torch.device) -> list[Variant]:
+    """The ways to do the work of a case in bfloat16: the kernels that its script chooses from."""
+    recipe = recipe_of(case)
+    with torch.device("meta"):
+        model = recipe.parts.find("model").from_recipe(recipe, None)
+    compiled = [*candidates(model, recipe, device, "bf16", compiled=True)]
+    found = [Variant(f"{kernel}, compiled", 1, kernel, True) for kernel in compiled]
+    found += [Variant(kernel, 2, kernel) for kernel in candidates(model, recipe, device, "bf16")]
     if case.kind == "bert" and not case.ragged:  # as published trainings have it
-        found.append(Variant(f"{fast}, compiled, dropout 0.1", 4, True, True, 0.1))
+        found.append(Variant(f"{compiled[-1]}, compiled, dropout 0.1", 3, compiled[-1], True, 0.1))
     return found
 
 
+def candidates(
+    model: SummedLosses, recipe: Recipe, device: torch.device, mixed_precision: str, compiled: bool = False
+) -> Mapping[str, Callable[[], object]]:
+    """The model's kernels, as its script asks for them."""
+    settings = recipe.parts.find("settings")(recipe=recipe.name)
+    if hasattr(settings, "torch_compile"):
+        settings = dataclasses.replace(settings, torch_compile=compiled)
+    return model.kernel_candidates(device, mixed_precision, settings)
+
+
+def build(
+    case: Case, variant: Variant, device: torch.device, *, few: bool, mixed_precision: str = "bf16"
+) -> SummedLosses:
+    """The case's model with random weights, the same for all variants, in training mode.
+
+    Args:
+        few: of a few layers.
+        mixed_precision: that it is computed in; without the variant's kernel there, the model's first one is taken.
+    """
+    recipe = recipe_of(case, few, 0.0 if few else variant.dropout)
+    torch.manual_seed(recipe.seed)
+    with torch.device(device):
+        model = recipe.parts.find("model").from_recipe(recipe, None)
+    found = candidates(model, recipe, device, mixed_precision, variant.compiled)
+    found.get(variant.kernel, next(iter(found.values())))()
+    if variant.compiled:
+        model.compile_layers()
+    batch_norm.synchronize(model)
+    return model.train()
+
+
 def recipe_of(case: Case, few: bool = False, dropout: float = 0.0) -> Recipe:
-    """The case's recipe, without dropout of attention, which kernels of variable length have not."""
-    none = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0} if case.kind == "bert" else {}
-    return _load(case.recipe, json.dumps(case.changes | none | (FEW[case.kind] if few and not case.tiny else {})))
+    """The case's recipe, from random weights, without dropout of attention, which kernels of variable length have not."""
+    changes = case.changes | {"model_name_or_path": None} | (FEW[case.kind] if few and not case.tiny else {})
+    if case.kind == "bert":
+        changes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0}
+    return _load(case.recipe, json.dumps(changes))
 
 
 @functools.cache
 def _load(name: str, changes: str) -> Recipe:
     return load(name, json.loads(changes))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models that return sums over a cell, as the scripts' do
-
-
-class BertSums(nn.Module):
-    """Fast: samples end to end, the last layer at the wanted tokens only, a head of aligned size."""
-
-    def __init__(self, bert: BertForPreTraining, fast: bool, kernel: str):
-        super().__init__()
-        self.bert, self.fast = bert, fast
-        if fast:
-            unpad(bert, kernel)
-        else:
-            bert.set_attn_implementation("sdpa")
-        self.layers = [*bert.bert.encoder.layer]
-
-    def forward(self, first_index, masked_index, masked_labels, next_sentence_label, **tokens) -> torch.Tensor:
-        """Summed losses, [2]: masked tokens, pairs. See `bert_cell`."""
-        hidden = (last_hidden_at if self.fast else bert_padded)(self.bert.bert, **tokens)
-        head = self.bert.cls.predictions
-        weight, bias = head.decoder.weight, head.decoder.bias
-        if self.fast:
-            bias = F.pad(bias, (0, -len(bias) % ALIGNED), value=NEVER)
-            weight = filled_up(weight)
-        token_logits = F.linear(head.transform(hidden.index_select(0, masked_index)), weight, bias)
-        first = self.bert.bert.pooler(hidden.index_select(0, first_index)[:, None])
-        targets = (token_logits, masked_labels), (self.bert.cls.seq_relationship(first), next_sentence_label)
-        return torch.stack([losses.cross_entropy_sum(*target) for target in targets])
-
-
-def bert_padded(
-    bert: nn.Module, input_ids, token_type_ids, position_ids, ends, source, place, is_token, wanted, **_
-) -> torch.Tensor:
-    """As `last_hidden_at`, by transformers' own layers on a table of padded samples."""
-    inputs = (input_ids, token_type_ids, position_ids)
-    hidden = bert.embeddings(*(x[0][source] for x in inputs))
-    for layer in bert.encoder.layer:
-        hidden = layer(hidden, attention_mask=is_token)
-    return hidden.flatten(0, 1).index_select(0, place.index_select(0, wanted))
-
-
-def filled_up(weight: torch.Tensor) -> torch.Tensor:
-    """[classes, width], with rows of 0 up to a multiple of ALIGNED, which products like."""
-    return F.pad(weight, (0, 0, 0, -len(weight) % ALIGNED))
-
-
-class Gpt2Sums(nn.Module):
-    """Fast: sdpa asks cuDNN first (`kernels`), a head of aligned size."""
-
-    def __init__(self, gpt2: GPT2LMHeadModel, fast: bool, chunked: bool):
-        super().__init__()
-        self.gpt2, self.fast, self.chunked = gpt2, fast, chunked
-        gpt2.set_attn_implementation("sdpa")
-        self.layers = [*gpt2.transformer.h]
-
-    def forward(self, input_ids, labels) -> torch.Tensor:
-        """Summed loss, [1], of blocks [S, T]. The blocks are called by themselves: the model looks at the positions first,
-        and waits for the device to do so."""
-        of = self.gpt2.transformer
-        hidden = of.wte(input_ids) + of.wpe.weight[: input_ids.shape[1]]
-        for block in of.h:
-            hidden = block(hidden, attention_mask=None, use_cache=False)
-        hidden, weight = of.ln_f(hidden).flatten(0, 1), self.gpt2.lm_head.weight
-        if not self.chunked:
-            return losses.cross_entropy_sum(F.linear(hidden, weight), labels)[None]
-        if self.fast:  # eight more columns: 1 in the hidden states, NEVER in the rows of classes that are not there
-            never = F.pad(weight.new_zeros(len(weight), 8), (0, 0, 0, -len(weight) % ALIGNED), value=NEVER / 8)
-            weight = torch.cat([filled_up(weight), never], 1)
-            hidden = F.pad(hidden, (0, 8), value=1.0)
-        return losses.linear_cross_entropy(hidden, weight, labels)[0][None]
-
-
-class ResNetSums(nn.Module):
-    """Fast: channels_last."""
-
-    def __init__(self, resnet: ResNetForImageClassification, fast: bool, label_smoothing: float):
-        super().__init__()
-        self.of_pixels = torch.channels_last if fast else torch.contiguous_format
-        self.resnet, self.label_smoothing = resnet.to(memory_format=self.of_pixels), label_smoothing
-        batch_norm.synchronize(self)
-        of = resnet.resnet
-        self.layers = [of.embedder, *(layer for stage in of.encoder.stages for layer in stage.layers)]
-
-    def forward(self, pixel_values, labels) -> torch.Tensor:
-        """Summed loss, [1]."""
-        logits = self.resnet(pixel_values.to(self.resnet.dtype, memory_format=self.of_pixels)).logits
-        return losses.cross_entropy_sum(logits, labels, self.label_smoothing)[None]
-
-
-def build(case: Case, variant: Variant, device: torch.device, *, few: bool, half: bool = True) -> nn.Module:
-    """The case's model with random weights, the same for all variants, in training mode.
-
-    Args:
-        few: of a few layers.
-        half: it is computed in bfloat16.
-    """
-    recipe = recipe_of(case, few, 0.0 if few else variant.dropout)
-    shape = recipe.architecture
-    torch.manual_seed(recipe.seed)
-    with torch.device(device):
-        if case.kind == "bert":
-            kernel = "varlen" if half and device.type in VARLEN_ON else "sdpa"
-            model = BertSums(BertForPreTraining(BertConfig(**shape)), variant.fast, kernel)
-        elif case.kind == "gpt2":
-            gpt2 = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
-            model = Gpt2Sums(gpt2, variant.fast, chunked=variant != REFERENCE)
-        else:
-            resnet = ResNetForImageClassification(ResNetConfig(**shape))
-            model = ResNetSums(resnet, variant.fast, recipe.label_smoothing)
-    if variant.compiled:
-        for layer in model.layers:
-            text = case.kind != "resnet"  # cells of many sizes
-            layer.compile(dynamic=text, fullgraph=text, backend="eager" if case.tiny else "inductor")
-    return model.train()
-
-
-@contextlib.contextmanager
-def kernels(case: Case, variant: Variant) -> Iterator[None]:
-    """sdpa's kernels: math alone for the reference; cuDNN's first for the fast GPT-2."""
-    first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if variant == REFERENCE:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    elif variant.fast and case.kind == "gpt2":
-        with sdpa_kernel(first, set_priority=True):
-            yield
-    else:
-        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -349,37 +235,23 @@ def draw(case: Case, seed: int) -> list:
     return pairs
 
 
-def bert_cell(pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
-    """A cell's tensors, as `SentencePairs.collate` makes them."""
-    num_wanted = np.array([1 + len(pair.places) for pair in pairs])
-    first_index = np.cumsum(num_wanted) - num_wanted
-    tokens, seconds = [pair.tokens for pair in pairs], [pair.second for pair in pairs]
-    return {
-        **make_cell(tokens, seconds, [np.append(0, pair.places) for pair in pairs]),
-        "first_index": torch.from_numpy(first_index),
-        "masked_index": torch.from_numpy(np.delete(np.arange(num_wanted.sum()), first_index)),
-        "masked_labels": torch.from_numpy(np.concatenate([pair.labels for pair in pairs])),
-        "next_sentence_label": torch.tensor([pair.is_random for pair in pairs]),
-    }
-
-
-def make_step(case: Case, variant: Variant, samples: list, device: torch.device, tokens: int, k: int = 1) -> Step:
-    """Cut samples into cells of at most about `tokens` tokens, and at least k of them."""
+def make_step(
+    case: Case, samples: list, device: torch.device, *, max_tokens: int | None = None, max_samples: int | None = None
+) -> Step:
+    """Cut samples into cells as the scripts do."""
     of_bert = case.kind == "bert"
     lengths = np.array([len(pair.tokens) for pair in samples]) if of_bert else np.full(len(samples), case.length)
-    if of_bert and not variant.fast and k == 1:  # padding counts, too
-        places = partition(lengths, 1, len(samples), max(tokens, int(lengths.max())))[0]
-    else:  # about equally many tokens in each
-        k = max(k, math.ceil(lengths.sum() / tokens))
-        places = [cells[0] for cells in partition(lengths, k, len(samples))]
     cells, counts = [], []
-    for own in ([samples[place] for place in cell] for cell in places):
+    for places in partition(lengths, 1, max_samples or len(samples), max_tokens)[0]:
+        own = [samples[place] for place in places]
         if of_bert:
-            cells.append(bert_cell(own))
-            counts.append(torch.tensor([len(cells[-1]["masked_labels"]), len(own)]))
+            tokens, seconds, masked, labels, is_random = zip(*own, strict=True)
+            cells.append(make_pretraining_cell(tokens, seconds, masked, labels, is_random))
+            counts.append(torch.tensor([sum(map(len, labels)), len(own)]))
         elif case.kind == "gpt2":
             blocks = torch.from_numpy(np.stack(own))
-            cells.append({"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten()})
+            of_all = {"position_ids": None, "label_index": None}  # of one document, not padded
+            cells.append({"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten(), **of_all})
             counts.append(torch.tensor([len(own) * case.length]))
         else:
             images, labels = zip(*own, strict=True)
@@ -388,14 +260,14 @@ def make_step(case: Case, variant: Variant, samples: list, device: torch.device,
             counts.append(torch.tensor([len(own)]))
     if device.type == "cuda":
         cells = [{name: x if x is None else x.pin_memory() for name, x in cell.items()} for cell in cells]
-    return Step(cells, counts, len(samples), int(lengths.sum()), *flops_of(case, variant, samples))
+    return Step(cells, counts, len(samples), int(lengths.sum()), *flops_of(case, samples))
 
 
-def flops_of(case: Case, variant: Variant, samples: list) -> tuple[int, int]:
+def flops_of(case: Case, samples: list) -> tuple[int, int]:
     """FLOPs of real tokens: by the published formula of the whole model, and of those the ones that are done.
 
     The formula counts what is not needed, and not done: of GPT-2 the attention to later tokens, 6 L h T (T - 1) of a sample;
-    of BERT, when it is fast, the last layer's query, attention, output and feed-forward layer of unwanted tokens, each
+    of BERT the last layer's query, attention, output and feed-forward layer of unwanted tokens, each
     3 (4 h^2 + 4 h f + 4 h T). Padding is done, and counted nowhere.
     """
     recipe = recipe_of(case)
@@ -411,4 +283,4 @@ def flops_of(case: Case, variant: Variant, samples: list) -> tuple[int, int]:
     sizes = [(len(pair.tokens), len(pair.places)) for pair in samples]
     whole = sum(transformer.bert_flops(*of, length, masked) for length, masked in sizes)
     unwanted = sum(3 * (length - masked - 1) * 4 * h * (h + f + length) for length, masked in sizes)
-    return whole, whole - variant.fast * unwanted
+    return whole, whole - unwanted

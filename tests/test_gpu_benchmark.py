@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import exit_code
+from samestep.models import attention, gpt2_pretraining
 from samestep.planner import transformer
 from samestep.recipe.recipe import load
-from samestep.step import accumulate, batch_norm
+from samestep.step import accumulate, batch_norm, losses
 
 gpu = load_benchmark("gpu")
 of_cases = sys.modules["gpu_cases"]
@@ -37,9 +38,8 @@ def fresh(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def check(case: of_cases.Case, fast: bool = True) -> dict:
-    variant = next(of for of in of_cases.variants(case) if of.fast == fast and not of.compiled)
-    return gpu.Checks(Accelerator(mixed_precision="bf16", cpu=True), case)(variant)
+def check(case: of_cases.Case, kernel: str) -> dict:
+    return gpu.Checks(Accelerator(mixed_precision="bf16", cpu=True), case)(of_cases.Variant(kernel, 0, kernel))
 
 
 @pytest.mark.slow
@@ -96,7 +96,9 @@ def test_what_fails_is_a_line(monkeypatch, tmp_path, capsys):
     assert "failed or not exact: GPT-2 124M" in capsys.readouterr().err
     table = (tmp_path / "gpu.md").read_text()
     assert "failed: no / more" in table
-    assert "Left out, as time was up:\n\n- GPT-2 124M: sdpa\n" in table
+    assert (
+        "Left out, as time was up:\n\n- GPT-2 124M: sdpa, compiled\n- GPT-2 124M: eager\n- GPT-2 124M: sdpa\n" in table
+    )
     assert "nothing exact was timed" in table
 
 
@@ -108,14 +110,21 @@ def k_is_not_undone(monkeypatch):
     monkeypatch.setattr(accumulate, "loss_scale", lambda _: 1)
 
 
-def no_positions(monkeypatch):
-    right = of_cases.last_hidden_at
-    wrong = lambda bert, **of: right(bert, **of | {"position_ids": of["position_ids"] * 0})  # noqa: E731
-    monkeypatch.setattr(of_cases, "last_hidden_at", wrong)
+def positions_run_on(monkeypatch):
+    """From sample to sample of a cell."""
+    right = attention.last_hidden_at
+    wrong = lambda bert, **of: right(bert, **of | {"position_ids": torch.arange(of["input_ids"].numel())[None]})  # noqa: E731
+    monkeypatch.setattr(attention, "last_hidden_at", wrong)
 
 
-def classes_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(of_cases, "NEVER", 0.0)
+def samples_see_each_other(monkeypatch):
+    right = gpt2_pretraining.gpt2_hidden
+
+    def wrong(*of):
+        hidden = right(*of)
+        return hidden - 0.1 * hidden.mean(0)
+
+    monkeypatch.setattr(gpt2_pretraining, "gpt2_hidden", wrong)
 
 
 def statistics_of_a_cell(monkeypatch):
@@ -127,17 +136,18 @@ def statistics_of_a_cell(monkeypatch):
     ("name", "fault"),
     [
         (RAGGED.name, k_is_not_undone),
-        (RAGGED.name, no_positions),
-        ("BERT-Large, length 128", classes_that_are_not_there),
+        (RAGGED.name, positions_run_on),
         ("GPT-2 124M", k_is_not_undone),
-        ("GPT-2 124M", classes_that_are_not_there),
+        ("GPT-2 124M", samples_see_each_other),
         ("ResNet-50", k_is_not_undone),
         ("ResNet-50", statistics_of_a_cell),
     ],
 )
 def test_faults_are_found(name, fault, monkeypatch):
+    kernel = "channels_last" if name == "ResNet-50" else "sdpa"
+    assert check(TINY[name], kernel)["exact"]
     fault(monkeypatch)
-    found = check(TINY[name])
+    found = check(TINY[name], kernel)
     assert not found["exact"]
     assert found["cut"] > 10 * found["cut_bound"]
 
@@ -176,11 +186,16 @@ def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
     """torch's need a GPU; here sums by hand take their place, beneath torch's own operators."""
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
-    monkeypatch.setattr(of_cases, "VARLEN_ON", {"cpu"})
-    assert check(RAGGED)["exact"]
+    right = attention.kernel_candidates
+
+    def candidates(model, device, mixed_precision, settings):
+        return right(model, torch.device("cuda") if mixed_precision == "bf16" else device, mixed_precision, settings)
+
+    monkeypatch.setattr(attention, "kernel_candidates", candidates)
+    assert check(RAGGED, "varlen")["exact"]
     as_one = lambda *ends: [tuple(slice(0, int(of[-1])) for of in ends)]  # noqa: E731
     monkeypatch.setattr(sys.modules[__name__], "_each", as_one)
-    found = check(RAGGED)
+    found = check(RAGGED, "varlen")
     assert found["cut"] <= found["cut_bound"]  # which has no such kernel
     assert found["bf16"] > 2 * found["bf16_bound"]
     assert not found["exact"]
@@ -194,39 +209,50 @@ def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
 def test_cells_hold_every_sample_once_and_few_more_tokens(name):
     case = TINY[name]
     samples = of_cases.draw(case, 1)
-    for variant in of_cases.variants(case):
-        step = of_cases.make_step(case, variant, samples, torch.device("cpu"), case.tokens)
-        assert step.tokens == sum(len(pair.tokens) for pair in samples)
-        assert torch.stack(step.counts).sum(0).tolist() == [sum(len(pair.places) for pair in samples), len(samples)]
-        labels = torch.cat([cell["masked_labels"] for cell in step.cells]).sort().values
-        assert labels.tolist() == sorted(np.concatenate([pair.labels for pair in samples]).tolist())
-        for cell in step.cells:
-            table = cell["input_ids" if variant.fast else "source"].numel()
-            assert table <= 1.2 * (case.tokens + variant.fast * case.length), "sizes are rounded up"
-            wanted = cell["input_ids"][0, cell["wanted"]]
-            assert (wanted[cell["masked_index"]] == 3).all()
-            assert (cell["position_ids"][0, cell["wanted"]][cell["first_index"]] == 0).all()
+    step = of_cases.make_step(case, samples, torch.device("cpu"), max_tokens=case.tokens)
+    assert step.tokens == sum(len(pair.tokens) for pair in samples)
+    assert torch.stack(step.counts).sum(0).tolist() == [sum(len(pair.places) for pair in samples), len(samples)]
+    labels = torch.cat([cell["masked_labels"] for cell in step.cells]).sort().values
+    labels = labels[labels != losses.IGNORED]
+    assert labels.tolist() == sorted(np.concatenate([pair.labels for pair in samples]).tolist())
+    for cell, (num_masked, num_samples) in zip(step.cells, torch.stack(step.counts).tolist(), strict=True):
+        assert cell["input_ids"].numel() <= 1.04 * case.tokens + 1, "sizes are rounded up"
+        assert cell["source"].numel() <= 1.25 * 1.125 * case.tokens
+        wanted = cell["input_ids"][0, cell["wanted"]]
+        assert (wanted[cell["masked_index"][:num_masked]] == 3).all()
+        assert (cell["position_ids"][0, cell["wanted"]][cell["first_index"]] == 0).all()
+        assert len(cell["first_index"]) == len(cell["next_sentence_label"]) == num_samples
     assert of_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63
 
 
 def test_work_is_that_of_real_tokens():
     case = dataclasses.replace(of_cases.CASES[0], batch=2)
     formula = 2 * transformer.bert_flops(30522, 1024, 4096, 24, 128, 19)
-    work = {of.fast: of_cases.flops_of(case, of, of_cases.draw(case, 0)) for of in of_cases.variants(case)}
-    assert work[False] == (formula, formula)
-    assert work[True][0] == formula
-    assert 0.96 < work[True][1] / formula < 0.98
+    whole, done = of_cases.flops_of(case, of_cases.draw(case, 0))
+    assert whole == formula
+    assert 0.96 < done / formula < 0.98
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_work_that_is_done_is_what_torch_counts(fast, monkeypatch):
-    monkeypatch.setattr(of_cases, "ALIGNED", 1)
-    case, variant = TINY["BERT-Large, length 512"], of_cases.Variant("", 0, fast)
-    step = of_cases.make_step(case, variant, of_cases.draw(case, 0), torch.device("cpu"), sys.maxsize)
-    model = of_cases.build(case, variant, torch.device("cpu"), few=False)
+def test_work_that_is_done_is_what_torch_counts():
+    case = TINY["BERT-Large, length 512"]
+    step = of_cases.make_step(case, of_cases.draw(case, 0), torch.device("cpu"))
+    model = of_cases.build(case, of_cases.Variant("", 0, "sdpa"), torch.device("cpu"), few=False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the others are not counted on a CPU
-        model(**step.cells[0]).sum().backward()
+        sums, _ = model(**step.cells[0])
+        sums.sum().backward()
     assert counter.get_total_flops() == step.flops_done
+
+
+def test_models_and_kernels_are_those_of_the_scripts():
+    """On a GPU, where none is needed to name them."""
+    kernels = {"bert": ["sdpa", "varlen"], "gpt2": ["sdpa"], "resnet": ["channels_last", "channels_first"]}
+    for case in of_cases.cases(tiny=True):
+        found = of_cases.variants(case, torch.device("cuda"))
+        assert [of.name for of in found if not of.compiled] == kernels[case.kind]
+        assert [of.kernel for of in found if of.compiled and not of.dropout] == kernels[case.kind]
+        model = of_cases.build(case, found[0], torch.device("cpu"), few=False)
+        assert type(model) is of_cases.recipe_of(case).parts.find("model")
+        assert any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def test_published_numbers_are_parts_of_what_their_devices_reach():

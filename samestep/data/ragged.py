@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from samestep.cut.layout import round_up
+from samestep.step.losses import IGNORED
 
 TABLES, TABLE = 4, 8192
 """Most tables of a cell, and the scores of a head that take as long as one table more: about 0.2 ms."""
@@ -144,6 +145,37 @@ def make_cell(
         "wanted_ends": queries.ends,
         "wanted_source": queries.source,
         "wanted_place": queries.place,
+    }
+
+
+def make_pretraining_cell(
+    tokens: Sequence[np.ndarray],
+    num_first: Sequence[int],
+    places: Sequence[np.ndarray],
+    labels: Sequence[np.ndarray],
+    is_random: Sequence[int],
+) -> dict[str, torch.Tensor | None]:
+    """Build what BERT's pretraining takes of S >= 1 pairs of segments: the first and the masked tokens of each are wanted.
+
+    Args:
+        tokens, num_first: see `make_cell`.
+        places: of each sample its masked tokens, ascending, without the first; may be none.
+        labels: what the masked tokens are.
+        is_random: label of each pair.
+
+    Returns:
+        those of `make_cell`; first_index, masked_index, masked_labels, next_sentence_label: see `SentencePairs.collate`.
+    """
+    wanted = [np.concatenate([[0], of]) for of in places]
+    num_wanted = np.array([len(of) for of in wanted])
+    is_masked = np.ones(num_wanted.sum(), bool)
+    is_masked[np.cumsum(num_wanted) - num_wanted] = False
+    return {
+        **make_cell(tokens, num_first, wanted),
+        "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
+        "masked_index": filled(np.flatnonzero(is_masked)),
+        "masked_labels": filled(np.concatenate(labels), IGNORED),
+        "next_sentence_label": torch.tensor(is_random),
     }
 
 

@@ -22,7 +22,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split, split_sentences
-from samestep.data.ragged import filled, make_cell
+from samestep.data.ragged import make_pretraining_cell
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -214,20 +214,12 @@ class SentencePairs:
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
         """
-        nothing = Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)
-        tokens, places, labels = zip(*(self.mask(pair) for pair in pairs or [nothing]), strict=True)
-        wanted = [np.concatenate([[0], of]) for of in places]
-        num_wanted = np.array([len(of) for of in wanted])
-        is_masked = np.ones(num_wanted.sum(), bool)
-        is_masked[np.cumsum(num_wanted) - num_wanted] = False
-        masked_labels = np.concatenate(labels)
+        cell = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
+        tokens, places, labels = zip(*map(self.mask, cell), strict=True)
+        num_first, is_random = [len(pair.first) + 2 for pair in cell], [pair.is_random for pair in cell]
         return {
-            **make_cell(tokens, [len(pair.first) + 2 for pair in pairs or [nothing]], wanted),
-            "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
-            "masked_index": filled(np.flatnonzero(is_masked)),
-            "masked_labels": filled(masked_labels, IGNORED),
-            "next_sentence_label": torch.tensor([pair.is_random for pair in pairs or [nothing]]),
-            "counts": torch.tensor([len(masked_labels), len(pairs)]),
+            **make_pretraining_cell(tokens, num_first, places, labels, is_random),
+            "counts": torch.tensor([sum(map(len, labels)), len(pairs)]),
         }
 
 

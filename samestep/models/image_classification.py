@@ -50,3 +50,8 @@ class ClassificationSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: ImageSettings) -> dict:
         return networks.memory_format_candidates(self, self.resnet, device, mixed_precision)
+
+    def compile_layers(self) -> None:
+        network = self.resnet.resnet
+        for layer in (network.embedder, *(layer for stage in network.encoder.stages for layer in stage.layers)):
+            layer.compile(dynamic=False)
