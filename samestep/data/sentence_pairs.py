@@ -207,7 +207,7 @@ class SentencePairs:
         """A cell of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            of the tokens, the first and the masked ones of each sample wanted: see `attention.make_cell`.
+            of the tokens, the first and the masked ones of each sample wanted: see `ragged.make_cell`.
             first_index: int64 [S], places of the first tokens among the wanted.
             masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
             masked_labels: int64 [M'], -100 up to that size.
