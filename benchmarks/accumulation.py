@@ -2,12 +2,12 @@
 
     make bench-accumulation
 
-- memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-step, so that parameters, gradients and moments
+- memory: BERT-Base's encoder (12 layers x 768) on one short sample per micro-batch, so that parameters, gradients and moments
   are nearly all there is; float32, AdamW, each case in processes of its own. Bytes of tensors, as `models.trace` counts
   them, and the resident set that the system counts, at their highest, less what was there before the model. With two processes
   gradient accumulation is DistributedDataParallel's, gradients as views of its buckets, with no_sync.
-- time: the steps of bert_small_cpu (micro-batches of b sequences of 128), both optimizers by turns on the same cells, clipping
-  included; ratios are gradient's seconds / optimizer's, the median over the steps of a round.
+- time: the steps of bert_small_cpu (micro-batches of b sequences of 128), both optimizers by turns on the same micro-batches,
+  clipping included; ratios are gradient's seconds / optimizer's, the median over the steps of a round.
 """
 
 import argparse
@@ -118,10 +118,10 @@ class Loop:
         start = harness.clock()
         accumulates = isinstance(self.optimizer, Accumulating)
         if accumulates:
-            self.optimizer.gradient_accumulation_steps = len(data.cells)
-        for cell in data.cells:
+            self.optimizer.gradient_accumulation_steps = len(data.micro_batches)
+        for micro_batch in data.micro_batches:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-                sums, _ = self.model(**cell)
+                sums, _ = self.model(**micro_batch)
             losses.weighted_loss(sums, data.counts, self.weights).backward()
         if accumulates:
             self.optimizer.clip_grad_norm_(self.limit)
@@ -193,7 +193,7 @@ def markdown(results: dict) -> str:
         "## Time\n\nSteps per second over gradient accumulation's: median (smallest to largest).\n\n"
         f"{harness.table('precision | b | k | ratio', times)}\n"
         f"Memory: {size / 4e6:,.1f} M parameters, so {size / 1e6:,.0f} MB of them. Time: {about['rounds']} rounds of "
-        f"{about['micro_steps']} micro-steps (one step at least).\n",
+        f"{about['micro_steps']} micro-batches (one step at least).\n",
     )
 
 

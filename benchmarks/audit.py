@@ -5,7 +5,7 @@
 - scripts: each is run unchanged on a tiny model under several layouts, as `python -m recipes audit-script` does, and compared
   with its run that computes the whole global batch in one forward. A documented loop that takes the mean of means is the
   control, which must fail. Their table is shown in README.md, too.
-- kernels: whatever `--speed auto` may choose on this machine, in two cells, beside the safe kernels that take the whole
+- kernels: whatever `--speed auto` may choose on this machine, in two micro-batches, beside the safe kernels that take the whole
   global batch in one forward. In bf16 what counts as the same is what auto itself takes for it.
 - recording: steps of GPT-2 124M, each once plain and once recorded, by turns in one process.
 - audit_step: seconds for two tiny models, with its default cuts.
@@ -85,7 +85,7 @@ def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str =
     argv = tiny_argv(program, corpus, output_dir, flags)
     variation = Variation({BATCH: str(b)}, num_processes)
     words = [str(ROOT / "scripts" / f"{program}.py"), *argv]
-    if speed == "auto":  # for so tiny cells as these attention by length would take one table, as others do
+    if speed == "auto":  # for so tiny micro-batches as these attention by length would take one table, as others do
         words = [str(ROOT / "benchmarks" / "peers" / "tables.py"), *words]
     recordings = record(words, variation, 0, TIMEOUT)
     return variation, recordings, metrics(output_dir)
@@ -169,7 +169,7 @@ def numbers(comparison: Comparison, tolerance: float) -> dict:
 
 
 def recording_overhead(k: int) -> dict:
-    """Seconds of a step of GPT-2 124M in k micro-steps, plain and recorded."""
+    """Seconds of a step of GPT-2 124M in k micro-batches, plain and recorded."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other wherever something else runs
     torch.manual_seed(0)
@@ -320,10 +320,10 @@ def overview(results: dict) -> str:
     """A line for every script, a column for every layout: the largest error of its steps."""
     scripts = list(dict.fromkeys(row["script"] for row in results["scripts"]))
     layouts = list(dict.fromkeys(row["layout"] for row in results["scripts"]))
-    cells = {(row["script"], row["layout"]): row for row in results["scripts"]}
+    micro_batches = {(row["script"], row["layout"]): row for row in results["scripts"]}
     lines = []
     for script in scripts:
-        rows = [cells[script, layout] for layout in layouts]
+        rows = [micro_batches[script, layout] for layout in layouts]
         shown = [f"{max(row['errors']):.1e}" + ("" if row["exact"] else " **not exact**") for row in rows]
         lines.append([script, *shown])
     failed, num_steps = results["control"], len(results["scripts"][0]["errors"])
@@ -398,7 +398,7 @@ def markdown(results: dict) -> str:
         f"{_table(['script', 'precision', 'kernels'], of_kernels)}\n"
         "## Costs\n\n"
         f"Recording a step of GPT-2 124M, {TOKENS} tokens, bf16, fused AdamW, one thread, in seconds:\n\n"
-        f"{harness.table('micro-steps x tokens | plain | recorded | recorded / plain', recording)}\n"
+        f"{harness.table('micro-batches x tokens | plain | recorded | recorded / plain', recording)}\n"
         f"Medians of {about['pairs']} pairs (smallest to largest), by turns in one process.\n\n"
         "`audit_step` with its default cuts of 16 ragged samples, tiny models, in seconds:\n\n"
         f"{harness.table('model and loss | processes | cuts | seconds | verdict', steps)}\n"

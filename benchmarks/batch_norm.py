@@ -3,9 +3,10 @@
     make bench-batch-norm
 
 The deviation is that of `batch_norm.deviation`, with which training logs it: the relative error of a step's gradient, its
-statistics taken from micro-steps of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
-exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm) over that of the ordinary step, the same cells
-in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random numbers.
+statistics taken from micro-batches of b images, beside that of the whole batch; at the start, and after a few epochs' worth of
+exact steps. The cost is the time of a step with `WholeStep` (--exact_batch_norm) over that of the ordinary step, the same
+micro-batches in both, taking turns; medians. In float32. The digits and captchas are the recipes' own; ResNets see random
+numbers.
 """
 
 import statistics
@@ -30,31 +31,31 @@ RESNETS = {
 
 
 class Case:
-    """A model, its optimizer, and cells of a step: `images(size)` makes the pixels and labels of a step."""
+    """A model, its optimizer, and micro-batches of a step: `images(size)` makes the pixels and labels of a step."""
 
     def __init__(self, title: str, network: nn.Module, optimizer, draw: Callable[[int, int], tuple], batch: int):
         self.title, self.network, self.optimizer, self.draw, self.batch = title, network.train(), optimizer, draw, batch
         batch_norm.synchronize(network)
         self.whole = batch_norm.WholeStep(network)
 
-    def cells(self, step: int, size: int) -> list[tuple]:
+    def micro_batches(self, step: int, size: int) -> list[tuple]:
         pixels, labels = self.draw(step, self.batch)
         return list(zip(pixels.split(size), labels.split(size), strict=True))
 
-    def loss(self, cell: tuple) -> torch.Tensor:
-        """The cell's share of the mean over the step."""
-        pixels, labels = cell
+    def loss(self, micro_batch: tuple) -> torch.Tensor:
+        """The micro-batch's share of the mean over the step."""
+        pixels, labels = micro_batch
         logits = self.network(pixels)
         logits = getattr(logits, "logits", logits).flatten(0, -2)
         return losses.cross_entropy_sum(logits, labels.flatten()) / (self.batch * labels[0].numel())
 
-    def step(self, cells: list[tuple], exact: bool) -> float:
+    def step(self, micro_batches: list[tuple], exact: bool) -> float:
         """Take a step; its seconds."""
         start = harness.clock()
         if exact:
-            self.whole.prepare(cells, self.loss)
-        for cell in cells:
-            (self.loss(cell) + self.whole.correction() if exact else self.loss(cell)).backward()
+            self.whole.prepare(micro_batches, self.loss)
+        for micro_batch in micro_batches:
+            (self.loss(micro_batch) + self.whole.correction() if exact else self.loss(micro_batch)).backward()
         self.whole.finish()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -68,8 +69,8 @@ def from_recipe(name: str, module, build, batch: int) -> Case:
     def draw(step: int, size: int) -> tuple:
         rng = torch.Generator().manual_seed(step)
         places = torch.randint(len(source), (size,), generator=rng).tolist()
-        cell = source.collate([source.draw(step, place) for place in places])
-        return cell["pixel_values"], cell["labels"]
+        micro_batch = source.collate([source.draw(step, place) for place in places])
+        return micro_batch["pixel_values"], micro_batch["labels"]
 
     torch.manual_seed(0)
     network = build(recipe)
@@ -90,18 +91,27 @@ def of_resnet(name: str, size: int, batch: int) -> Case:
 
 def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> list[dict]:
     rows = []
-    before = {size: batch_norm.deviation(case.network, case.cells(0, size), case.loss) for size in sizes}
+    before = {size: batch_norm.deviation(case.network, case.micro_batches(0, size), case.loss) for size in sizes}
     for step in range(num_steps):
-        case.step(case.cells(step, case.batch), exact=False)  # one cell: exact as it is
+        case.step(case.micro_batches(step, case.batch), exact=False)  # one micro-batch: exact as it is
     for size in sizes:
-        cells = case.cells(num_steps, size)
-        row = {"model": case.title, "layers": len(case.whole.layers), "B": case.batch, "b": size, "k": len(cells)}
+        micro_batches = case.micro_batches(num_steps, size)
+        row = {
+            "model": case.title,
+            "layers": len(case.whole.layers),
+            "B": case.batch,
+            "b": size,
+            "k": len(micro_batches),
+        }
         row |= {
             "first": before[size],
             "steps": num_steps,
-            "later": batch_norm.deviation(case.network, cells, case.loss),
+            "later": batch_norm.deviation(case.network, micro_batches, case.loss),
         }
-        calls = {"cut": partial(case.step, cells, exact=False), "exact": partial(case.step, cells, exact=True)}
+        calls = {
+            "cut": partial(case.step, micro_batches, exact=False),
+            "exact": partial(case.step, micro_batches, exact=True),
+        }
         seconds = {name: statistics.median(each) for name, each in harness.in_turns(calls, num_timed).items()}
         row |= {"forward_passes": case.whole.num_forward_passes, "adjoint_passes": case.whole.num_adjoint_passes}
         row["cost"] = seconds["exact"] / seconds["cut"]

@@ -4,10 +4,10 @@
 
 Every program with its small recipe, 50 steps, in float32 and in bf16. Beside the safe run:
 
-- cut: the safe way, in four cells. The same step, other rounding: how far apart curves are that differ in nothing else.
+- cut: the safe way, in four micro-batches. The same step, other rounding: how far apart curves are that differ in nothing else.
 - auto: whatever `--speed auto` measures to be the fastest.
-- other: the kernels that safe did not take, of texts in float32 those of products too, in eight cells, as if those had been the
-  fastest; not where `--speed auto` refuses them because their gradient is not that of the safe ones.
+- other: the kernels that safe did not take, of texts in float32 those of products too, in eight micro-batches, as if those had
+  been the fastest; not where `--speed auto` refuses them because their gradient is not that of the safe ones.
 
 Shown is the largest |loss - safe's| / safe's of the first step and of all.
 """
@@ -57,7 +57,7 @@ def choice(printed: str) -> str:
     >>> choice("kernels: eager (--speed auto)\\ncells: at most 4096 tokens at once (--speed auto)\\n")
     'eager, at most 4096 tokens at once'
     """
-    return ", ".join(re.findall(r"^(?:kernels|cells): (.*) \(--speed \w+\)$", printed, re.MULTILINE))
+    return ", ".join(re.findall(r"^(?:kernels|micro-batches): (.*) \(--speed \w+\)$", printed, re.MULTILINE))
 
 
 def force(file: Path, way: str, at_once: int | None) -> None:
@@ -128,7 +128,7 @@ def markdown(results: dict) -> str:
         "choices.py",
         results["about"],
         f"|loss - safe's| / safe's, of the first step and the largest of {STEPS}:\n\n"
-        f"{harness.table('program | precision | run | kernels, cells | first step | largest', rows)}",
+        f"{harness.table('program | precision | run | kernels, micro-batches | first step | largest', rows)}",
     )
 
 

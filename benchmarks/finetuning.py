@@ -3,8 +3,8 @@
     make bench-finetuning TRAIN_FILE=reviews.csv
 
 TRAIN_FILE is the sentences of Pang and Lee's film reviews (docs/finetuning.md says how to make it). By recipe
-finetune_reviews_cpu, float32, from random weights, as it is, in cells of 8, and on two processes: accuracy on the held-out
-tenth at the end, and the largest relative difference of a step's loss from the first run's. Speed: run.py (--reviews).
+finetune_reviews_cpu, float32, from random weights, as it is, in micro-batches of 8, and on two processes: accuracy on the
+held-out tenth at the end, and the largest relative difference of a step's loss from the first run's. Speed: run.py (--reviews).
 """
 
 import json

@@ -10,20 +10,20 @@ samples by benchmarks/lengths.json, which real sentence pairs have. Images are n
 the catalog, without dropout but where a variant says so. Each is computed by each kernel that its script chooses from, plain
 and compiled.
 
-A step is the scripts': cells copied from pinned memory, sums divided by the counts of the whole step, Accelerate's backward,
-clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`, counted by
-torch's sync debug mode). Cells hold as many tokens as are good for the device. Seconds are medians between CUDA events at
-the ends of steps, read when all are done. Work is counted for real tokens only (`flops_of`), and shown as part of what a
-large bfloat16 product reaches on the device in the same run.
+A step is the scripts': micro-batches copied from pinned memory, sums divided by the counts of the whole step, Accelerate's
+backward, clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`,
+counted by torch's sync debug mode). Micro-batches hold as many tokens as are good for the device. Seconds are medians between
+CUDA events at the ends of steps, read when all are done. Work is counted for real tokens only (`flops_of`), and shown as part
+of what a large bfloat16 product reaches on the device in the same run.
 
 Every variant is checked before it is timed, on a few layers of full width and the samples of a step:
 
-- cut: the gradient of the step in several cells, in float32 (images: float64, with batch statistics of the whole step),
-  beside the reference's in one cell: the same model, sdpa by its math kernel. At most 1e-5 (images: 1e-9) of its norm. Where
-  a kernel is for 16 bits only, as torch's of variable length are, the model's first kernel takes its place here.
-- bfloat16: the variant's own kernels in several cells (images: one), at most 1.5 times as far from the float32 gradient as
-  the reference's in bfloat16.
-- control: two faults, which the first check must find: k is not undone; each cell divided by its own counts.
+- cut: the gradient of the step in several micro-batches, in float32 (images: float64, with batch statistics of the whole step),
+  beside the reference's in one micro-batch: the same model, sdpa by its math kernel. At most 1e-5 (images: 1e-9) of its norm.
+  Where a kernel is for 16 bits only, as torch's of variable length are, the model's first kernel takes its place here.
+- bfloat16: the variant's own kernels in several micro-batches (images: one), at most 1.5 times as far from the float32 gradient
+  as the reference's in bfloat16.
+- control: two faults, which the first check must find: k is not undone; each micro-batch divided by its own counts.
 """
 
 import argparse
@@ -80,8 +80,8 @@ STEPS = (3, 20)  # of a window: at least, at most
 PRODUCT = 8192  # m = n = k of the large product
 EXACT = {"bert": 1e-5, "gpt2": 1e-5, "resnet": 1e-9}
 ROUNDING = 1.5
-FAULTS = ("k is not undone", "each cell by its own counts")
-CUT = 3  # cells of a step that is checked
+FAULTS = ("k is not undone", "each micro-batch by its own counts")
+CUT = 3  # micro-batches of a step that is checked
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def add_gradients(
     fault: str | None = None,
     correction: Callable[[], torch.Tensor | float] = float,
 ) -> torch.Tensor:
-    """The step's gradient, as the scripts add it up over its cells; its mean losses [terms], on the device.
+    """The step's gradient, as the scripts add it up over its micro-batches; its mean losses [terms], on the device.
 
     Args:
         weights: of the loss, [terms].
@@ -104,9 +104,9 @@ def add_gradients(
         correction: of batch normalisation over the whole step; 0 unless that is checked.
     """
     sums, counts = [], accumulate.total_counts(accelerator, torch.stack(step.counts).sum(0))
-    for cell, own in zip(accumulate.micro_steps(accelerator, step.cells), step.counts, strict=True):
+    for micro_batch, own in zip(accumulate.accumulate_over(accelerator, step.micro_batches), step.counts, strict=True):
         with accelerator.accumulate(model):
-            own_sums, _ = model(**to_device(cell, accelerator.device))
+            own_sums, _ = model(**to_device(micro_batch, accelerator.device))
             divisors = own.to(accelerator.device) if fault == FAULTS[1] else counts
             loss = losses.weighted_loss(own_sums, divisors, weights) + correction()
             accelerator.backward(loss * (1 if fault else accumulate.loss_scale(accelerator)))
@@ -152,7 +152,7 @@ def gradient(
     dtype: torch.dtype,
     fault: str | None = None,
 ) -> torch.Tensor:
-    """[parameters] on the host, of one step on a few layers, in k cells; bfloat16 means autocast.
+    """[parameters] on the host, of one step on a few layers, in k micro-batches; bfloat16 means autocast.
 
     Args:
         fault: one of FAULTS.
@@ -164,16 +164,16 @@ def gradient(
     weights = loss_weights(recipe_of(case), device)
     counts = torch.stack(step.counts).sum(0).to(device)
 
-    def call(**cell: torch.Tensor) -> tuple[torch.Tensor, object]:
+    def call(**micro_batch: torch.Tensor) -> tuple[torch.Tensor, object]:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            return model(**cell)
+            return model(**micro_batch)
 
-    def loss_of(cell: dict[str, torch.Tensor]) -> torch.Tensor:
-        return losses.weighted_loss(call(**to_device(cell, device))[0], counts, weights)
+    def loss_of(micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return losses.weighted_loss(call(**to_device(micro_batch, device))[0], counts, weights)
 
     whole = batch_norm.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
     with sdpa_kernel(SDPBackend.MATH) if variant == REFERENCE else contextlib.nullcontext():
-        whole.prepare(step.cells, loss_of)
+        whole.prepare(step.micro_batches, loss_of)
         add_gradients(accelerator, call, step, weights, fault, whole.correction)
         whole.release()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -260,7 +260,7 @@ def product_rate(device: torch.device, size: int, seconds: float) -> float:
 
 
 def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -> dict[str, Any]:
-    """Seconds of a step and what it does, with cells of at most `tokens` tokens."""
+    """Seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
     device, recipe = accelerator.device, recipe_of(case, dropout=variant.dropout)
     steps = [make_step(case, draw(case, seed), device, max_tokens=tokens) for seed in range(2)]
     _free(device)
@@ -297,7 +297,7 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
         "steps": len(found),
         **{f"{name}_per_second": statistics.mean(getattr(step, name) for step in steps) / median for name in names},
         "samples_per_step": steps[0].samples,
-        "micro_steps": [len(step.cells) for step in steps],
+        "micro_steps": [len(step.micro_batches) for step in steps],
         "tokens_at_once": tokens,
         "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         "host_waits": waits,
@@ -343,7 +343,8 @@ def _free(device: torch.device) -> None:
 def measure_variant(
     accelerator: Accelerator, case: Case, variant: Variant, checks: dict[str, Checks]
 ) -> dict[str, Any]:
-    """Check and time it, in smaller cells if memory runs out. What goes wrong is a line in the results, and no reason to end.
+    """Check and time it, in smaller micro-batches if memory runs out. What goes wrong is a line in the results, and no reason
+    to end.
 
     Args:
         checks: of cases by name; one that is not there yet is put there.
@@ -529,11 +530,11 @@ def markdown(results: dict) -> str:
         "(benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the\n"
         "published trainings of BERT have: its cost is in the second table.\n\n"
         f"{harness.table(['work', 'by', 'on', *speed], beside)}\n"
-        "All that was timed. Step: samples and the cells that they are cut into. Waits: how often the host waits for the "
-        "device in a step.\n\n"
+        "All that was timed. Step: samples and the micro-batches that they are cut into. Waits: how often the host waits for "
+        "the device in a step.\n\n"
         f"{harness.table(['case', 'variant', 'seconds per step', *speed, 'step', 'waits'], timings)}\n"
-        f"Relative errors of a step's gradient, on a few layers: in {CUT} cells beside one, and in bfloat16 beside float32. "
-        "The last columns are faults\nmade on purpose, which the first check must find.\n\n"
+        f"Relative errors of a step's gradient, on a few layers: in {CUT} micro-batches beside one, and in bfloat16 beside "
+        "float32. The last columns are faults\nmade on purpose, which the first check must find.\n\n"
         f"{harness.table(['case', 'variant', 'cut', 'bfloat16', 'exact', *FAULTS], checks)}\n"
         + (f"Left out, as time was up:\n\n{left_out}\n" if left_out else "")
         + f"{about.get('seconds', 0):.0f} s in all. CUDA {about['cuda']}.\n",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from samestep.cut.partition import partition
-from samestep.data.ragged import make_pretraining_cell
+from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner import convnet, transformer
 from samestep.recipe.recipe import Recipe, load
@@ -33,7 +33,7 @@ class Case:
         recipe: of the catalog.
         length: tokens of the longest sample; images: 1.
         batch: samples of a step.
-        tokens: most tokens in a cell; images: most images.
+        tokens: most tokens in a micro-batch; images: most images.
         checked: samples that are checked.
         ragged: whether samples are shorter, as in LENGTHS.
         published: (work, length) of rows of PUBLISHED that are shown beside it.
@@ -188,9 +188,9 @@ class Pair(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's cells, the counts of each, and its real work; see `flops_of`."""
+    """A step's micro-batches, the counts of each, and its real work; see `flops_of`."""
 
-    cells: list[dict[str, torch.Tensor | None]]
+    micro_batches: list[dict[str, torch.Tensor | None]]
     counts: list[torch.Tensor]
     samples: int
     tokens: int
@@ -238,29 +238,34 @@ def draw(case: Case, seed: int) -> list:
 def make_step(
     case: Case, samples: list, device: torch.device, *, max_tokens: int | None = None, max_samples: int | None = None
 ) -> Step:
-    """Cut samples into cells as the scripts do."""
+    """Cut samples into micro-batches as the scripts do."""
     of_bert = case.kind == "bert"
     lengths = np.array([len(pair.tokens) for pair in samples]) if of_bert else np.full(len(samples), case.length)
-    cells, counts = [], []
+    micro_batches, counts = [], []
     for places in partition(lengths, 1, max_samples or len(samples), max_tokens)[0]:
         own = [samples[place] for place in places]
         if of_bert:
             tokens, seconds, masked, labels, is_random = zip(*own, strict=True)
-            cells.append(make_pretraining_cell(tokens, seconds, masked, labels, is_random))
+            micro_batches.append(make_pretraining_micro_batch(tokens, seconds, masked, labels, is_random))
             counts.append(torch.tensor([sum(map(len, labels)), len(own)]))
         elif case.kind == "gpt2":
             blocks = torch.from_numpy(np.stack(own))
             of_all = {"position_ids": None, "label_index": None}  # of one document, not padded
-            cells.append({"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten(), **of_all})
+            micro_batches.append(
+                {"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten(), **of_all}
+            )
             counts.append(torch.tensor([len(own) * case.length]))
         else:
             images, labels = zip(*own, strict=True)
             images = torch.stack(images).to(memory_format=torch.channels_last)
-            cells.append({"pixel_values": images, "labels": torch.tensor(labels)})
+            micro_batches.append({"pixel_values": images, "labels": torch.tensor(labels)})
             counts.append(torch.tensor([len(own)]))
     if device.type == "cuda":
-        cells = [{name: x if x is None else x.pin_memory() for name, x in cell.items()} for cell in cells]
-    return Step(cells, counts, len(samples), int(lengths.sum()), *flops_of(case, samples))
+        micro_batches = [
+            {name: x if x is None else x.pin_memory() for name, x in micro_batch.items()}
+            for micro_batch in micro_batches
+        ]
+    return Step(micro_batches, counts, len(samples), int(lengths.sum()), *flops_of(case, samples))
 
 
 def flops_of(case: Case, samples: list) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""How the time of a step grows with its micro-steps: k = 1, 2, 4, ... 64 cells of the same size, one process.
+"""How the time of a step grows with its micro-batches: k = 1, 2, 4, ... 64 micro-batches of the same size, one process.
 
     make bench-linear
 
-BERT of 4 layers x 256 on rows of 128 tokens, 8 in a cell: scripts/pretrain_bert.py as users launch it, once for every k, all in
-turns of a second, so that a machine whose speed changes is the same for all. In every round each takes 64 cells, and a line is
-fitted through the seconds of a step, weighted by 1 / seconds, so that deviations are relative. What is shown is the median of
-the rounds' deviations. Memory is the largest resident memory of the process.
+BERT of 4 layers x 256 on rows of 128 tokens, 8 in a micro-batch: scripts/pretrain_bert.py as users launch it, once for every k,
+all in turns of a second, so that a machine whose speed changes is the same for all. In every round each takes 64 micro-batches,
+and a line is fitted through the seconds of a step, weighted by 1 / seconds, so that deviations are relative. What is shown is
+the median of the rounds' deviations. Memory is the largest resident memory of the process.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import yaml
 from harness import Program, own_time, peak_memory, spread
 from run import ENDLESS, FULL_BERT, write_data
 
-NUM_MICRO_STEPS, CELL = (1, 2, 4, 8, 16, 32, 64), 8
+NUM_MICRO_STEPS, MICRO_BATCH = (1, 2, 4, 8, 16, 32, 64), 8
 WARM_UP, TURN = 3, 1.0  # steps, seconds
 
 
@@ -43,7 +43,7 @@ def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float,
 
 def recipe(k: int) -> dict[str, Any]:
     """What it holds, see `run.Workload`. The rate is the same for all: BERT's rule ends at a batch of 159."""
-    return FULL_BERT | {"vocab_size": 8192, "global_batch_size": CELL * k, "lr_scaling_rule": "none"} | ENDLESS
+    return FULL_BERT | {"vocab_size": 8192, "global_batch_size": MICRO_BATCH * k, "lr_scaling_rule": "none"} | ENDLESS
 
 
 def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Path]:
@@ -54,12 +54,12 @@ def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Pa
     words = harness.launch(ROOT / "benchmarks" / "peers" / "ours.py", precision)
     words += [str(folder / "stamps"), str(ROOT / "scripts" / "pretrain_bert.py")]
     words += ["--recipe", str(folder / "recipe.yaml"), "--speed", "safe"]
-    words += ["--per_device_train_batch_size", str(CELL), "--output_dir", str(folder / "run")]
+    words += ["--per_device_train_batch_size", str(MICRO_BATCH), "--output_dir", str(folder / "run")]
     return Program(words, work, folder / "log", threads), folder / "stamps"
 
 
 def take_round(programs: dict[int, tuple[Program, Path]]) -> dict[int, float]:
-    """Seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-steps."""
+    """Seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-batches."""
     first = {k: len(clock.read(stamps)[1]) for k, (_, stamps) in programs.items()}
     last = {k: first[k] + max(programs) // k for k in programs}
     left = list(programs)
@@ -117,7 +117,7 @@ def markdown(results: dict) -> str:
     fits = ", ".join(f"{row['precision']} {row['a']:.4f} + {row['b']:.4f} k" for row in results["rows"])
     num_rounds = len(next(iter(results["rows"][0]["seconds"].values())))
     return harness.page(
-        "Time of a step over its micro-steps",
+        "Time of a step over its micro-batches",
         "linear.py",
         results["about"],
         f"{harness.table('precision | k | seconds of a step | beside the line | memory, GB', rows)}\n"

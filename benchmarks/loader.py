@@ -53,7 +53,7 @@ ROWS = (10**5, 10**7)
 
 
 def network(recipe: Recipe, source, precision: str) -> nn.Module:
-    """The program's own model, which a cell's tensors are given to, as `--speed safe` computes it on a CPU."""
+    """The program's own model, which a micro-batch's tensors are given to, as `--speed safe` computes it on a CPU."""
     settings = recipe.parts.find("settings")(recipe=recipe.name)
     model = recipe.parts.find("model").from_recipe(recipe, source)
     candidates = model.kernel_candidates(torch.device("cpu"), precision, settings)
@@ -63,9 +63,9 @@ def network(recipe: Recipe, source, precision: str) -> nn.Module:
 
 def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: str) -> None:
     """Forward and backward of a step."""
-    for cell in data.cells:
+    for micro_batch in data.micro_batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            sums, _ = model(**cell)
+            sums, _ = model(**micro_batch)
         losses.weighted_loss(sums, data.counts, weights).backward()
     model.zero_grad()
 

@@ -48,7 +48,7 @@ def distinct(names: list[str]) -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in found.values()}
 
 
-def micro_batches(recipe: Recipe, *way) -> list[int]:
+def micro_batch_sizes(recipe: Recipe, *way) -> list[int]:
     """One sample, and the most whose plan fits each share of the device, at most MOST."""
     found = [1]
     for share in SHARES:
@@ -117,7 +117,7 @@ def main() -> None:
     rows = []
     for name, recipe in distinct(catalog_names()).items():
         for way in WAYS if model_of(recipe).layered else [(precision, False, "sdpa") for precision in ("no", "bf16")]:
-            for b in micro_batches(recipe, *way):
+            for b in micro_batch_sizes(recipe, *way):
                 rows.append(compare(name, recipe, b, *way))
                 row = rows[-1]
                 print(f"{name} b={b} {way} {row['error']:+.1%} in {row['seconds']:.1f} s", flush=True)

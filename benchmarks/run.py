@@ -88,7 +88,8 @@ REMARKS = """\
 - Attention of the peers: eager where it was the faster one of transformers' (bf16 at lengths up to 256), sdpa elsewhere.
 - AdamW and SGD are fused, but for Lightning in bf16 with clipping: it refuses to clip the gradients of a fused optimizer.
 - GPT-2: ours predicts all tokens of a block, from the next block's first one; transformers' loss all but the first.
-- Floor: the cells of our script, collated in advance, with its kernels and its cut; its memory holds the script's rehearsal.
+- Floor: the micro-batches of our script, collated in advance, with its kernels and its cut; its memory holds the script's
+  rehearsal.
 - Not measured: Composer (mosaicml 0.32.1 needs torch below 2.7.1, and does not install beside torch 2.13).
 """
 
@@ -238,8 +239,8 @@ def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
 
 
 def chosen(log: str) -> dict[str, str]:
-    """What `--speed auto` says that it takes, by what it is: kernels, cells."""
-    return dict(re.findall(r"(kernels|cells): (.+?) \(--speed auto\)", log))
+    """What `--speed auto` says that it takes, by what it is: kernels, micro-batches."""
+    return dict(re.findall(r"(kernels|micro-batches): (.+?) \(--speed auto\)", log))
 
 
 def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
@@ -353,7 +354,7 @@ def markdown(results: dict) -> str:
         cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
         memory.append([*where, *cells])
         if row.get("chosen"):
-            taken.append([*where, *(row["chosen"].get(what, "-") for what in ("kernels", "cells"))])
+            taken.append([*where, *(row["chosen"].get(what, "-") for what in ("kernels", "micro-batches"))])
         if row["to_loss"]:
             by_title = row["to_loss"]["programs"]
             cells = [_to_loss(by_title[title]) if title in by_title else "-" for title in ("ours", *peers)]
@@ -376,7 +377,7 @@ def markdown(results: dict) -> str:
             f"{table([*heads, 'loss', 'ours', *peers], to_loss)}\n"
         )
     if taken:
-        heads_of_taken = [*heads, "kernels", "cells, where smaller than what fits"]
+        heads_of_taken = [*heads, "kernels", "micro-batches, where smaller than what fits"]
         text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(heads_of_taken, taken)}\n"
     text += f"Data:\n\n{table('workload | samples', data)}\n{REMARKS}\n"
     text += "".join(f"{line}\n" for line in commands)

@@ -3,7 +3,7 @@
     make bench-scaling
 
 What is checked is `timing.all_reduce` and what `timing.step_time` makes of it: buckets of 25 MiB, hidden behind the backward
-but the last, once per step or in every micro-step. Computation is not predicted: its seconds are measured, with the same
+but the last, once per step or in every micro-batch. Computation is not predicted: its seconds are measured, with the same
 number of processes at work and no communication. So
 
     predicted step(N) = measured computation(N) + predicted exposed communication(N)
@@ -69,7 +69,7 @@ for rank in {" ".join(str(rank) for rank in range(max(PROCESSES)))}; do
 done
 """
 CLONE_NEWNET = 0x40000000
-KINDS = {"once": "once per step", "every": "every micro-step"}
+KINDS = {"once": "once per step", "every": "every micro-batch"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
     zeros = torch.zeros(max(FITTED) // 4)
 
     def step(k: int, reduced: set[int]) -> None:
-        """k micro-steps, those in `reduced` with communication."""
+        """k micro-batches, those in `reduced` with communication."""
         for micro_step in range(k):
             model.require_backward_grad_sync = micro_step in reduced
             model(input_ids=tokens, labels=tokens).loss.backward()
@@ -197,7 +197,7 @@ def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
 def predict(
     n: int, latency: float, bandwidth: float, num_parameters: int, k: int, micro_step: float, is_every: bool
 ) -> tuple[float, float]:
-    """Seconds of communication in a step of k micro-steps of `micro_step` seconds, and those that are not hidden."""
+    """Seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
     work = timing.Work(flops=0, saved_bytes=0, num_parameters=num_parameters, num_layers=LAYERS)
     software = timing.software_of("no")
     return timing._communication(work, software, hardware(n, latency, bandwidth), k, micro_step, False, is_every, AS_IS)
@@ -312,7 +312,7 @@ def _section(name: str, found: dict) -> str:
         f"Fitted to two processes: {found['bandwidth'] / 1e9:.3g} GB/s, {found['latency'] * 1e6:,.0f} microseconds.\n"
         f"Steps of several processes: median error {statistics.median(sizes):.0%}, worst {max(sizes):.0%}.\n\n"
         f"{steps}\n"
-        f"Exposed once per step, of what is exposed in every micro-step, k {MICRO_STEPS[-1]}, by N: {'; '.join(saved)}.\n\n"
+        f"Exposed once per step, of what is exposed in every micro-batch, k {MICRO_STEPS[-1]}, by N: {'; '.join(saved)}.\n\n"
         "All-reduces alone; predicted: the fastest of the four algorithms, as `timing.all_reduce` takes it.\n\n"
         f"{reduced}\n"
     )

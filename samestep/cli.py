@@ -63,7 +63,7 @@ class PlanSettings(HardwareSettings):
         "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
     )
     gradient_accumulation_steps: int | None = setting(
-        "micro-steps per step (k); none: what b leaves", POSITIVE, default=None
+        "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
     )
     mixed_precision: str | None = setting(
         "precision of the launch; none: the best that the hardware has, or bf16",
@@ -98,7 +98,7 @@ class ModelSettings:
 
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
-    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
     optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(

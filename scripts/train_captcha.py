@@ -60,9 +60,9 @@ def main(argv: list[str]) -> int:
     if trained is not None:
         reader = trained.reader.eval()
         reader.save_pretrained(run.output_dir)
-        cell, places = predict(reader, held_out, 256)
-        texts = reader.texts(cell["labels"]), reader.texts(places)
-        picture = plot_predictions(held_out.pictures(cell["pixel_values"]), *texts)
+        micro_batch, places = predict(reader, held_out, 256)
+        texts = reader.texts(micro_batch["labels"]), reader.texts(places)
+        picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *texts)
         (run.output_dir / "predictions.png").write_bytes(picture)
         run.publish(USAGE)
     return run.close()

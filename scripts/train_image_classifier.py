@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
         resnet.save_pretrained(run.output_dir)
         images.processor(recipe).save_pretrained(run.output_dir)
         if held_out is not None:
-            cell, places = predict(resnet, held_out, 256)
-            names = ([train.classes[place] for place in labels.tolist()] for labels in (cell["labels"], places))
-            picture = plot_predictions(held_out.pictures(cell["pixel_values"]), *names)
+            micro_batch, places = predict(resnet, held_out, 256)
+            names = ([train.classes[place] for place in labels.tolist()] for labels in (micro_batch["labels"], places))
+            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *names)
             (run.output_dir / "predictions.png").write_bytes(picture)
         run.publish(USAGE.replace("MODE", "RGB" if recipe.num_channels == 3 else "L"))
     return run.close()

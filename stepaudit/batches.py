@@ -1,4 +1,4 @@
-"""Which samples a micro-step computes: from what DataLoaders drew, and from what the model was given."""
+"""Which samples a micro-batch computes: from what DataLoaders drew, and from what the model was given."""
 
 import dataclasses
 import hashlib
@@ -55,11 +55,11 @@ class Drawn:
 
 
 class Batches:
-    """Batches that were drawn, until a micro-step uses them."""
+    """Batches that were drawn, until a micro-batch uses them."""
 
     def __init__(self) -> None:
         self.pending: deque[Drawn] = deque(maxlen=MOST_PENDING)
-        self.current: Drawn | None = None  # the one that the last micro-step used
+        self.current: Drawn | None = None  # the one that the last micro-batch used
         self.newest: int | None = None  # dataset of the batch that was drawn last
         self.evaluated: set[int] = set()  # datasets whose batches a model in evaluation was given
         self.digests: deque[list[str] | None] = deque(maxlen=MOST_PENDING)
@@ -100,7 +100,7 @@ class Batches:
             self.evaluated.add(self.newest)
 
     def use(self, calls: Iterable[tuple[Any, tuple, dict]]) -> tuple[list[int] | None, list[str] | None, Any]:
-        """Samples and digests of a micro-step, and its batch; None for what is unknown.
+        """Samples and digests of a micro-batch, and its batch; None for what is unknown.
 
         The batch is one whose tensors the model was given, as they are or copied; if there is none, the next of the loader
         that was drawn from last, unless that one is used for evaluation.

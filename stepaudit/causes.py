@@ -47,8 +47,8 @@ KINDS = {
         "audit with every dropout at 0.0; in training the noise depends on the cut, and only its mean does not",
     ),
     "state": Cause(
-        "a module changes its own state in every forward, so that the micro-steps of a step see other models",
-        "let it change once per step: module.eval() for all micro-steps but the first",
+        "a module changes its own state in every forward, so that the micro-batches of a step see other models",
+        "let it change once per step: module.eval() for all micro-batches but the first",
     ),
     "random_collate": Cause(
         "collate draws: the same samples do not give the same batch",
@@ -86,7 +86,7 @@ KINDS = {
     ),
     "tail": Cause(
         "a window that is not full is divided by the k of a full one",
-        "divide by the micro-steps of this window: k = min(k, num_batches - first_of_window); better: sums over counts"
+        "divide by the micro-batches of this window: k = min(k, num_batches - first_of_window); better: sums over counts"
         + WINDOWS,
     ),
     "last_window": Cause(
@@ -94,7 +94,7 @@ KINDS = {
         "step also at the end: if number % k == 0 or number == len(loader):",
     ),
     "first_window": Cause(
-        "the first step comes after a single micro-step", "if (step + 1) % k == 0:, not step % k == 0"
+        "the first step comes after a single micro-batch", "if (step + 1) % k == 0:, not step % k == 0"
     ),
     "duplicated": Cause(
         "samples are used twice",
@@ -120,15 +120,15 @@ KINDS = {
         "is a flag per process? Name it: --per_process FLAG. Else let the script divide the global batch by k * N",
     ),
     "changed_between": Cause(
-        "the gradient is changed before it is complete (clipped or decayed per micro-step, or before the reduction?)",
-        "clip once, after the last micro-step and after the reduction: if accelerator.sync_gradients: clip_grad_norm_(...)",
+        "the gradient is changed before it is complete (clipped or decayed per micro-batch, or before the reduction?)",
+        "clip once, after the last micro-batch and after the reduction: if accelerator.sync_gradients: clip_grad_norm_(...)",
     ),
     "gradient_hooks": Cause(
-        "hooks change the gradient of every micro-step",
+        "hooks change the gradient of every micro-batch",
         "do in front of optimizer.step(), once per step, what the hook does",
     ),
     "penalty": Cause(
-        "a term that no samples enter is added at every micro-step",
+        "a term that no samples enter is added at every micro-batch",
         "divide it by k (and not by N under DDP), or use the optimizer's weight_decay",
     ),
     "low_precision": Cause(
@@ -136,7 +136,7 @@ KINDS = {
         "keep float32 weights and let autocast compute in 16 bits; no fp16_compress_hook",
     ),
     "emptied_between": Cause(
-        "the gradient is emptied between micro-steps: only the last one counts",
+        "the gradient is emptied between micro-batches: only the last one counts",
         "optimizer.zero_grad() once per step, after optimizer.step()",
     ),
     "leak": Cause(
@@ -148,19 +148,19 @@ KINDS = {
         "do not prepare the scheduler; scheduler.step() once after optimizer.step()",
     ),
     "ticks_per_micro_step": Cause(
-        "the scheduler ticks at every micro-step", "scheduler.step() only where optimizer.step() is called"
+        "the scheduler ticks at every micro-batch", "scheduler.step() only where optimizer.step() is called"
     ),
     "learning_rate": Cause(
         "the learning rate depends on the layout",
         "count optimizer steps in the schedule, not batches or samples per process",
     ),
     "average": Cause(
-        "an average of the weights is updated at every micro-step",
+        "an average of the weights is updated at every micro-batch",
         "ema.update(...) once per step, after optimizer.step()",
     ),
     "reductions": Cause(
         "the gradient is reduced more than once per step (no_sync is missing): exact, but slow",
-        "with model.no_sync(): for all micro-steps but the last, forward and backward",
+        "with model.no_sync(): for all micro-batches but the last, forward and backward",
     ),
     "not_reduced": Cause(
         "the processes take different gradients: they are not reduced",
@@ -176,14 +176,14 @@ KINDS = {
     ),
     "update": Cause(
         "the optimizer makes another step of the same gradients and rates",
-        "give the optimizer the whole step's gradient once: no state that grows with micro-steps",
+        "give the optimizer the whole step's gradient once: no state that grows with micro-batches",
     ),
     "logged_loss": Cause(
         "the logged loss is not the loss of the step (the step itself is not concerned)",
         "log sum over count of the whole step, over all processes",
     ),
     "not_a_sum": Cause(
-        "the gradient is no sum of the micro-steps' (samples are mixed, counts are several, or targets are others)",
+        "the gradient is no sum of the micro-batches' (samples are mixed, counts are several, or targets are others)",
         "audit the loss by itself with assert_same_step, which names the module",
     ),
 }

@@ -1,7 +1,7 @@
 """Compares what a loop did under two layouts, and names the cause of what differs.
 
 Everything is linear in the gradients, so sketches serve as well as they do. Let r be the reference's gradient of a step, g the
-other's, and d_q what its q-th micro-step (of all processes) contributes. A cause is named because the numbers are what that
+other's, and d_q what its q-th micro-batch (of all processes) contributes. A cause is named because the numbers are what that
 cause produces: g = c r with c = k, N, k N, m / k; r = sum_q a_q d_q with a_q in proportion to a number of targets; and so on.
 What numbers do not tell was seen by asking the model (`probe.py`). Nothing is said of a step whose gradient is the reference's.
 """
@@ -63,7 +63,7 @@ def compare(reference: Processes, other: Processes, tolerance: float) -> Compari
     """What differs, and why.
 
     Args:
-        reference: recordings of all processes of the layout that is taken for the truth, best one process and one micro-step.
+        reference: recordings of all processes of the layout that is taken for the truth, best one process and one micro-batch.
         other: of another layout.
         tolerance: largest relative error of a gradient, or of a learning rate, that is rounding.
     """
@@ -151,7 +151,7 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
         findings.append(Finding("first_window", "step 1", f"then every {windows[1]}: step % k == 0?"))
         is_wrong = True
     if ours.unfinished and is_wrong and not true.unfinished:
-        findings.append(Finding("last_window", "at the end", f"{len(ours.unfinished)} micro-steps without a step"))
+        findings.append(Finding("last_window", "at the end", f"{len(ours.unfinished)} micro-batches without a step"))
     elif not ours.unfinished and (rest := _is_rest_dropped(reference, other)):
         evidence = f"{rest} samples, too few for a whole step"
         findings.append(Finding("dropped", f"step {len(true.steps)}", evidence))
@@ -215,7 +215,7 @@ def _why(
     if not np.isfinite([true, gradient]).all():
         return [Finding("not_finite", where, "there or in the reference")]
     if _is_copied(processes, t):
-        return [Finding("not_sharded", where, f"the micro-steps of {num_processes} processes are the same")]
+        return [Finding("not_sharded", where, f"the micro-batches of {num_processes} processes are the same")]
     if (sizes := _sizes(reference, processes, t)) is not None:
         return [Finding("batch_size", where, f"{sizes[1]} samples, {sizes[0]} in the reference")]
     ratio = float(true @ gradient / (true @ true)) if true.any() else float("inf")
@@ -235,7 +235,7 @@ def _why(
         return found
     if (others := _other_rows(reference, processes, t)) is not None:
         return [others]
-    # No weights show it here; but the losses of micro-steps are much alike.
+    # No weights show it here; but the losses of micro-batches are much alike.
     is_tail = window < k and abs(loss_ratio - window / k) < (1 - window / k) / 4
     tail = [Finding("tail", where, f"{loss_ratio:.3g} of the loss, near {window}/{k}")] if is_tail else []
     if facts := _facts(reference, processes, where):
@@ -256,7 +256,7 @@ def _why(
         if len(set(of_processes)) > 1:
             return [Finding("mean_of_means", where, f"targets of the processes: {_shown(of_processes)}"), *tail]
         if len(set(counts[0])) > 1 and len(counts[0][0]) > 1:  # several terms: no weights fit them all
-            return [Finding("mean_of_means", where, f"targets of the micro-steps: {_shown(counts[0])}"), *tail]
+            return [Finding("mean_of_means", where, f"targets of the micro-batches: {_shown(counts[0])}"), *tail]
     if first.hooked:  # what they do is not seen where processes are reduced at once
         return [Finding("gradient_hooks", where, f"of {listed(first.hooked)}")]
     return [Finding("not_a_sum", where, f"{ratio:.4g} times the gradient, and a rest"), *tail]
@@ -273,12 +273,14 @@ def _changed(processes: Processes, t: int, error: float, where: str) -> list[Fin
     step = processes[0].steps[t]
     window = [m for of in processes if t < len(of.steps) for m in _window(of.steps[t])]
     if any(m.is_hooked for m in window):
-        return [Finding("gradient_hooks", where, f"in {sum(m.is_hooked for m in window)} of {len(window)} micro-steps")]
+        return [
+            Finding("gradient_hooks", where, f"in {sum(m.is_hooked for m in window)} of {len(window)} micro-batches")
+        ]
     if step.is_clipped_early:
         return [Finding("changed_between", where, "it changes after it is clipped")]
     for q, micro_step in enumerate(step.micro_steps[1:], 2):
         if micro_step.is_touched and not micro_step.is_fresh:
-            return [Finding("changed_between", where, f"before micro-step {q} of {len(step.micro_steps)}")]
+            return [Finding("changed_between", where, f"before micro-batch {q} of {len(step.micro_steps)}")]
     if step.dtype and error < SHORT:
         return [Finding("low_precision", where, f"all its numbers fit in {step.dtype}; relative error {error:.2g}")]
     return []
@@ -313,14 +315,14 @@ def _by_weights(
             return [Finding("emptied_between", where, f"{lost} of {len(step.micro_steps)} are lost")]
         return _penalty(reference[0], processes, t, window, true, gradient, close, where)
     if own_rest > close:
-        shown = "the sum of its micro-steps is right, what the optimizer gets is not that sum"
+        shown = "the sum of its micro-batches is right, what the optimizer gets is not that sum"
         return changed or [Finding("changed_between", where, shown)]
     largest = np.abs(given).max()
     if (num_lost := int((np.abs(given) <= close * largest).sum())) and not (np.abs(needed) <= close * largest).any():
         return [Finding("emptied_between", where, f"{num_lost} of {len(window)} are lost")]
     if _are_alike(needed) and not _are_alike(given):
         shown = ", ".join(f"{weight:.4g}" for weight in (given / needed)[:8])
-        return changed or [Finding("changed_between", where, f"micro-steps are weighted by {shown}")]
+        return changed or [Finding("changed_between", where, f"micro-batches are weighted by {shown}")]
     mixed = [of for of in _facts(reference, processes, where) if of.cause == "mixed_loss"]
     return _wrong_weights(window, needed / given, len(_window(step)), k, where, mixed)
 
@@ -348,7 +350,7 @@ def _wrong_weights(
     where: str,
     mixed: list[Finding],
 ) -> list[Finding]:
-    """Micro-steps need other weights: in proportion to what each was divided by.
+    """Micro-batches need other weights: in proportion to what each was divided by.
 
     A loss that is a function of a sum over samples (a root of it, say) needs weights, too, in proportion to no number of
     targets: `mixed` is what the loss said of that.
@@ -365,11 +367,11 @@ def _wrong_weights(
         if name is None:
             evidence = f"each is divided by a number of its own; they need the weights {shown}"
         else:
-            evidence = f"{name} of the micro-steps: {_shown(numbers)}; they need the weights {shown}"
+            evidence = f"{name} of the micro-batches: {_shown(numbers)}; they need the weights {shown}"
         findings.append(Finding("counts" if name and "padding included" in name else "mean_of_means", where, evidence))
     if length < k and abs(np.mean(weights) * length / k - 1) < 0.02:
-        findings.append(Finding("tail", where, f"{length} micro-steps are divided by {k}"))
-    return findings or [Finding("factor", where, f"the micro-steps need the weights {shown}")]
+        findings.append(Finding("tail", where, f"{length} micro-batches are divided by {k}"))
+    return findings or [Finding("factor", where, f"the micro-batches need the weights {shown}")]
 
 
 def _denominator(
@@ -400,7 +402,7 @@ def _penalty(
     close: float,
     where: str,
 ) -> list[Finding] | None:
-    """Whether the weights themselves, or their signs, make up what the micro-steps leave."""
+    """Whether the weights themselves, or their signs, make up what the micro-batches leave."""
     first = processes[0]
     ends = np.cumsum(first.sizes)[:-1]
     difference = gradient - true
@@ -481,7 +483,7 @@ def _wrong_log(logged: list[float], true: float, where: str, k: int, num_process
 
 
 def _steps_too_soon(reference: Processes, other: Processes) -> bool:
-    """Whether the first step has one micro-step, and the others more, without the reference's samples."""
+    """Whether the first step has one micro-batch, and the others more, without the reference's samples."""
     windows = [len(_window(step)) for step in other[0].steps]
     if len(windows) < 2 or not windows[0] == 1 < windows[1]:
         return False
@@ -638,7 +640,7 @@ def listed(names: list[str]) -> str:
 
 
 def _loss(processes: Processes, t: int) -> float:
-    """That the gradient of step t + 1 belongs to: added up over the micro-steps, the mean over the processes."""
+    """That the gradient of step t + 1 belongs to: added up over the micro-batches, the mean over the processes."""
     losses = [[m.loss for m in _window(of.steps[t])] for of in processes if t < len(of.steps)]
     if any(None in of for of in losses):
         return float("nan")
@@ -646,13 +648,13 @@ def _loss(processes: Processes, t: int) -> float:
 
 
 def _window(step: Step) -> list[MicroStep]:
-    """The micro-steps that the step is made of: those since its gradient was empty."""
+    """The micro-batches that the step is made of: those since its gradient was empty."""
     first = max((q for q, micro_step in enumerate(step.micro_steps) if micro_step.is_fresh), default=0)
     return step.micro_steps[first:]
 
 
 def _counts(recording: Recording, micro_step: MicroStep) -> tuple[int, ...] | None:
-    """Targets of a micro-step, as far as they can be seen: of each loss term, or of the one that there is."""
+    """Targets of a micro-batch, as far as they can be seen: of each loss term, or of the one that there is."""
     if micro_step.counts is not None:
         return tuple(micro_step.counts)
     is_causal = "CausalLM" in recording.model or "LMHead" in recording.model

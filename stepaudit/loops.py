@@ -15,7 +15,7 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Iterable, int], None]
 
 
 def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
-    """Sums over the counts of the whole step, whatever the processes and micro-steps."""
+    """Sums over the counts of the whole step, whatever the processes and micro-batches."""
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
         for window in _windows(batches, k):

@@ -48,7 +48,7 @@ LOGS = {
 HOOKED, HOOKED_SHORT = 1e-3, 0.05  # relative: what hooks change less is rounding, of gradients in 16 bits
 SHORT = (torch.bfloat16, torch.float16)
 MOST_CALLS = 64  # of modules between two backwards
-MOST_PROBES = 2  # micro-steps at which the model is asked, until it answers
+MOST_PROBES = 2  # micro-batches at which the model is asked, until it answers
 
 
 class Enough(BaseException):
@@ -332,7 +332,7 @@ class Recorder:
             track.begin()
 
     def _end(self, loss: float | None, micro_steps: list[MicroStep | None], facts: list[probe.Fact] | None) -> None:
-        """After it: one micro-step of each track, or none."""
+        """After it: one micro-batch of each track, or none."""
         new = [(track, of) for track, of in zip(self.tracks, micro_steps, strict=True) if of is not None]
         has_stepped = any(track.has_stepped for track in self.tracks)
         if new or has_stepped:
@@ -542,7 +542,7 @@ class Recorder:
             self.probes_left = 0
 
     def _describe(self, loss: float | None, micro_steps: list[MicroStep]) -> None:
-        """Say of the micro-steps of one backward which samples and targets it had."""
+        """Say of the micro-batches of one backward which samples and targets it had."""
         is_again = not self.calls and self.has_called
         samples, digests, batch = ([], [], None) if is_again else self.batches.use(self.calls)
         for micro_step in micro_steps:

@@ -45,9 +45,9 @@ class Cut:
     is_shuffled: bool = False
 
     def micro_batches(self, num_samples: int, global_batch_size: int, process_index: int) -> list[list[list[int]]]:
-        """Sample ids of each micro-step of each step, on one process.
+        """Sample ids of each micro-batch of each step, on one process.
 
-        All processes have the same number of micro-steps, as most loops need it, and none of them is empty: where a process
+        All processes have the same number of micro-batches, as most loops need it, and none of them is empty: where a process
         has too few samples for that, another one takes one more than b at once.
 
         >>> Cut(3).micro_batches(10, 7, 0)
@@ -177,7 +177,7 @@ def audit_step(
     What is audited:
 
     - A `loss` without a `loop`: whether sums and counts make the step exact, by
-      L = sum_j (sum_{i in S} s_j(i)) / (sum_{i in S} c_j(i)) over the samples S of a step, each cell adding its part.
+      L = sum_j (sum_{i in S} s_j(i)) / (sum_{i in S} c_j(i)) over the samples S of a step, each micro-batch adding its part.
     - A `loop`: that training loop. The truth is the step by `loss`, or, without one, the loop itself on one large batch.
     - Neither: a Hugging Face model whose batches have `labels`, accumulated as transformers' Trainer does it.
 
@@ -189,7 +189,7 @@ def audit_step(
         collate: list of samples -> batch (tensors in any nesting).
         loss: (model, batch) -> (sum, count), or ([sum of each term], [count of each term]), or {term: (sum, count)}.
             sum: scalar tensor, with a gradient; count: number of targets, int or integer tensor.
-        loop: (model, optimizer, batches, k) -> None: takes steps of k micro-steps each; the last step may have fewer.
+        loop: (model, optimizer, batches, k) -> None: takes steps of k micro-batches each; the last step may have fewer.
             `batches` is a DataLoader, of this process's samples. On several processes the process group is there, and
             wrapping the model is the loop's.
         global_batch_size: samples per step (B); default: all; with a loop two fifths of them, so that the last step is
@@ -318,7 +318,7 @@ def _additivity(
 
 
 def _note_counts(subject: Subject, recordings: Iterable[list[Recording]]) -> None:
-    """Give every micro-step whose samples are known the number of its targets, by the loss."""
+    """Give every micro-batch whose samples are known the number of its targets, by the loss."""
     model = copy.deepcopy(subject.model).double().train()
     collate, counts = Placed(subject.collate, model), []
     with torch.no_grad(), same_noise(1):

@@ -41,17 +41,17 @@ def noting(all_reduce):
 dist.all_reduce, torch_distributed.total = noting(dist.all_reduce), noting(torch_distributed.total)
 
 data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
-cells = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [data[7:10]]  # k = 4 here, 1 there
+micro_batches = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [data[7:10]]  # k = 4 here, 1 there
 result = []
 for step in range(2):
     reduced.clear(), collectives.clear()
     while rank == 1 and not (out / f"begun-{step}").exists():  # for ever, if the other process waited for the counts
         time.sleep(0.01)
-    counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(cell) for cell in cells)]))
+    counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(micro_batch) for micro_batch in micro_batches)]))
     (out / f"begun-{step}").touch()
-    for cell in accumulate.micro_steps(accelerator, cells):
+    for micro_batch in accumulate.accumulate_over(accelerator, micro_batches):
         with accelerator.accumulate(model):
-            loss = model(cell).pow(2).sum() / counts[0]
+            loss = model(micro_batch).pow(2).sum() / counts[0]
             accelerator.backward(loss * accumulate.loss_scale(accelerator))
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
     result.append({"counts": counts.tolist(), "reduced": list(reduced), "collectives": list(collectives), "gradient": gradient})
@@ -88,11 +88,11 @@ def test_k_of_the_last_step_does_not_leak_into_the_next():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
     synchronised = []
-    for num_cells in (3, 2, 1, 4):
-        for _ in accumulate.micro_steps(accelerator, [None] * num_cells):
+    for num_micro_batches in (3, 2, 1, 4):
+        for _ in accumulate.accumulate_over(accelerator, [None] * num_micro_batches):
             with accelerator.accumulate(model):
                 synchronised.append(accelerator.sync_gradients)
-        assert accumulate.loss_scale(accelerator) == num_cells
+        assert accumulate.loss_scale(accelerator) == num_micro_batches
     assert synchronised == [False, False, True, False, True, True, False, False, False, True]
 
 

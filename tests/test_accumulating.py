@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from common import found_by_processes
-from run_accumulating import OPTIMIZERS, STEPS, build, cell_losses, groups, most_bytes
+from run_accumulating import OPTIMIZERS, STEPS, build, groups, micro_batch_losses, most_bytes
 from torch import nn
 
 from samestep.errors import UsageError
@@ -21,18 +21,21 @@ def miss(ours: list[torch.Tensor], true: list[torch.Tensor]) -> float:
 
 
 def plain(name: str) -> dict[str, list[torch.Tensor]]:
-    """The same steps by the documented formulas, gradients of cells kept; parameters, moments and the last gradient's norm."""
+    """The same steps by the documented formulas, gradients of micro-batches kept; parameters, moments and the last gradient's
+    norm."""
     network = build()
     of = [(p, group) for group in groups(network) for p in group["params"] if p.requires_grad]
     moments = {p: [torch.zeros_like(p) for _ in range(2)] for p, _ in of}
     beta1, beta2, number = 0.9, 0.99, 4
     for step in range(STEPS):
-        cells = []
-        for _, loss in cell_losses(network, step):
-            cells.append(torch.autograd.grad(loss(), [p for p, _ in of], allow_unused=True, materialize_grads=True))
-        norm = math.sqrt(sum(sum(parts).square().sum().item() for parts in zip(*cells, strict=True)))
+        micro_batches = []
+        for _, loss in micro_batch_losses(network, step):
+            micro_batches.append(
+                torch.autograd.grad(loss(), [p for p, _ in of], allow_unused=True, materialize_grads=True)
+            )
+        norm = math.sqrt(sum(sum(parts).square().sum().item() for parts in zip(*micro_batches, strict=True)))
         with torch.no_grad():
-            for (p, group), *parts in zip(of, *cells, strict=True):
+            for (p, group), *parts in zip(of, *micro_batches, strict=True):
                 whole, squares, (m, v) = sum(parts), sum(part**2 for part in parts), moments[p]
                 decay, t = group["weight_decay"], step + 1
                 if name == "sgd":
@@ -58,7 +61,7 @@ def ours(name: str) -> dict:
     optimizer = OPTIMIZERS[name](groups(network))
     optimizer.gradient_accumulation_steps = 4
     for step in range(STEPS):
-        for _, loss in cell_losses(network, step):
+        for _, loss in micro_batch_losses(network, step):
             loss().backward()
             assert all(parameter.grad is None for parameter in network.parameters())
         norm = optimizer.clip_grad_norm_()
@@ -89,10 +92,10 @@ def test_sgd_is_torchs():
         for group in [*a.param_groups, *b.param_groups]:
             group["lr"] = 0.05 / (1 + step)
         a.gradient_accumulation_steps = 1 + step % 4
-        for _, loss in list(cell_losses(one, step))[: 1 + step % 4]:
+        for _, loss in list(micro_batch_losses(one, step))[: 1 + step % 4]:
             loss().backward()
         b.zero_grad()
-        for _, loss in list(cell_losses(two, step))[: 1 + step % 4]:
+        for _, loss in list(micro_batch_losses(two, step))[: 1 + step % 4]:
             loss().backward()
         a.step()
         b.step()
@@ -102,14 +105,14 @@ def test_sgd_is_torchs():
 
 
 @pytest.mark.parametrize("name", ["unbiased", "mean_of_squares", "sum_of_squares"])
-def test_of_one_cell_it_is_torchs_adamw(name):
+def test_of_one_micro_batch_it_is_torchs_adamw(name):
     one, two = build(), build()
     a = OPTIMIZERS[name](groups(one))
     b = torch.optim.AdamW(groups(two), 0.01, (0.9, 0.99), weight_decay=0.0)
     for step in range(STEPS):
         for network, optimizer in ((one, a), (two, b)):
             optimizer.zero_grad()
-            sum(loss() for _, loss in cell_losses(network, step)).backward()
+            sum(loss() for _, loss in micro_batch_losses(network, step)).backward()
             optimizer.step()
     assert miss(list(one.parameters()), list(two.parameters())) < EXACT
 
@@ -124,7 +127,7 @@ def processes(request, tmp_path_factory):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_number_of_processes_takes_the_same_steps(processes, name):
-    """Cells of different sizes, different k, a process without samples; weights that differed before `distribute`."""
+    """Micro-batches of different sizes, different k, a process without samples; weights that differed before `distribute`."""
     true = plain(name)
     for found in processes:
         assert miss(found[name]["parameters"], true["parameters"]) < EXACT
@@ -140,7 +143,7 @@ def test_reductions_begin_in_the_last_backward(processes):
         early, buckets = found["sgd"]["early"], found["sgd"]["buckets"]
         has_samples = len(processes) == 2 or rank != 1
         assert buckets == 3
-        assert set(early) == {2 if has_samples else 0}  # the two matrices; not all cells use what comes then
+        assert set(early) == {2 if has_samples else 0}  # the two matrices; not all micro-batches use what comes then
 
 
 @pytest.mark.distributed
@@ -154,7 +157,7 @@ def test_no_buffer_of_a_gradients_size_on_several_processes(processes):
 def train(optimizer, network, k: int, steps: int, first: int = 0) -> None:
     optimizer.gradient_accumulation_steps = k
     for step in range(first, first + steps):
-        for _, loss in list(cell_losses(network, step))[:k]:
+        for _, loss in list(micro_batch_losses(network, step))[:k]:
             loss().backward()
         optimizer.step()
 
@@ -162,7 +165,7 @@ def train(optimizer, network, k: int, steps: int, first: int = 0) -> None:
 @pytest.mark.parametrize("coefficients", ["substitute", "root", "unchanged"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_coefficients_per_micro_step(coefficients, kind):
-    """m = b m + (1 - b) g_i in each micro-step, with the documented b; parameters move at the last."""
+    """m = b m + (1 - b) g_i in each micro-batch, with the documented b; parameters move at the last."""
     k, beta1, beta2 = 4, 0.9, 0.99
     weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     start = weight.detach().clone()
@@ -209,7 +212,7 @@ def test_clipping_is_as_documented():
         for network, optimizer, limit in ((free, a, math.inf), (tight, b, 0.05), (wide, c, 1e6)):
             optimizer.gradient_accumulation_steps = 4
             gradients = []
-            for _, loss in cell_losses(network, step):
+            for _, loss in micro_batch_losses(network, step):
                 live = [p for p in network.parameters() if p.requires_grad]
                 gradients.append(torch.autograd.grad(loss(), live, allow_unused=True, materialize_grads=True))
                 loss().backward()
@@ -244,7 +247,7 @@ def test_adam_under_constant_clipping_takes_no_notice_of_the_gradients_scale(sca
         optimizer = OPTIMIZERS["unbiased"](groups(network))
         optimizer.gradient_accumulation_steps = 4
         for step in range(20):
-            for _, loss in cell_losses(network, step):
+            for _, loss in micro_batch_losses(network, step):
                 (1e3 * factor * loss()).backward()
             optimizer.clip_grad_norm_(1e-3)
             optimizer.step()
@@ -275,7 +278,7 @@ def test_clipping_scales_the_second_moment_to_the_sum_it_would_have():
     for step, limit in enumerate((math.inf, 0.02)):
         squares = 0.0
         live = [p for p in network.parameters() if p.requires_grad]
-        for _, loss in cell_losses(network, step):
+        for _, loss in micro_batch_losses(network, step):
             parts = torch.autograd.grad(loss(), live, allow_unused=True, materialize_grads=True)
             squares += sum(part.square().sum().item() for part in parts)
             loss().backward()
@@ -291,14 +294,14 @@ def test_the_state_of_a_new_optimizer_makes_it_new():
     used, new = (OPTIMIZERS["unbiased"](groups(model)) for model in (network, twin))
     empty = copy.deepcopy(used.state_dict())
     for step in range(2):
-        next(iter(cell_losses(network, step)))[1]().backward()
+        next(iter(micro_batch_losses(network, step)))[1]().backward()
         used.clip_grad_norm_(1e-3)
         used.step()
     network.load_state_dict(twin.state_dict())
     used.load_state_dict(empty)
     for model, optimizer in ((network, used), (twin, new)):
         for step in range(3):
-            next(iter(cell_losses(model, step)))[1]().backward()
+            next(iter(micro_batch_losses(model, step)))[1]().backward()
             optimizer.clip_grad_norm_(1e-2)
             optimizer.step()
     assert miss(list(network.parameters()), list(twin.parameters())) == 0
@@ -359,7 +362,7 @@ def test_parameters_without_gradients_are_left_alone():
     """As torch does: no decay of weights or moments."""
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = AccumulatingAdamW([used, unused], 0.1, weight_decay=0.5)
-    optimizer.num_cells = 2
+    optimizer.num_micro_batches = 2
     optimizer.step()
     assert not optimizer.state_dict()["state"]
     used.sum().backward()
@@ -398,7 +401,7 @@ def test_discarded_gradients_leave_no_trace():
     train(optimizer, network, 2, 1)
     state = copy.deepcopy(optimizer.state_dict())
     with optimizer.discarding():
-        sum(loss() for _, loss in cell_losses(network, 0)).backward()
+        sum(loss() for _, loss in micro_batch_losses(network, 0)).backward()
     assert all(parameter.grad is None for parameter in network.parameters())
     for place, of in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, state["state"][place][key]) for key, value in of.items())

@@ -84,7 +84,7 @@ def test_adamw_is_near_the_exact_one(train):
 
 
 def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
-    """After the rehearsal, in the third cell of the second step: what is folded cannot be taken back."""
+    """After the rehearsal, in the third micro-batch of the second step: what is folded cannot be taken back."""
     calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
 
     def limited(self, *arguments, **named):
@@ -157,7 +157,7 @@ def test_launches_that_cannot_be_are_refused(scaler, kind, said):
 
 @pytest.mark.parametrize(("name", "b"), [("bert_large_3090", 8), ("resnet50_imagenet_4xt4_b512", 2)])
 def test_four_bytes_per_parameter_are_saved(name, b):
-    """On fake tensors, a micro-step that is not the first; and in the plan."""
+    """On fake tensors, a micro-batch that is not the first; and in the plan."""
     folded = {"accumulation": "optimizer", "second_moment": "unbiased" if "bert" in name else None}
     recipes = [load(name), load(name, folded)]
     traces = [trace_recipe(recipe, b, mixed_precision="bf16") for recipe in recipes]

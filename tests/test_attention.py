@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from samestep.data import ragged
-from samestep.data.ragged import by_length, make_cell, make_rows
+from samestep.data.ragged import by_length, make_micro_batch, make_rows
 from samestep.models import attention
 from samestep.models.attention import last_hidden_at
 from samestep.models.text_classification import ClassificationSums
@@ -44,7 +44,7 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
 
 
 def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
-    """Tokens and kinds of each sample, places wanted, and the cell of all."""
+    """Tokens and kinds of each sample, places wanted, and the micro-batch of all."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(50, size=length) for length in lengths]
     halves = [length // 2 for length in lengths]
@@ -55,7 +55,7 @@ def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], lis
         "uneven": [np.arange(1 + number % length) for number, length in enumerate(lengths)],
         "all": [np.arange(length) for length in lengths],
     }[wanted]
-    return list(map(torch.from_numpy, tokens)), kinds, places, make_cell(tokens, halves, places)
+    return list(map(torch.from_numpy, tokens)), kinds, places, make_micro_batch(tokens, halves, places)
 
 
 def gradient(model) -> torch.Tensor:
@@ -66,7 +66,7 @@ def gradient(model) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", TABLED)
 def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
-    tokens, kinds, _, cell = samples_of(CASES[case], "first")
+    tokens, kinds, _, micro_batch = samples_of(CASES[case], "first")
     labels = torch.arange(len(tokens)) % 3
     theirs, ours = build(), build(kernel)
     pairs = zip(tokens, kinds, strict=True)
@@ -75,10 +75,10 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
     if recompute:
         ours.gradient_checkpointing_enable()
     sums = ClassificationSums(ours).train()
-    loss, _ = sums(**cell, labels=labels)
+    loss, _ = sums(**micro_batch, labels=labels)
     loss.sum().backward()
     assert (gradient(ours) - gradient(theirs)).norm() < 1e-12 * gradient(theirs).norm()
-    _, logits = sums.eval()(**cell, labels=labels)
+    _, logits = sums.eval()(**micro_batch, labels=labels)
     assert torch.allclose(logits, expected, rtol=1e-12)
 
 
@@ -98,9 +98,9 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
 @pytest.mark.parametrize("kernel", attention.KERNELS)
 def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
-    tokens, kinds, places, cell = samples_of(CASES[case], wanted)
+    tokens, kinds, places, micro_batch = samples_of(CASES[case], wanted)
     ours, theirs = build(kernel).bert, build().bert
-    hidden = last_hidden_at(ours, **cell)
+    hidden = last_hidden_at(ours, **micro_batch)
     expected = torch.cat(
         [
             theirs(of[None], token_type_ids=kind[None]).last_hidden_state[0][place]
@@ -122,22 +122,22 @@ def gradient_norm(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_dropout_is_at_work_in_training_only(kernel):
-    *_, cell = samples_of(CASES["ragged"], "first")
+    *_, micro_batch = samples_of(CASES["ragged"], "first")
     model = build(attention_probs_dropout_prob=0.5)
     sums = ClassificationSums(model)
     labels = torch.zeros(4, dtype=torch.int64)
-    first, second = (sums.train()(**cell, labels=labels)[0] for _ in range(2))
+    first, second = (sums.train()(**micro_batch, labels=labels)[0] for _ in range(2))
     assert first != second
-    first, second = (sums.eval()(**cell, labels=labels)[0] for _ in range(2))
+    first, second = (sums.eval()(**micro_batch, labels=labels)[0] for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
-    *_, cell = samples_of(CASES[case], "first")
+    *_, micro_batch = samples_of(CASES[case], "first")
     rows, queries = (
-        attention.make_tables([ragged.Rows(*(cell[of + name] for name in ("ends", "source", "place")), mask)], 1)
-        for of, mask in (("", cell["is_token"]), ("wanted_", None))
+        attention.make_tables([ragged.Rows(*(micro_batch[of + name] for name in ("ends", "source", "place")), mask)], 1)
+        for of, mask in (("", micro_batch["is_token"]), ("wanted_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
     layer = model.bert.encoder.layer[-1]
@@ -145,9 +145,11 @@ def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case)
     for is_alone in (False, True):
         torch.manual_seed(3)
         hidden = torch.randn(
-            1, cell["input_ids"].shape[1], SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True
+            1, micro_batch["input_ids"].shape[1], SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True
         )
-        y = layer(hidden, rows=rows, wanted=cell["wanted"], queries=queries, is_alone=is_alone)[0, : len(CASES[case])]
+        y = layer(hidden, rows=rows, wanted=micro_batch["wanted"], queries=queries, is_alone=is_alone)[
+            0, : len(CASES[case])
+        ]
         y.sin().sum().backward()
         found.append([y, hidden.grad, gradient(layer)])
         of_key_bias = layer.attention.self.key.bias.grad

@@ -47,7 +47,7 @@ def test_every_kernel_of_every_script_takes_all_steps(benchmark, measured):
     ]
 
 
-def test_cells_are_so_large_that_they_take_several_tables(measured):
+def test_micro_batches_are_so_large_that_they_take_several_tables(measured):
     """In float32, where sums in another order are seen."""
     errors = {(row["script"], row["kernel"]): row["errors"] for row in measured["kernels"] if row["precision"] == "no"}
     by_length = [(script, kernel) for script, kernel in errors if BY_LENGTH in kernel]

@@ -66,10 +66,10 @@ def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
 
 
 def test_two_faults_at_once(run):
-    """As documented, Accelerate also divides the last window's 7 micro-steps by 8."""
+    """As documented, Accelerate also divides the last window's 7 micro-batches by 8."""
     found = compare(run("accelerate_documented", 16, 1), run("accelerate_documented", 2, 8), TOLERANCE).findings
     assert [of.cause for of in found] == ["mean_of_means", "tail"]
-    assert (found[1].where, found[1].evidence) == ("step 5", "7 micro-steps are divided by 8")
+    assert (found[1].where, found[1].evidence) == ("step 5", "7 micro-batches are divided by 8")
 
 
 def test_evidence_and_places(run):
@@ -83,7 +83,7 @@ def test_evidence_and_places(run):
     assert found["batch_norm"].where == "1 (BatchNorm1d)"
     assert found["not_divided_by_k"].evidence == "4 = k times the gradient"
     assert found["mean_of_means"].evidence.startswith(
-        "targets of the micro-steps: 48, 40, 38, 57; they need the weights 1.0"
+        "targets of the micro-batches: 48, 40, 38, 57; they need the weights 1.0"
     )
     assert found["trainer_bert_classifier"].where == "BertForSequenceClassification, step 1"
     assert found["trainer_bert_classifier"].evidence == "4 times the gradient"
@@ -220,7 +220,7 @@ def test_a_micro_step_that_counts_twice(run):
     reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     other[0].steps[0].gradient = other[0].steps[0].gradient + other[0].steps[0].micro_steps[0].gradient
     (found,) = compare(reference, other, TOLERANCE).findings
-    assert (found.cause, found.evidence) == ("changed_between", "micro-steps are weighted by 2, 1, 1, 1")
+    assert (found.cause, found.evidence) == ("changed_between", "micro-batches are weighted by 2, 1, 1, 1")
 
 
 def test_modules_that_do_nothing_are_no_suspects():

@@ -426,7 +426,7 @@ def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
     ).comparisons
     (found,) = comparison.findings
     assert found.cause == "mean_of_means"
-    assert found.evidence == "targets of the micro-steps: 12+4, 20+4, 16+4, 11+4"
+    assert found.evidence == "targets of the micro-batches: 12+4, 20+4, 16+4, 11+4"
 
 
 @pytest.mark.parametrize("has_loss", [True, False])

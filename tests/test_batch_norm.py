@@ -1,4 +1,4 @@
-"""Statistics of a micro-step on all processes, and of a whole step however it is cut."""
+"""Statistics of a micro-batch on all processes, and of a whole step however it is cut."""
 
 import copy
 import weakref
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from common import found_by_processes
 from run_batch_norm import (
-    CELLS,
     LAYER_SIZES,
+    MICRO_BATCHES,
     build,
     cut,
     gradients,
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import UsageError
 from samestep.step.batch_norm import BatchNorm, FrozenBatchNorm, WholeStep, deviation, freeze, synchronize
 
-CUT = cut(CELLS[1], 0)
+CUT = cut(MICRO_BATCHES[1], 0)
 ALL = [slice(0, 9)]
 
 
@@ -41,13 +41,13 @@ def one_batch(model: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[tor
     return gradients(model), model.state_dict()
 
 
-def take(model: nn.Module, loss, cells=CUT, **kwargs) -> WholeStep:
-    """The gradient of a step in cells, with the statistics of the whole step."""
+def take(model: nn.Module, loss, micro_batches=CUT, **kwargs) -> WholeStep:
+    """The gradient of a step in micro-batches, with the statistics of the whole step."""
     synchronize(model)
     whole = WholeStep(model, **kwargs)
-    whole.prepare(cells, loss)
-    for cell in cells:
-        (loss(cell) + whole.correction()).backward()
+    whole.prepare(micro_batches, loss)
+    for micro_batch in micro_batches:
+        (loss(micro_batch) + whole.correction()).backward()
     whole.finish()
     return whole
 
@@ -114,9 +114,9 @@ def test_the_whole_step_under_ddp(processes):
 @pytest.mark.distributed
 def test_deviation_on_processes(processes):
     for process in processes:
-        cut_in_two, one_cell = process["deviations"]["deviations"]
+        cut_in_two, one_micro_batch = process["deviations"]["deviations"]
         assert 0.01 < cut_in_two < 2
-        assert one_cell < 1e-12, "a micro-step's statistics are those of all processes"
+        assert one_micro_batch < 1e-12, "a micro-batch's statistics are those of all processes"
         assert process["deviations"]["deviations"] == processes[0]["deviations"]["deviations"]
         assert process["deviations"]["is_untouched"]
 
@@ -146,8 +146,8 @@ def test_without_it_a_cut_step_is_another(kind):
     model = build(kind)
     gradient, _ = one_batch(model)
     synchronize(model)
-    for cell in CUT:
-        make_loss(model)(cell).backward()
+    for micro_batch in CUT:
+        make_loss(model)(micro_batch).backward()
     assert miss(gradients(model), gradient) > 1e-2
 
 
@@ -164,19 +164,19 @@ def test_as_many_passes_as_layers_are_enough_and_tolerance_ends_them_earlier():
     assert errors[0] < 1e-11 < 1e-6 < errors[1] <= errors[2]
 
 
-def test_cells_learn_from_each_other_and_half_precision_ends_earlier():
+def test_micro_batches_learn_from_each_other_and_half_precision_ends_earlier():
     """A chain needs fewer passes than it has layers."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(30):
         layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
-    loss, cells = make_loss(model, torch.float32), cut([[3, 3, 3]], 0)
-    whole = take(model, loss, cells, tolerance=1e-4)
+    loss, micro_batches = make_loss(model, torch.float32), cut([[3, 3, 3]], 0)
+    whole = take(model, loss, micro_batches, tolerance=1e-4)
     assert whole.num_forward_passes <= 26
     assert whole.num_adjoint_passes <= 20
     with torch.autocast("cpu", torch.bfloat16):
-        half = take(model, loss, cells)
+        half = take(model, loss, micro_batches)
     assert half.num_forward_passes < whole.num_forward_passes
     assert half.num_adjoint_passes < whole.num_adjoint_passes
 
@@ -184,10 +184,10 @@ def test_cells_learn_from_each_other_and_half_precision_ends_earlier():
 def test_steps_follow_each_other():
     model = build("residual")
     theirs = copy.deepcopy(model)
-    for cells in (CUT, cut([[2, 7]], 0), ALL):
+    for micro_batches in (CUT, cut([[2, 7]], 0), ALL):
         model.zero_grad(), theirs.zero_grad()
         make_loss(theirs)(ALL[0]).backward()
-        take(model, make_loss(model), cells)
+        take(model, make_loss(model), micro_batches)
         assert miss(gradients(model), gradients(theirs)) < 1e-11
         assert_same_state(model.state_dict(), theirs.state_dict())
         with torch.no_grad():
@@ -205,8 +205,8 @@ def test_the_loss_stays_the_loss_and_the_gradient_of_prepare_is_nowhere():
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(int(buffer) == 0 for name, buffer in model.named_buffers() if "num_batches" in name)
     total = 0
-    for cell in CUT:
-        share = loss(cell)
+    for micro_batch in CUT:
+        share = loss(micro_batch)
         correction = whole.correction()
         assert correction == 0
         assert correction.requires_grad
@@ -295,31 +295,31 @@ def test_with_checkpointing():
     assert_same_state(model.state_dict(), state)
 
 
-def test_cells_without_samples_and_a_scaled_backward():
+def test_micro_batches_without_samples_and_a_scaled_backward():
     model = build("plain")
     gradient, state = one_batch(model)
     synchronize(model)
     whole, loss = WholeStep(model), make_loss(model)
-    cells = cut([[0, 5, 0, 4]], 0)
-    whole.prepare(cells, loss, scale=1024.0)
-    for cell in cells:
-        (1024 * (loss(cell) + whole.correction())).backward()
+    micro_batches = cut([[0, 5, 0, 4]], 0)
+    whole.prepare(micro_batches, loss, scale=1024.0)
+    for micro_batch in micro_batches:
+        (1024 * (loss(micro_batch) + whole.correction())).backward()
     whole.finish()
     assert miss(gradients(model) / 1024, gradient) < 1e-11
     assert_same_state(model.state_dict(), state)
 
 
-def test_layers_that_are_not_reached_or_not_by_all_cells():
+def test_layers_that_are_not_reached_or_not_by_all_micro_batches():
     """Samples from 5 on take another branch."""
 
     def loss_of(model):
         images, labels = samples()
 
-        def loss(cell):
+        def loss(micro_batch):
             parts = []
             for layer, some in (
-                (model[0], slice(cell.start, min(cell.stop, 5))),
-                (model[1], slice(max(5, cell.start), cell.stop)),
+                (model[0], slice(micro_batch.start, min(micro_batch.stop, 5))),
+                (model[1], slice(max(5, micro_batch.start), micro_batch.stop)),
             ):
                 if some.start < some.stop:
                     maps = layer(images[some])
@@ -359,15 +359,15 @@ def test_a_layer_that_is_called_twice_is_refused():
     assert layer.mode is None
 
 
-def test_one_cell_is_held_at_a_time():
+def test_one_micro_batch_is_held_at_a_time():
     model = build("plain")
     synchronize(model)
     alive, most, loss = weakref.WeakSet(), [], make_loss(model)
     model[3].register_forward_hook(lambda module, inputs, output: alive.add(output))
 
-    def watched(cell):
+    def watched(micro_batch):
         most.append(len(alive))
-        return loss(cell)
+        return loss(micro_batch)
 
     whole = WholeStep(model)
     whole.prepare(CUT, watched)
@@ -380,7 +380,9 @@ def test_numbers_that_are_not_finite_end(bad):
     model = build("plain")
     images, labels = samples()
     images[6] = bad
-    whole = take(model, lambda cell: F.cross_entropy(model(images[cell]), labels[cell], reduction="sum") / 9)
+    whole = take(
+        model, lambda micro_batch: F.cross_entropy(model(images[micro_batch]), labels[micro_batch], reduction="sum") / 9
+    )
     assert max(passes(whole)) <= 4
     assert not gradients(model).isfinite().all()
 
@@ -389,9 +391,9 @@ def test_autocast_computes_statistics_in_float32():
     model = build("residual", torch.float32)
     plain = make_loss(model, torch.float32)
 
-    def loss(cell):
+    def loss(micro_batch):
         with torch.autocast("cpu", torch.bfloat16):
-            return plain(cell).float()
+            return plain(micro_batch).float()
 
     true, _ = one_batch(model, torch.float32)
     theirs = copy.deepcopy(model)
@@ -409,7 +411,7 @@ def test_half_precision_is_summed_in_float32():
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(3, momentum=1.0))
     x = (torch.randn(9, 3, 40, 40) + 20).bfloat16()
-    take(model, lambda cell: model(x[cell]).float().pow(3).mean())
+    take(model, lambda micro_batch: model(x[micro_batch]).float().pow(3).mean())
     var, mean = torch.var_mean(x.double(), (0, 2, 3))
     assert torch.allclose(model[0].running_mean.double(), mean, rtol=1e-5)
     assert torch.allclose(model[0].running_var.double(), var, rtol=1e-5)
@@ -422,7 +424,7 @@ def test_formats_are_kept(dtype):
     synchronize(model)
     whole, seen = WholeStep(model), []
 
-    def loss(cell):
+    def loss(micro_batch):
         seen.append(model(x))
         return seen[-1].float().pow(3).sum()
 
@@ -474,8 +476,8 @@ def test_deviation_says_how_far_and_leaves_everything(kind):
     synchronize(model)
     loss = make_loss(model)
     true, _ = one_batch(model)
-    for cell in CUT:
-        loss(cell).backward()
+    for micro_batch in CUT:
+        loss(micro_batch).backward()
     own = gradients(model)
     model[1].eval() if kind == "plain" else model.stem.eval()
     modes, state = [module.training for module in model.modules()], copy.deepcopy(model.state_dict())
@@ -483,7 +485,7 @@ def test_deviation_says_how_far_and_leaves_everything(kind):
     assert miss(own, true) > 0.01
     assert deviation(model, ALL, loss) < 1e-12
     with pytest.raises(ZeroDivisionError):
-        deviation(model, CUT, lambda cell: loss(cell) / (1 if cell.start == 0 else 0 / 0))
+        deviation(model, CUT, lambda micro_batch: loss(micro_batch) / (1 if micro_batch.start == 0 else 0 / 0))
     assert torch.equal(gradients(model), own)
     assert same_state(model, state)
     assert [module.training for module in model.modules()] == modes

@@ -13,7 +13,7 @@ from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_a
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.data import sentence_pairs
-from samestep.data.ragged import make_cell
+from samestep.data.ragged import make_micro_batch
 from samestep.data.steps import Steps
 from samestep.models import bert_pretraining, text_classification
 from samestep.recipe import run_settings as run
@@ -102,7 +102,7 @@ def row(workload: str, precision: str, **more) -> dict:
 
 def test_the_tables(bench, tmp_path, drawn):
     to_loss = {"loss": 7.5, "programs": {"ours": {"seconds": 61.4, "training": 40.2, "steps": 33}}}
-    log = "kernels: sdpa, oneDNN (--speed auto)\n  0%| | 0/9 [00:00<?, ?s]cells: at most 64 tokens at once (--speed auto)\n"
+    log = "kernels: sdpa, oneDNN (--speed auto)\n  0%| | 0/9 [?s]micro-batches: at most 64 tokens at once (--speed auto)\n"
     rows = [row("gpt2", "no", chosen=bench.chosen(log)), row("classifier", "bf16", to_loss=to_loss)]
     del rows[1]["rates"]["Trainer"], rows[1]["memory"]["Trainer"]
     lines = bench.markdown({"rows": rows}).splitlines()
@@ -137,7 +137,7 @@ def test_the_readme_says_what_was_measured(bench):
     rows = json.loads((ROOT / "benchmarks" / "results" / "bench.json").read_text(encoding="utf-8"))["rows"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
 
-    def cell(workload: str, title: str, decimals: int) -> str:
+    def micro_batch(workload: str, title: str, decimals: int) -> str:
         by_precision = {row["precision"]: row for row in rows if row["workload"] == workload}
         both = [by_precision[precision] for precision in ("no", "bf16")]
         if title not in both[0]["rates"]:
@@ -146,7 +146,7 @@ def test_the_readme_says_what_was_measured(bench):
 
     table = readme.partition("| | transformers' Trainer |")[2].partition("\n\n")[0].splitlines()[2:]
     shown = [[part.strip() for part in line.strip("|").split("|")][1:] for line in table]
-    assert shown == [[cell(name, title, of) for title in README_COLUMNS] for name, of in README_ROWS.items()]
+    assert shown == [[micro_batch(name, title, of) for title in README_COLUMNS] for name, of in README_ROWS.items()]
     of_floor = [statistics.median(bench.ratios(row, "floor")) for row in rows]
     said = f"ours reaches {statistics.median(of_floor):.2f} in the median, {min(of_floor):.2f} at the least"
     assert said in " ".join(readme.split())
@@ -211,13 +211,15 @@ def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkey
     def watched(*arguments):
         model = network(*arguments)
         if hasattr(model, "bert"):
-            assert model.bert.config._attn_implementation == "unpadded_eager", "others would see all samples of a cell"
+            assert model.bert.config._attn_implementation == "unpadded_eager", (
+                "others would see all samples of a micro-batch"
+            )
         model.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
         return model
 
     monkeypatch.setattr(loader, "network", watched)
     row = loader.speed("a title", recipe, num_steps=1, rounds=2, precision=precision)
-    assert len(outputs) == 3, "a warm-up and two rounds of one step in one cell"
+    assert len(outputs) == 3, "a warm-up and two rounds of one step in one micro-batch"
     assert all(len(sums) == len(recipe.loss_weights) and sums.isfinite().all() for sums in outputs)
     assert row["ratio"] == statistics.median(row["ratios"]) > 0
 
@@ -278,13 +280,13 @@ def test_products_are_those_that_torch_counts(module, folder):
     recipe = load(str(folder / "recipe.yaml"))
     source, _ = sentence_pairs.build(recipe)
     sample = max((source.draw(0, place) for place in range(20)), key=lambda sample: sample.length)
-    bert, cell = bert_pretraining.build_model(recipe), source.collate([sample])
+    bert, micro_batch = bert_pretraining.build_model(recipe), source.collate([sample])
     bert.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as theirs:
-        bert(cell["input_ids"][:, : sample.length])
-    cell.pop("counts")
+        bert(micro_batch["input_ids"][:, : sample.length])
+    micro_batch.pop("counts")
     with FlopCounterMode(display=False) as ours:
-        bert_pretraining.PretrainingSums(bert)(**cell)
+        bert_pretraining.PretrainingSums(bert)(**micro_batch)
     ratio = theirs.get_total_flops() / ours.get_total_flops()
     assert module("workloads").products(recipe, np.array([sample.length])) == pytest.approx(ratio, rel=0.03)
 
@@ -292,12 +294,12 @@ def test_products_are_those_that_torch_counts(module, folder):
 def test_products_of_a_classifier_are_those_that_torch_counts(module):
     recipe = load("finetune_small_cpu")
     bert = text_classification.build_model(recipe, ["a", "b"])
-    cell = make_cell([np.arange(64)], [64], [np.zeros(1, int)])
+    micro_batch = make_micro_batch([np.arange(64)], [64], [np.zeros(1, int)])
     bert.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as theirs:
-        bert(cell["input_ids"])
+        bert(micro_batch["input_ids"])
     with FlopCounterMode(display=False) as ours:
-        text_classification.ClassificationSums(bert)(**cell, labels=torch.zeros(1, dtype=torch.int64))
+        text_classification.ClassificationSums(bert)(**micro_batch, labels=torch.zeros(1, dtype=torch.int64))
     ratio = theirs.get_total_flops() / ours.get_total_flops()
     assert module("workloads").products(recipe, np.array([64])) == pytest.approx(ratio, rel=0.01)
 

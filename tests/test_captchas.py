@@ -200,15 +200,15 @@ def train() -> Captchas:
     return build(make(), 1)[0]
 
 
-def test_a_cell_holds_what_is_drawn(train):
+def test_a_micro_batch_holds_what_is_drawn(train):
     ids = [9, 0, 63, 9]
-    cell = train.collate([train.draw(epoch, i) for epoch, i in enumerate(ids)])
-    assert cell["pixel_values"].dtype == torch.float32
-    assert cell["pixel_values"].shape == (4, 3, 30, 80)
-    assert cell["pixel_values"].is_contiguous(memory_format=torch.channels_last)
-    assert cell["labels"].dtype == cell["counts"].dtype == torch.int64
-    assert cell["counts"].tolist() == [16, 4]
-    for i, pixels, label in zip(ids, cell["pixel_values"], cell["labels"], strict=True):
+    micro_batch = train.collate([train.draw(epoch, i) for epoch, i in enumerate(ids)])
+    assert micro_batch["pixel_values"].dtype == torch.float32
+    assert micro_batch["pixel_values"].shape == (4, 3, 30, 80)
+    assert micro_batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+    assert micro_batch["labels"].dtype == micro_batch["counts"].dtype == torch.int64
+    assert micro_batch["counts"].tolist() == [16, 4]
+    for i, pixels, label in zip(ids, micro_batch["pixel_values"], micro_batch["labels"], strict=True):
         image, text = draw_captcha(make(), i, "train")
         back = ((pixels.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8)
         assert np.array_equal(back.numpy(), image)
@@ -225,18 +225,18 @@ def test_pixels_lie_between_minus_one_and_one(tmp_path):
     assert (pixels[1] == 1).all()
 
 
-def test_a_cell_of_no_samples(train):
-    cell = train.collate([])
-    assert cell["pixel_values"].shape == (0, 3, 30, 80)
-    assert (cell["labels"].shape, cell["labels"].dtype) == ((0, 4), torch.int64)
-    assert cell["counts"].tolist() == [0, 0]
+def test_a_micro_batch_of_no_samples(train):
+    micro_batch = train.collate([])
+    assert micro_batch["pixel_values"].shape == (0, 3, 30, 80)
+    assert (micro_batch["labels"].shape, micro_batch["labels"].dtype) == ((0, 4), torch.int64)
+    assert micro_batch["counts"].tolist() == [0, 0]
 
 
-def test_cells_are_copies(train):
-    """What a training step does to a cell must not reach the file, nor the next cell."""
-    cell = train.collate([train.draw(0, 1)])
-    cell["pixel_values"].zero_()
-    cell["labels"].zero_()
+def test_micro_batches_are_copies(train):
+    """What a training step does to a micro-batch must not reach the file, nor the next micro-batch."""
+    micro_batch = train.collate([train.draw(0, 1)])
+    micro_batch["pixel_values"].zero_()
+    micro_batch["labels"].zero_()
     again = train.collate([train.draw(0, 1)])
     assert again["pixel_values"].any()
     assert again["labels"].tolist() == [draw_captcha(make(), 1, "train")[1].tolist()]
@@ -274,7 +274,7 @@ def test_steps_are_the_same_with_workers(train):
     workers = DataLoader(steps, batch_size=None, sampler=range(3), num_workers=1)
     for ours, theirs in zip((steps[0], steps[1], steps[2]), workers, strict=True):
         assert ours.counts.tolist() == theirs.counts.tolist() == [64, 16]
-        for mine, other in zip(ours.cells, theirs.cells, strict=True):
+        for mine, other in zip(ours.micro_batches, theirs.micro_batches, strict=True):
             assert torch.equal(mine["pixel_values"], other["pixel_values"])
             assert torch.equal(mine["labels"], other["labels"])
 

@@ -33,7 +33,7 @@ CLASSIFIERS = {
     "batch": ("train_image_classifier", " --normalization batch --exact_batch_norm"),
     "batch_reader": ("train_captcha", " --normalization batch --exact_batch_norm"),
 }
-# Beside them, statistics of the whole step because each process takes one micro-step.
+# Beside them, statistics of the whole step because each process takes one micro-batch.
 ALL_WORKLOADS = WORKLOADS | CLASSIFIERS | {"in_space": ("train_image_classifier", " --normalization batch")}
 TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 
@@ -64,7 +64,7 @@ def reference(train, references, tmp_path_factory):
     return run
 
 
-# Both batches in both precisions: in equal cells and with a rest, by samples and by tokens, recomputed and not.
+# Both batches in both precisions: in equal micro-batches and with a rest, by samples and by tokens, recomputed and not.
 TOKENS = ("B", " --per_device_train_tokens 200")
 RECOMPUTED = ("8", " --gradient_checkpointing")
 CUTS_IN_TIME = {
@@ -96,7 +96,7 @@ def test_every_cut_in_time_is_the_same_step_of_classifiers(train, reference, wor
 
 
 def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
-    """Statistics are those of a micro-step: the control of `batch` above, and of its own case below."""
+    """Statistics are those of a micro-batch: the control of `batch` above, and of its own case below."""
     run = partial(train, program="train_image_classifier")
     reference, cut = (run(cap, flags(10, cap, "float64") + " --normalization batch") for cap in ("B", "5"))
     assert relative(parameters(cut), parameters(reference)) > 1e-2
@@ -137,7 +137,7 @@ def test_every_cut_in_space_is_the_same_step(reference, train_on, num_processes)
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 def test_sharded_weights_take_the_same_steps(reference, train_on):
-    """FSDP2 on two processes; B = 9 in cells of 4 leaves one of them with an empty cell in every step."""
+    """FSDP2 on two processes; B = 9 in micro-batches of 4 leaves one of them with an empty micro-batch in every step."""
     cases = [
         ("packed", 9, "4", "float32", ""),
         ("packed", 9, "4", "float64", " --gradient_checkpointing"),
@@ -174,7 +174,8 @@ def test_sharded_in_bf16_rounds_as_unsharded_does(train, train_on, monkeypatch):
 
 
 def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[list[float], torch.Tensor]:
-    """Ten steps of a plain PyTorch loop in float64, one process: by our rule, or as a mean over cells of their means."""
+    """Ten steps of a plain PyTorch loop in float64, one process: by our rule, or as a mean over micro-batches of their
+    means."""
     program, more = WORKLOADS[workload]
     argv = tiny_argv(program, corpus, "unused", f"--global_batch_size {layout.global_batch_size}{more}")
     script = {"pretrain_bert": bert_pretraining, "pretrain_gpt2": gpt2_pretraining}[program]
@@ -197,11 +198,11 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
         for group in optimizer.param_groups:
             group["lr"] = schedule(data.step)
         total = 0.0
-        for cell in data.cells:
-            sums, _ = model(**cell)
-            of_cell = torch.tensor([len(cell[name]) for name in cell if name in TARGETS])
-            loss = losses.weighted_loss(sums, data.counts if exact else of_cell, torch.ones(len(sums)))
-            loss = loss if exact else loss / len(data.cells)
+        for micro_batch in data.micro_batches:
+            sums, _ = model(**micro_batch)
+            of_micro_batch = torch.tensor([len(micro_batch[name]) for name in micro_batch if name in TARGETS])
+            loss = losses.weighted_loss(sums, data.counts if exact else of_micro_batch, torch.ones(len(sums)))
+            loss = loss if exact else loss / len(data.micro_batches)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
@@ -255,8 +256,8 @@ def test_under_float64_the_weights_of_the_loss_are_float64(program, train, monke
     model_class = kind.parts.find("model")
     seen, totals, forward, count = [], [], model_class.forward, accumulate.total_counts
 
-    def watched(self, **cell):
-        sums, correct = forward(self, **cell)
+    def watched(self, **micro_batch):
+        sums, correct = forward(self, **micro_batch)
         if totals and sums.requires_grad:
             sums.register_hook(lambda gradient: seen.append((totals[-1].tolist(), gradient.tolist())))
         return sums, correct

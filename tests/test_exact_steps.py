@@ -105,7 +105,7 @@ def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monk
     assert batches(num_steps=6, seed=1) != whole
     steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
-    (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().cells, steps._steps[0].cells
+    (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().micro_batches, steps._steps[0].micro_batches
     assert torch.equal(pinned["batch"]["points"][1], plain["batch"]["points"][1] + 1)
 
 

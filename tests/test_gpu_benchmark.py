@@ -76,7 +76,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 
 def test_what_fails_is_a_line(monkeypatch, tmp_path, capsys):
-    """Memory that runs out is tried again in smaller cells, down to one sample; time that is up leaves the rest out."""
+    """Memory that runs out is tried again in smaller micro-batches, down to one sample; time that is up leaves the rest out."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked = []
 
@@ -111,7 +111,7 @@ def k_is_not_undone(monkeypatch):
 
 
 def positions_run_on(monkeypatch):
-    """From sample to sample of a cell."""
+    """From sample to sample of a micro-batch."""
     right = attention.last_hidden_at
     wrong = lambda bert, **of: right(bert, **of | {"position_ids": torch.arange(of["input_ids"].numel())[None]})  # noqa: E731
     monkeypatch.setattr(attention, "last_hidden_at", wrong)
@@ -127,7 +127,7 @@ def samples_see_each_other(monkeypatch):
     monkeypatch.setattr(gpt2_pretraining, "gpt2_hidden", wrong)
 
 
-def statistics_of_a_cell(monkeypatch):
+def statistics_of_a_micro_batch(monkeypatch):
     right = batch_norm.WholeStep
     monkeypatch.setattr(batch_norm, "WholeStep", lambda _: right(torch.nn.Identity()))
 
@@ -140,7 +140,7 @@ def statistics_of_a_cell(monkeypatch):
         ("GPT-2 124M", k_is_not_undone),
         ("GPT-2 124M", samples_see_each_other),
         ("ResNet-50", k_is_not_undone),
-        ("ResNet-50", statistics_of_a_cell),
+        ("ResNet-50", statistics_of_a_micro_batch),
     ],
 )
 def test_faults_are_found(name, fault, monkeypatch):
@@ -206,22 +206,24 @@ def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if "BERT" in name])
-def test_cells_hold_every_sample_once_and_few_more_tokens(name):
+def test_micro_batches_hold_every_sample_once_and_few_more_tokens(name):
     case = TINY[name]
     samples = of_cases.draw(case, 1)
     step = of_cases.make_step(case, samples, torch.device("cpu"), max_tokens=case.tokens)
     assert step.tokens == sum(len(pair.tokens) for pair in samples)
     assert torch.stack(step.counts).sum(0).tolist() == [sum(len(pair.places) for pair in samples), len(samples)]
-    labels = torch.cat([cell["masked_labels"] for cell in step.cells]).sort().values
+    labels = torch.cat([micro_batch["masked_labels"] for micro_batch in step.micro_batches]).sort().values
     labels = labels[labels != losses.IGNORED]
     assert labels.tolist() == sorted(np.concatenate([pair.labels for pair in samples]).tolist())
-    for cell, (num_masked, num_samples) in zip(step.cells, torch.stack(step.counts).tolist(), strict=True):
-        assert cell["input_ids"].numel() <= 1.04 * case.tokens + 1, "sizes are rounded up"
-        assert cell["source"].numel() <= 1.25 * 1.125 * case.tokens
-        wanted = cell["input_ids"][0, cell["wanted"]]
-        assert (wanted[cell["masked_index"][:num_masked]] == 3).all()
-        assert (cell["position_ids"][0, cell["wanted"]][cell["first_index"]] == 0).all()
-        assert len(cell["first_index"]) == len(cell["next_sentence_label"]) == num_samples
+    for micro_batch, (num_masked, num_samples) in zip(
+        step.micro_batches, torch.stack(step.counts).tolist(), strict=True
+    ):
+        assert micro_batch["input_ids"].numel() <= 1.04 * case.tokens + 1, "sizes are rounded up"
+        assert micro_batch["source"].numel() <= 1.25 * 1.125 * case.tokens
+        wanted = micro_batch["input_ids"][0, micro_batch["wanted"]]
+        assert (wanted[micro_batch["masked_index"][:num_masked]] == 3).all()
+        assert (micro_batch["position_ids"][0, micro_batch["wanted"]][micro_batch["first_index"]] == 0).all()
+        assert len(micro_batch["first_index"]) == len(micro_batch["next_sentence_label"]) == num_samples
     assert of_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63
 
 
@@ -238,7 +240,7 @@ def test_work_that_is_done_is_what_torch_counts():
     step = of_cases.make_step(case, of_cases.draw(case, 0), torch.device("cpu"))
     model = of_cases.build(case, of_cases.Variant("", 0, "sdpa"), torch.device("cpu"), few=False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the others are not counted on a CPU
-        sums, _ = model(**step.cells[0])
+        sums, _ = model(**step.micro_batches[0])
         sums.sum().backward()
     assert counter.get_total_flops() == step.flops_done
 

@@ -66,9 +66,9 @@ def test_a_step_never_waits_for_the_device(train, looks, case):
 def test_that_it_would_be_noticed(train, looks, scripts, monkeypatch):
     forward = scripts["pretrain_bert"].PretrainingSums.forward
 
-    def looking(self, **cell):
-        assert cell["first_index"].sum() >= 0
-        return forward(self, **cell)
+    def looking(self, **micro_batch):
+        assert micro_batch["first_index"].sum() >= 0
+        return forward(self, **micro_batch)
 
     monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", looking)
     train("run", "--global_batch_size 8 --max_train_steps 1")

@@ -1,4 +1,4 @@
-"""Labelled images: the same pixels in every cell and worker, and bad files found before training."""
+"""Labelled images: the same pixels in every micro-batch and worker, and bad files found before training."""
 
 import errno
 import itertools
@@ -58,12 +58,12 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def make_cell(source: images.Images, epoch: int, ids) -> dict[str, torch.Tensor]:
+def make_micro_batch(source: images.Images, epoch: int, ids) -> dict[str, torch.Tensor]:
     return source.collate([source.draw(epoch, number) for number in ids])
 
 
 def pixels(source: images.Images, epoch: int, number: int) -> torch.Tensor:
-    return make_cell(source, epoch, [number])["pixel_values"][0]
+    return make_micro_batch(source, epoch, [number])["pixel_values"][0]
 
 
 def problem(call, kind=UsageError) -> str:
@@ -74,36 +74,36 @@ def problem(call, kind=UsageError) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cells
+# Micro-batches
 
 
-def test_a_cell():
+def test_a_micro_batch():
     source, _ = digits()
-    cell = make_cell(source, 0, [5, 2, 9])
-    assert cell["pixel_values"].shape == (3, 1, 32, 32)
-    assert cell["pixel_values"].dtype == torch.float32
-    assert cell["labels"].dtype == cell["counts"].dtype == torch.int64
-    assert cell["counts"].tolist() == [3]
-    assert cell["labels"].tolist() == [int(source.store.labels[source.rows[number]]) for number in (5, 2, 9)]
+    micro_batch = make_micro_batch(source, 0, [5, 2, 9])
+    assert micro_batch["pixel_values"].shape == (3, 1, 32, 32)
+    assert micro_batch["pixel_values"].dtype == torch.float32
+    assert micro_batch["labels"].dtype == micro_batch["counts"].dtype == torch.int64
+    assert micro_batch["counts"].tolist() == [3]
+    assert micro_batch["labels"].tolist() == [int(source.store.labels[source.rows[number]]) for number in (5, 2, 9)]
     assert (source.max_length, source.draw(0, 5).length, source.longest().length) == (1, 1, 1)
     assert len(source.collate([source.longest()])["labels"]) == 1
 
 
-def test_cells_are_channels_last(folder):
+def test_micro_batches_are_channels_last(folder):
     source, _ = images.build(recipe_of(folder))
-    values = make_cell(source, 0, range(3))["pixel_values"]
+    values = make_micro_batch(source, 0, range(3))["pixel_values"]
     assert values.shape == (3, 3, 16, 16)
     assert values.is_contiguous(memory_format=torch.channels_last)
     assert not values.is_contiguous()
 
 
-def test_no_samples_make_a_cell_without_a_target(folder):
+def test_no_samples_make_a_micro_batch_without_a_target(folder):
     source, _ = images.build(recipe_of(folder))
-    cell = source.collate([])
-    assert cell["counts"].tolist() == [0]
-    assert (cell["labels"].tolist(), cell["pixel_values"].shape) == ([], (0, 3, 16, 16))
+    micro_batch = source.collate([])
+    assert micro_batch["counts"].tolist() == [0]
+    assert (micro_batch["labels"].tolist(), micro_batch["pixel_values"].shape) == ([], (0, 3, 16, 16))
     logits = torch.randn(0, 2, requires_grad=True)
-    loss = cross_entropy(logits, cell["labels"], reduction="sum", label_smoothing=0.1)
+    loss = cross_entropy(logits, micro_batch["labels"], reduction="sum", label_smoothing=0.1)
     loss.backward()
     assert (loss.item(), logits.grad.shape) == (0.0, (0, 2))
 
@@ -112,8 +112,8 @@ def test_pictures_are_what_was_normalised(folder):
     """In [0, 1] again, each channel by its own mean and standard deviation."""
     plain, _ = images.build(recipe_of(folder))
     normalised, _ = images.build(recipe_of(folder, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.1)))
-    expected = make_cell(plain, 0, [0, 5])["pixel_values"].permute(0, 2, 3, 1).numpy()
-    pictures = normalised.pictures(make_cell(normalised, 0, [0, 5])["pixel_values"])
+    expected = make_micro_batch(plain, 0, [0, 5])["pixel_values"].permute(0, 2, 3, 1).numpy()
+    pictures = normalised.pictures(make_micro_batch(normalised, 0, [0, 5])["pixel_values"])
     assert np.allclose(pictures, expected, atol=1e-6)
 
 
@@ -133,10 +133,10 @@ def test_each_channel_has_its_mean_and_deviation(folder):
 
 
 @pytest.mark.parametrize("augmentation", ["none", "shift", "imagenet"])
-def test_a_sample_has_the_same_pixels_in_any_cell_order_and_process(folder, augmentation):
+def test_a_sample_has_the_same_pixels_in_any_micro_batch_order_and_process(folder, augmentation):
     source, _ = images.build(recipe_of(folder, augmentation=augmentation))
-    together = make_cell(source, 2, range(8))
-    backward = make_cell(pickle.loads(pickle.dumps(source)), 2, reversed(range(8)))
+    together = make_micro_batch(source, 2, range(8))
+    backward = make_micro_batch(pickle.loads(pickle.dumps(source)), 2, reversed(range(8)))
     for number in range(8):
         alone = pixels(source, 2, number)
         assert torch.equal(together["pixel_values"][number], alone)
@@ -157,9 +157,9 @@ def test_the_step_is_the_same_on_every_layout_and_in_workers(folder, num_workers
         for index in range(processes):
             steps = Steps(source, order, layout, process_index=index)
             for data in steps.stream(0, 3, num_workers, torch.device("cpu")):
-                for cell, samples in zip(data.cells, data.samples, strict=True):
-                    assert cell["pixel_values"].is_contiguous(memory_format=torch.channels_last)
-                    for values, sample in zip(cell["pixel_values"], samples, strict=True):
+                for micro_batch, samples in zip(data.micro_batches, data.samples, strict=True):
+                    assert micro_batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+                    for values, sample in zip(micro_batch["pixel_values"], samples, strict=True):
                         assert torch.equal(values, whole[sample])
                         seen.append((data.step, *sample))
         assert len(seen) == len(set(seen)) == 18
@@ -274,15 +274,15 @@ def test_digits_are_scikit_learns():
     theirs = load_digits()
     assert sorted([*train.rows, *held_out.rows]) == list(range(1797))
     for source in (train, held_out):
-        cell = make_cell(source, 0, range(len(source)))
+        micro_batch = make_micro_batch(source, 0, range(len(source)))
         expected = torch.tensor(theirs.images[source.rows] / 16, dtype=torch.float32)
-        assert torch.allclose(cell["pixel_values"][:, 0], expected, atol=0.5 / 255 + 1e-6)
-        assert cell["labels"].tolist() == theirs.target[source.rows].tolist()
+        assert torch.allclose(micro_batch["pixel_values"][:, 0], expected, atol=0.5 / 255 + 1e-6)
+        assert micro_batch["labels"].tolist() == theirs.target[source.rows].tolist()
 
 
 def test_digits_are_enlarged_and_normalised():
     train, held_out = digits()
-    values = make_cell(held_out, 0, range(len(held_out)))["pixel_values"]
+    values = make_micro_batch(held_out, 0, range(len(held_out)))["pixel_values"]
     assert values.shape == (359, 1, 32, 32)
     assert values.mean().item() == pytest.approx(0, abs=0.05)
     assert values.std().item() == pytest.approx(1, abs=0.05)
@@ -317,7 +317,7 @@ def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
         source, held_out = images.build(recipe_of(folder))
     names = [source.store.name(row) for row in source.rows]
     assert names == [*(f"cat/{n}.jpg" for n in (2, 4, 6, 9)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
-    assert make_cell(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
+    assert make_micro_batch(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
     assert (source.store.classes, held_out, source.left_out) == (["cat", "dog"], None, None)
 
 
@@ -331,7 +331,7 @@ def test_a_part_of_a_folder_can_be_held_out(folder):
 def test_labels_of_held_out_images_are_those_of_training(folder, tmp_path):
     write(tmp_path / "held" / "dog" / "1.png", colours(8, 8))
     held_out = images.build(recipe_of(folder, validation_dir=str(tmp_path / "held")))[1]
-    assert make_cell(held_out, 0, [0])["labels"].tolist() == [1]
+    assert make_micro_batch(held_out, 0, [0])["labels"].tolist() == [1]
     write(tmp_path / "held" / "bird" / "1.png", colours(8, 8))
     message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(tmp_path / "held"))))
     assert "validation_dir" in message
@@ -354,8 +354,8 @@ def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
     train, held_out = load_hub("both", {"train": rows, "test": {name: column[:3] for name, column in rows.items()}})
     ours, _ = images.build(recipe_of(folder))
     assert (len(train), len(held_out)) == (8, 3)
-    for name, value in make_cell(ours, 0, range(8)).items():
-        assert torch.equal(make_cell(train, 0, range(8))[name], value)
+    for name, value in make_micro_batch(ours, 0, range(8)).items():
+        assert torch.equal(make_micro_batch(train, 0, range(8))[name], value)
     assert len(pickle.loads(pickle.dumps(train))) == 8
     assert train.fingerprints == load_hub("moved", {"train": rows})[0].fingerprints != held_out.fingerprints
     rows["image"][3] = {"bytes": files[3].read_bytes()[:200], "path": None}
@@ -396,7 +396,7 @@ def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         source, _ = images.build(recipe_of(tmp_path, num_labels=8, **shape), num_workers=1)
-        values = make_cell(source, 0, range(8))["pixel_values"] * 255
+        values = make_micro_batch(source, 0, range(8))["pixel_values"] * 255
     assert values.shape == (8, num_channels, 16, 16)
     assert torch.allclose(values, torch.tensor(100.0), atol=2)
     assert values.is_contiguous(memory_format=torch.channels_last)
@@ -482,7 +482,7 @@ def test_images_of_one_pixel_and_of_too_many(folder):
     write(folder / "cat" / "dot.png", colours(1, 1))
     for augmentation in ("none", "imagenet"):
         source, _ = images.build(recipe_of(folder, augmentation=augmentation))
-        pixels = make_cell(source, 0, [source.store.names.index("cat/dot.png")])["pixel_values"][0]
+        pixels = make_micro_batch(source, 0, [source.store.names.index("cat/dot.png")])["pixel_values"][0]
         assert (pixels == pixels[:, :1, :1]).all()
     (folder / "cat" / "bomb.png").write_bytes(png(100_000, 100_000))
     (folder / "dog" / "large.png").write_bytes(png(13_000, 13_000))
@@ -541,8 +541,8 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
     )
     assert len(source) == len(without) == len(held_out) == 8
     assert source.fingerprints == without.fingerprints
-    for name, value in make_cell(without, 1, range(8)).items():
-        assert torch.equal(make_cell(source, 1, range(8))[name], value)
+    for name, value in make_micro_batch(without, 1, range(8)).items():
+        assert torch.equal(make_micro_batch(source, 1, range(8))[name], value)
     assert "3 of 11 images cannot be decoded" in source.left_out
     assert all(name in source.left_out for name in bad)
     assert held_out.left_out.startswith("validation_dir")
@@ -629,7 +629,7 @@ def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
 def test_an_image_that_is_lost_during_training(folder):
     source, _ = images.build(recipe_of(folder))
     (folder / "cat" / "2.jpg").unlink()
-    message = problem(lambda: make_cell(source, 0, range(8)), RunError)
+    message = problem(lambda: make_micro_batch(source, 0, range(8)), RunError)
     assert "cat/2.jpg was an image at the start and is none now ([Errno 2] No such file" in message
 
 

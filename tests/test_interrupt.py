@@ -22,7 +22,7 @@ from samestep.training import checkpoint
 
 @pytest.fixture
 def during_step(monkeypatch):
-    """Do something in the middle of a step, between two micro-steps."""
+    """Do something in the middle of a step, between two micro-batches."""
 
     def install(step: int, action) -> None:
         seed_noise, backward, steps = accumulate.seed_noise, Accelerator.backward, []

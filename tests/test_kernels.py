@@ -99,7 +99,7 @@ def test_a_way_that_is_another_step_is_not_taken(capsys, factor, problem):
 
 @pytest.mark.parametrize("when", ["always", "training"])
 def test_memory_that_runs_out_leaves_the_first_way_to_the_rehearsal(when):
-    """Which cuts the step into smaller cells."""
+    """Which cuts the step into smaller micro-batches."""
     model = Model()
     forward = Model.forward
 
@@ -208,7 +208,7 @@ def quarters(monkeypatch):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_auto_is_the_same_step_as_safe(train, quarters, program):
-    """Losses and parameters within rounding, the samples the same, in smaller cells."""
+    """Losses and parameters within rounding, the samples the same, in smaller micro-batches."""
     flags = "--global_batch_size 12 --record_samples --dtype float64 --max_train_steps 6"
     safe = train("safe", flags, program=program)
     assert not quarters
@@ -229,10 +229,10 @@ def sizes(output_dir) -> list[int]:
     return [len(json.loads(line)["samples"]) for line in (output_dir / "samples.jsonl").open()]
 
 
-def test_cells_are_cut_by_tokens(train, quarters, capsys):
+def test_micro_batches_are_cut_by_tokens(train, quarters, capsys):
     flags = "--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto"
     auto = train("auto", flags)
-    assert "cells: at most 144 tokens at once (--speed auto)" in capsys.readouterr().out  # 3 x 48
+    assert "micro-batches: at most 144 tokens at once (--speed auto)" in capsys.readouterr().out  # 3 x 48
     assert max(sizes(auto)) >= 3
     assert len(sizes(auto)) > 2
 
@@ -268,7 +268,7 @@ def test_processes_choose_the_same(train, train_on):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", COMPILED)
 def test_compiled_layers_take_the_same_steps(train, program):
-    """Cells of other sizes in every step, without compiling anew each time."""
+    """Micro-batches of other sizes in every step, without compiling anew each time."""
     flags = "--global_batch_size 8 --per_device_train_batch_size 4"
     plain = train("plain", flags, program=program)
     torch._dynamo.reset()

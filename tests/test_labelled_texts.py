@@ -1,4 +1,4 @@
-"""Labelled texts: what is read, refused, tokenized and laid out in cells."""
+"""Labelled texts: what is read, refused, tokenized and laid out in micro-batches."""
 
 import json
 
@@ -212,15 +212,15 @@ def test_labels_that_are_numbers(tmp_path):
     train, held_out = labelled_texts.build(recipe_of(write(tmp_path / "rows.jsonl", rows)))
     assert train.classes is None
     assert sorted([*train.labels, *held_out.labels]) == [row[2] for row in rows]
-    cell = train.collate([train.draw(0, 3)])
-    assert cell["labels"].item() == train.labels[3]
+    micro_batch = train.collate([train.draw(0, 3)])
+    assert micro_batch["labels"].item() == train.labels[3]
     assert train.collate([])["labels"].isnan().all()
     with pytest.raises(UsageError, match=r"labels of training texts: 'a', 'b' .*not all of them are numbers"):
         labelled_texts.build(recipe_of(write(tmp_path / "rows.csv"), num_labels=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples and cells
+# Samples and micro-batches
 
 
 def test_a_sample_is_its_text_between_marks(texts):
@@ -261,21 +261,21 @@ def test_long_texts_are_cut_and_counted(tmp_path):
     assert long.length - long.first == 4, "the longer one of the pair is cut"
 
 
-def test_a_cell(pairs):
+def test_a_micro_batch(pairs):
     train, _ = pairs
     samples = [train.draw(0, place) for place in range(3)]
-    cell = train.collate(samples)
+    micro_batch = train.collate(samples)
     num_tokens = sum(sample.length for sample in samples)
-    of = {name: cell[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
+    of = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
     assert of["input_ids"] == [token for sample in samples for token in sample.tokens.tolist()]
     kinds = [[0] * sample.first + [1] * (sample.length - sample.first) for sample in samples]
     assert of["token_type_ids"] == [kind for sample in kinds for kind in sample]
     assert of["position_ids"] == [place for sample in samples for place in range(sample.length)]
-    assert cell["input_ids"][0][cell["wanted"][:3]].tolist() == [train.tokenizer.cls_token_id] * 3
-    assert cell["wanted_ends"].tolist() == [0, 1, 2, 3]
-    assert cell["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
-    assert cell["labels"].tolist() == [sample.label for sample in samples]
-    assert cell["counts"].tolist() == [3]
+    assert micro_batch["input_ids"][0][micro_batch["wanted"][:3]].tolist() == [train.tokenizer.cls_token_id] * 3
+    assert micro_batch["wanted_ends"].tolist() == [0, 1, 2, 3]
+    assert micro_batch["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
+    assert micro_batch["labels"].tolist() == [sample.label for sample in samples]
+    assert micro_batch["counts"].tolist() == [3]
     empty = train.collate([])
     assert len(empty["wanted"]) == 1
     assert empty["labels"].tolist() == [-100]

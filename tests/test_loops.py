@@ -61,7 +61,7 @@ def test_accelerate_divides_the_last_window_by_k(run):
     assert comparison.errors[0] == pytest.approx(0.095, abs=0.005)
     assert comparison.errors[-1] == pytest.approx(0.56, abs=0.01)
     (tail,) = [of for of in comparison.findings if of.cause == "tail"]
-    assert (tail.where, tail.evidence) == ("step 3", "2 micro-steps are divided by 4")
+    assert (tail.where, tail.evidence) == ("step 3", "2 micro-batches are divided by 4")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_all_causes_are_named(run, loop, model, causes):
     findings = compare(run("exact", model, 32, 1), run(loop, model, 8, 4), TOLERANCE).findings
     assert {of.cause for of in findings} - {"logged_loss"} == causes
     if "mean_of_means" in causes:
-        assert findings[0].evidence == "targets of the micro-steps: 54+8, 56+8, 38+8, 36+8"
+        assert findings[0].evidence == "targets of the micro-batches: 54+8, 56+8, 38+8, 36+8"
 
 
 def test_lightning_takes_the_steps_that_accelerate_takes(run):

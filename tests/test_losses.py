@@ -36,12 +36,12 @@ def test_half_precision_is_summed_in_float32():
     assert cross_entropy_sum(logits.double(), torch.zeros(70_000, dtype=torch.int64)).dtype == torch.float64
 
 
-def test_the_weighted_loss_of_cells_adds_up():
+def test_the_weighted_loss_of_micro_batches_adds_up():
     weights, counts = torch.tensor([1.0, 0.5]), torch.tensor([10, 4])
-    cells = torch.tensor([[5.0, 1.0], [7.0, 2.0], [0.0, 0.0]])
-    parts = sum(weighted_loss(cell, counts, weights) for cell in cells)
+    micro_batches = torch.tensor([[5.0, 1.0], [7.0, 2.0], [0.0, 0.0]])
+    parts = sum(weighted_loss(micro_batch, counts, weights) for micro_batch in micro_batches)
     assert parts.item() == pytest.approx(12 / 10 + 0.5 * 3 / 4)
-    assert weighted_loss(cells.sum(0), counts, weights).item() == pytest.approx(parts.item())
+    assert weighted_loss(micro_batches.sum(0), counts, weights).item() == pytest.approx(parts.item())
 
 
 def problem(rows: int, classes: int, dtype=torch.float64, seed: int = 0):
@@ -108,7 +108,7 @@ def test_a_second_backward_is_refused_not_wrong():
         total.backward()
 
 
-def test_smoothed_labels_add_up_over_cells():
+def test_smoothed_labels_add_up_over_micro_batches():
     """(1 - a) * -log p of the label + a / classes * the sum of -log p of all (Szegedy et al. 2016, section 7)."""
     torch.manual_seed(0)
     logits, labels = torch.randn(6, 5, dtype=torch.float64), torch.tensor([0, 4, 2, -100, 1, 1])

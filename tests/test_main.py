@@ -40,7 +40,7 @@ def test_plan(monkeypatch, capsys):
     assert (code, answer["shares"], answer["gradient_accumulation_steps"]) == (0, [171, 171, 170], 4)
     assert answer["learning_rate"] == pytest.approx(1e-4 * 2**0.5)
     code, out, _ = run(monkeypatch, capsys, "plan bert_large_3090 --per_device_train_batch_size 8")
-    assert (code, "4 micro-step(s) of at most 8" in out) == (0, True)
+    assert (code, "4 micro-batch(s) of at most 8" in out) == (0, True)
     assert "336,226,108 parameters; with gradients and moments 5.380 GB (5.010 GiB) in float32" in out
 
 
@@ -68,7 +68,7 @@ def test_plan_of_memory(monkeypatch, capsys):
 
 
 def test_plan_of_a_model_without_a_recipe(monkeypatch, capsys, tmp_path):
-    """BERT-Base fine-tuned on MNLI with batches of 16 in 4 micro-steps, at 3e-4."""
+    """BERT-Base fine-tuned on MNLI with batches of 16 in 4 micro-batches, at 3e-4."""
     config = tmp_path / "mnli"
     BertConfig(num_labels=3, architectures=["BertForSequenceClassification"]).save_pretrained(config)
     line = (

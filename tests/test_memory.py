@@ -316,7 +316,7 @@ def test_the_plan_of_a_forward_and_backward_meets_its_peak(
     model.set_attn_implementation("sdpa")
     if recomputed:
         model.gradient_checkpointing_enable()
-    for parameter in model.parameters():  # as in any micro-step but the first
+    for parameter in model.parameters():  # as in any micro-batch but the first
         parameter.grad = torch.zeros_like(parameter)
     mixed_precision = "bf16" if autocast else "no"
     planned = plan(recipe, NUM_SAMPLES, mixed_precision=mixed_precision, gradient_checkpointing=recomputed)

@@ -140,12 +140,12 @@ def test_the_headline_says_what_fits_how_it_is_cut_and_how_long_it_takes(xl):
     needed, there = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
     assert said == (
         f"✓ It fits {needed:.1f} of {there:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
-        "micro-steps of at most 16. All 64,000 steps take 2 days 23 hours."
+        "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours."
     )
     uneven = xl | {"shares": [65, 64], "num_processes": 2, "gradient_accumulation_steps": 1, "global_batch_size": 129}
     assert "2 devices share the 129 samples of a step: 64 to 65 each, in one forward." in page(uneven)
     one = xl | {"shares": [512], "num_processes": 1}
-    assert "One device computes the 512 samples of a step in 4 micro-steps of at most 16." in page(one)
+    assert "One device computes the 512 samples of a step in 4 micro-batches of at most 16." in page(one)
     too_much = page(xl | {"memory_needed": xl["memory_of_device"] + 1})
     assert "✕ It does not fit" in too_much
     assert "It fits" not in too_much
@@ -382,9 +382,9 @@ def test_curves_go_through_their_numbers(xl):
     assert ideal[1][1] < 100 - top  # nothing is above it
     here = section.all("line", class_="here")[0]
     assert (per_cent(here["x1"]), per_cent(here["x2"])) == pytest.approx((xs[8], xs[8]), abs=1e-3)
-    cells = [of["text"] for of in section.parts(r"<tr>.*?</tr>")[4].all("td")]
-    assert cells[0] == f"{rows[3]['strong']['samples_per_second']:.0f}"
-    assert cells[2] == f"{100 * rows[3]['strong']['efficiency']:.1f} %"
+    micro_batches = [of["text"] for of in section.parts(r"<tr>.*?</tr>")[4].all("td")]
+    assert micro_batches[0] == f"{rows[3]['strong']['samples_per_second']:.0f}"
+    assert micro_batches[2] == f"{100 * rows[3]['strong']['efficiency']:.1f} %"
     assert len(section.all("td")) == 8 * len(rows)
 
 

@@ -1,4 +1,4 @@
-"""The cut of a global batch: every sample in exactly one cell, balanced, within the caps."""
+"""The cut of a global batch: every sample in exactly one micro-batch, balanced, within the caps."""
 
 import numpy as np
 import pytest
@@ -13,45 +13,47 @@ batches = st.lists(st.integers(1, 128), min_size=1, max_size=200)
 
 
 @given(lengths=batches, n=st.integers(1, 9), cap=st.integers(1, 64), tokens=st.none() | st.integers(128, 2000))
-def test_every_sample_is_in_exactly_one_cell_within_the_caps(lengths, n, cap, tokens):
+def test_every_sample_is_in_exactly_one_micro_batch_within_the_caps(lengths, n, cap, tokens):
     processes = partition(lengths, n, cap, tokens)
     assert len(processes) == n
-    places = [place for cells in processes for cell in cells for place in cell.tolist()]
+    places = [place for micro_batches in processes for micro_batch in micro_batches for place in micro_batch.tolist()]
     assert sorted(places) == list(range(len(lengths)))
-    for cells in processes:
-        for cell in cells:
-            assert len(cell) <= cap
-            assert tokens is None or len(cell) * max((lengths[p] for p in cell), default=0) <= tokens
-        assert all(len(cell) for cell in cells) or len(cells) == 1, "an empty cell is the only one of its process"
+    for micro_batches in processes:
+        for micro_batch in micro_batches:
+            assert len(micro_batch) <= cap
+            assert tokens is None or len(micro_batch) * max((lengths[p] for p in micro_batch), default=0) <= tokens
+        assert all(len(micro_batch) for micro_batch in micro_batches) or len(micro_batches) == 1, (
+            "an empty micro-batch is the only one of its process"
+        )
 
 
 @given(lengths=batches, n=st.integers(1, 9))
 def test_processes_are_balanced(lengths, n):
     processes = partition(lengths, n, max_samples=8)
-    sizes = [sum(len(cell) for cell in cells) for cells in processes]
+    sizes = [sum(len(micro_batch) for micro_batch in micro_batches) for micro_batches in processes]
     assert tuple(sizes) == shares(len(lengths), n)
-    tokens = [sum(lengths[p] for cell in cells for p in cell) for cells in processes]
+    tokens = [sum(lengths[p] for micro_batch in micro_batches for p in micro_batch) for micro_batches in processes]
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
 @given(lengths=batches, n=st.integers(1, 4), cap=st.integers(1, 16))
-def test_cells_are_sorted_by_length(lengths, n, cap):
-    for cells in partition(lengths, n, cap):
-        of_process = [lengths[p] for cell in cells for p in cell]
+def test_micro_batches_are_sorted_by_length(lengths, n, cap):
+    for micro_batches in partition(lengths, n, cap):
+        of_process = [lengths[p] for micro_batch in micro_batches for p in micro_batch]
         assert of_process == sorted(of_process, reverse=True)
 
 
 def test_little_is_padded():
     lengths = np.random.default_rng(0).integers(16, 129, size=256)
-    padded = sum(len(c) * lengths[c].max() for cells in partition(lengths, 2, 16) for c in cells)
+    padded = sum(len(c) * lengths[c].max() for micro_batches in partition(lengths, 2, 16) for c in micro_batches)
     shuffled = sum(16 * lengths[i : i + 16].max() for i in range(0, 256, 16))
     assert padded < 1.1 * lengths.sum()
     assert shuffled > 1.5 * lengths.sum()
 
 
 def test_indivisible_batches():
-    assert [[len(c) for c in cells] for cells in partition([5] * 10, 3, 2)] == [[2, 2], [2, 1], [2, 1]]
-    assert [[len(c) for c in cells] for cells in partition([5, 5], 3, 2)] == [[1], [1], [0]]
+    assert [[len(c) for c in micro_batches] for micro_batches in partition([5] * 10, 3, 2)] == [[2, 2], [2, 1], [2, 1]]
+    assert [[len(c) for c in micro_batches] for micro_batches in partition([5, 5], 3, 2)] == [[1], [1], [0]]
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0)])

@@ -99,7 +99,7 @@ def test_batch_normalisation_is_a_matter_of_micro_steps():
     cut = on("resnet50_imagenet_4xt4", "4xt4", per_device_train_batch_size=8)
     assert cut.layout.gradient_accumulation_steps == 8
     said = next(warning for warning in cut.warnings if "batch normalisation" in warning)
-    assert "from the 32 samples of a micro-step, not from 256" in said
+    assert "from the 32 samples of a micro-batch, not from 256" in said
     assert "--exact_batch_norm" in said
 
 
@@ -213,7 +213,7 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
         ("--html x.html", "--html needs hardware"),
         ("--on 4xt4 --html /nowhere/x.html", "--html /nowhere/x.html: No such file or directory"),
         ("--on 4xt4 --write_config /nowhere/x.yaml", "--write_config /nowhere/x.yaml: No such file or directory"),
-        ("--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3", "need 8 micro-step(s)"),
+        ("--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3", "need 8 micro-batch(s)"),
     ],
 )
 def test_mistakes(monkeypatch, capsys, flags, message):

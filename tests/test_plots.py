@@ -69,8 +69,8 @@ class Reads(torch.nn.Linear):
 
 @pytest.mark.parametrize(("most", "expected"), [(4, [0, 3, 6, 9]), (10, list(range(10))), (99, list(range(10)))])
 def test_samples_are_spread_over_the_dataset(most, expected):
-    cell, places = predict(Reads(1, 1).double(), Numbers(), most)
-    assert cell["labels"].tolist() == places.tolist() == expected
+    micro_batch, places = predict(Reads(1, 1).double(), Numbers(), most)
+    assert micro_batch["labels"].tolist() == places.tolist() == expected
 
 
 def confusion(monkeypatch, counts, names):

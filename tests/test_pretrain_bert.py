@@ -146,7 +146,7 @@ def bad(tmp_path):
         "--learning_rate -1": "learning_rate is -1.0, must be greater than 0",
         "--recipe bert_smal_cpu": "did you mean bert_small_cpu",
         "--lerning_rate 1": "unknown flag --lerning_rate: did you mean --learning_rate",
-        "--global_batch_size 32 --per_device_train_batch_size 8 --gradient_accumulation_steps 3": "need 4 micro-step(s)",
+        "--global_batch_size 32 --per_device_train_batch_size 8 --gradient_accumulation_steps 3": "need 4 micro-batch(s)",
         f"--resume_from_checkpoint {tmp_path}": "is not a checkpoint",
         "--num_warmup_steps 99": "num_warmup_steps",
         "--per_device_train_tokens 20": "per_device_train_tokens is 20, but a sample can have 48",
@@ -187,7 +187,7 @@ def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
 
 def test_dropout_is_said_to_be_inexact(train, capsys):
     train("run", SMALL + " --hidden_dropout_prob 0.1 --max_train_steps 1")
-    assert "hidden_dropout_prob 0.1: the noise is drawn per process and micro-step" in capsys.readouterr().out
+    assert "hidden_dropout_prob 0.1: the noise is drawn per process and micro-batch" in capsys.readouterr().out
     train("without", SMALL + " --max_train_steps 1")
     assert "noise" not in capsys.readouterr().out
 

@@ -171,7 +171,7 @@ def test_no_compiler_is_said_at_once(train, monkeypatch):
 
 def test_dropout_is_said_to_be_inexact(train, capsys):
     train("run", SMALL + " --attn_pdrop 0.1 --max_train_steps 1")
-    assert "attn_pdrop 0.1: the noise is drawn per process and micro-step" in capsys.readouterr().out
+    assert "attn_pdrop 0.1: the noise is drawn per process and micro-batch" in capsys.readouterr().out
     train("without", SMALL + " --max_train_steps 1")
     assert "noise" not in capsys.readouterr().out
 

@@ -36,7 +36,7 @@ def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags)
         global_batch_size=recipe.global_batch_size,
         per_device_train_batch_size=settings.per_device_train_batch_size,
     )
-    steps = re.search(r"(\d+) micro-steps", cut)
+    steps = re.search(r"(\d+) micro-batches", cut)
     assert layout.gradient_accumulation_steps == (int(steps[1]) if steps else 1)
 
 

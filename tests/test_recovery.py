@@ -1,4 +1,4 @@
-"""A run goes on: smaller cells when memory runs out, steps left out when numbers break; who is missing is named."""
+"""A run goes on: smaller micro-batches when memory runs out, steps left out when numbers break; who is missing is named."""
 
 import json
 import re
@@ -41,13 +41,13 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
     undisturbed = train("undisturbed", flags, program=program)
     for kind in kinds:
         first = 2 if kind == "second" else 5
-        event = {"step": first, "event": "memory ran out: the step is done again in smaller cells"}
+        event = {"step": first, "event": "memory ran out: the step is done again in smaller micro-batches"}
         assert events(tmp_path / kind) == [event | {"per_device_train_batch_size": 2}]
         assert samples_of_steps(tmp_path / kind) == samples_of_steps(undisturbed)
         assert relative(parameters(tmp_path / kind, ""), parameters(undisturbed, "")) < 1e-12
-        cells = [len(json.loads(line)["samples"]) for line in (tmp_path / kind / "samples.jsonl").open()]
-        assert max(cells[: 6 * (first - 1)]) == 4
-        assert max(cells[6 * (first - 1) :]) == 2, "smaller from then on"
+        micro_batches = [len(json.loads(line)["samples"]) for line in (tmp_path / kind / "samples.jsonl").open()]
+        assert max(micro_batches[: 6 * (first - 1)]) == 4
+        assert max(micro_batches[6 * (first - 1) :]) == 2, "smaller from then on"
     assert not events(tmp_path / "always")
     assert samples_of_steps(tmp_path / "always") == samples_of_steps(undisturbed)
     lines = [json.loads(line) for line in (tmp_path / "always" / "samples.jsonl").open()]
@@ -69,7 +69,7 @@ def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     assert relative(parameters(shrinking, ""), parameters(plain, "")) < 1e-12
 
 
-def test_the_failed_cell_is_let_go_of_before_anything_else(train, scripts, monkeypatch):
+def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts, monkeypatch):
     """Its activations must not be in the way of the zeros that a process that failed reduces with the others."""
     forward, agree, failed = scripts["pretrain_bert"].PretrainingSums.forward, recovery.Recovery.agree, []
     saved = weakref.WeakSet()
@@ -110,7 +110,9 @@ def test_not_even_one_sample(train, scripts, monkeypatch):
     flags = "--global_batch_size 10 --checkpointing_steps 1"
     with (
         memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)),
-        pytest.raises(RunError, match=r"memory ran out in step 3 with one sample in a cell.*--gradient_checkpointing"),
+        pytest.raises(
+            RunError, match=r"memory ran out in step 3 with one sample in a micro-batch.*--gradient_checkpointing"
+        ),
     ):
         train("run", flags)
 
@@ -138,7 +140,7 @@ def test_memory_that_runs_out_in_the_optimizer_is_said(train, monkeypatch):
 
 @pytest.fixture
 def broken_gradient(monkeypatch, scripts):
-    """Let the loss of the cell with sample `sample` be `value` in training step 4."""
+    """Let the loss of the micro-batch with sample `sample` be `value` in training step 4."""
 
     def install(program: str, value: float, in_loss: bool = True):
         forward, steps = scripts[program].PretrainingSums.forward, []
@@ -151,7 +153,7 @@ def broken_gradient(monkeypatch, scripts):
         def breaking(self, *arguments, **named):
             sums, correct = forward(self, *arguments, **named)
             if torch.is_grad_enabled() and steps and steps[-1] == 3 and steps.count(3) == 1:
-                steps.append(3)  # in the first micro-step only
+                steps.append(3)  # in the first micro-batch only
                 if in_loss:
                     sums = sums * value
                 else:
@@ -172,7 +174,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gra
     whole = train("whole", flags, program=program)
     broken_gradient(program, float("nan"), in_loss)
     where = (
-        r"loss is not finite \(process 0, micro-step 0, samples \d+ \(epoch 0\), "
+        r"loss is not finite \(process 0, micro-batch 0, samples \d+ \(epoch 0\), "
         if in_loss
         else "their gradient is not finite"
     )

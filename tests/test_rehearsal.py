@@ -26,7 +26,7 @@ def tries(monkeypatch):
     return tried
 
 
-def largest_cell(output_dir) -> int:
+def largest_micro_batch(output_dir) -> int:
     return max(len(json.loads(line)["samples"]) for line in (output_dir / "samples.jsonl").open())
 
 
@@ -35,10 +35,10 @@ def largest_cell(output_dir) -> int:
     [
         (99, [20], 20, "pretrain_gpt2"),
         (10, [20, 10], 10, "pretrain_bert"),
-        (9, [20, 10, 5, 7], 7, "pretrain_bert"),  # 3 micro-steps: 2 do not fit
+        (9, [20, 10, 5, 7], 7, "pretrain_bert"),  # 3 micro-batches: 2 do not fit
         (9, [20, 10, 5, 7], 7, "pretrain_gpt2"),
         (6, [20, 10, 5, 7], 5, "pretrain_bert"),
-        (3, [20, 10, 5, 3, 4], 3, "pretrain_bert"),  # 20 in 7 micro-steps; 5 (4 samples) and 6 (4 samples) do not fit
+        (3, [20, 10, 5, 3, 4], 3, "pretrain_bert"),  # 20 in 7 micro-batches; 5 (4 samples) and 6 (4 samples) do not fit
         (1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
     ],
 )
@@ -48,7 +48,7 @@ def test_the_fewest_micro_steps_that_fit(train, scripts, monkeypatch, tries, hol
     with memory_for(monkeypatch, scripts, program, lambda: holds):
         found = train("found", flags, program=program)
         assert tries == tried
-        assert largest_cell(found) == cap
+        assert largest_micro_batch(found) == cap
         again = train("again", flags, program=program)
     assert tries == tried
     assert without_time(again) == without_time(found)
@@ -61,15 +61,15 @@ def test_the_fewest_micro_steps_that_fit(train, scripts, monkeypatch, tries, hol
 def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tries, capsys):
     flags = "--global_batch_size 20 --record_samples --per_device_train_batch_size "
     with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 5):
-        assert largest_cell(train("eight", flags + "8")) == 4
+        assert largest_micro_batch(train("eight", flags + "8")) == 4
         assert tries == [8, 4]
         assert (
             "4 of the largest samples (sample of 48 tokens) fit into memory at once: global batch 20 = "
             in capsys.readouterr().out
         )
-        assert largest_cell(train("four", flags + "4")) == 4
+        assert largest_micro_batch(train("four", flags + "4")) == 4
         assert tries == [8, 4], "4 are known to fit"
-    assert largest_cell(train("again", flags + "8")) == 8
+    assert largest_micro_batch(train("again", flags + "8")) == 8
     assert tries == [8, 4, 8], "what was asked for is tried again: memory may be free now"
 
 
@@ -77,7 +77,7 @@ def test_with_a_cap_on_tokens(train, scripts, monkeypatch, tries):
     """At most 240 tokens are 5 of the longest samples, and many more short ones."""
     flags = "--global_batch_size 20 --record_samples --per_device_train_tokens 240"
     with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 8):
-        assert largest_cell(train("run", flags)) <= 8
+        assert largest_micro_batch(train("run", flags)) <= 8
     assert tries == [5]
 
 
@@ -117,13 +117,13 @@ def test_the_rehearsal_leaves_running_statistics_alone():
         agree=bool,
         folding=None,
     )
-    assert rehearsal._try(recovery, lambda cell, counts: model(cell["x"]).sum().backward(), 4)
+    assert rehearsal._try(recovery, lambda micro_batch, counts: model(micro_batch["x"]).sum().backward(), 4)
     assert all(buffer.equal(before[name]) for name, buffer in model.named_buffers())
     assert model.weight.grad is None
 
 
-def test_the_worst_cell_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
-    """Two micro-steps of samples of the greatest length, while AdamW's moments are taken."""
+def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
+    """Two micro-batches of samples of the greatest length, while AdamW's moments are taken."""
     seen, forward, empty = [], scripts["pretrain_gpt2"].PretrainingSums.forward, torch.empty_like
     moments = []
     monkeypatch.setattr(rehearsal.torch, "empty_like", lambda p: moments.append(p) or empty(p))
@@ -160,6 +160,6 @@ def test_processes_agree(train, train_on):
     """Every process rehearses its own share, and two processes give what one gives."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples"
     two = train_on(2, {"two": flags}) / "two"
-    assert largest_cell(two) == 5
+    assert largest_micro_batch(two) == 5
     check(two, train("one", flags), "float64")
     assert samples_of_steps(two) == samples_of_steps(two.parent / "one")

@@ -117,35 +117,35 @@ def test_special_tokens_inside_a_text_are_not_masked(pairs):
 
 def test_collate(pairs):
     drawn = [pairs.draw(0, sample_id) for sample_id in range(7)]
-    cell = pairs.collate(drawn)
+    micro_batch = pairs.collate(drawn)
     lengths = [pair.length for pair in drawn]
     starts = np.cumsum(lengths) - lengths
     num_tokens = sum(lengths)
-    assert cell["input_ids"].shape == cell["token_type_ids"].shape == (1, round_up(num_tokens, 6))
-    assert cell["is_token"].sum((1, 2, 3)).tolist() == lengths
-    of = {name: cell[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
+    assert micro_batch["input_ids"].shape == micro_batch["token_type_ids"].shape == (1, round_up(num_tokens, 6))
+    assert micro_batch["is_token"].sum((1, 2, 3)).tolist() == lengths
+    of = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
     assert of["position_ids"] == [place for length in lengths for place in range(length)]
     second = [[place >= len(pair.first) + 2 for place in range(pair.length)] for pair in drawn]
     assert of["token_type_ids"] == np.concatenate(second).tolist()
-    assert cell["wanted"][cell["first_index"]].tolist() == starts.tolist()
+    assert micro_batch["wanted"][micro_batch["first_index"]].tolist() == starts.tolist()
     masked = [pairs.mask(pair) for pair in drawn]
     places = np.concatenate([of + start for (_, of, _), start in zip(masked, starts, strict=True)])
-    assert cell["counts"].tolist() == [len(places), 7]
-    assert cell["wanted"][cell["masked_index"]][: len(places)].tolist() == places.tolist()
-    assert len(cell["masked_index"]) == len(cell["masked_labels"]) == round_up(len(places), 6)
-    assert cell["wanted_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
+    assert micro_batch["counts"].tolist() == [len(places), 7]
+    assert micro_batch["wanted"][micro_batch["masked_index"]][: len(places)].tolist() == places.tolist()
+    assert len(micro_batch["masked_index"]) == len(micro_batch["masked_labels"]) == round_up(len(places), 6)
+    assert micro_batch["wanted_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
     assert of["input_ids"] == np.concatenate([tokens for tokens, _, _ in masked]).tolist()
     labels = np.concatenate([labels for _, _, labels in masked]).tolist()
-    assert cell["masked_labels"].tolist() == labels + [-100] * (len(cell["masked_labels"]) - len(labels))
-    assert cell["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
+    assert micro_batch["masked_labels"].tolist() == labels + [-100] * (len(micro_batch["masked_labels"]) - len(labels))
+    assert micro_batch["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
 
 
-def test_an_empty_cell_has_zero_loss_and_zero_gradients(pairs):
+def test_an_empty_micro_batch_has_zero_loss_and_zero_gradients(pairs):
     recipe, _ = run.parse(TINY, "bert_pretraining", "")
     model = bert_pretraining.PretrainingSums(bert_pretraining.build_model(recipe)).train()
-    cell = pairs.collate([])
-    assert cell.pop("counts").tolist() == [0, 0]
-    sums, _ = model(**cell)
+    micro_batch = pairs.collate([])
+    assert micro_batch.pop("counts").tolist() == [0, 0]
+    sums, _ = model(**micro_batch)
     assert sums.tolist() == [0.0, 0.0]
     sums.sum().backward()
     for name, parameter in model.named_parameters():
@@ -169,9 +169,9 @@ def test_masked_places_alone_give_the_published_model_its_own_loss(pairs):
         labels[row, places] = torch.from_numpy(targets)
     next_sentence = torch.tensor([pair.is_random for pair in drawn])
     theirs = bert(ids, is_token, kinds, labels=labels, next_sentence_label=next_sentence).loss
-    cell = pairs.collate(drawn)
-    counts = cell.pop("counts")
-    sums, _ = bert_pretraining.PretrainingSums(bert)(**cell)
+    micro_batch = pairs.collate(drawn)
+    counts = micro_batch.pop("counts")
+    sums, _ = bert_pretraining.PretrainingSums(bert)(**micro_batch)
     assert (sums / counts).sum().item() == pytest.approx(theirs.item(), rel=1e-12)
 
 

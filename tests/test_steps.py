@@ -13,7 +13,7 @@ from samestep.errors import UsageError
 
 
 class Ragged:
-    """Samples of 1 to 20 tokens; a cell's counts are its tokens and its samples."""
+    """Samples of 1 to 20 tokens; a micro-batch's counts are its tokens and its samples."""
 
     max_length = 20
 
@@ -26,17 +26,17 @@ class Ragged:
 
 
 def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, num_steps: int) -> dict[int, list]:
-    """step -> sorted (epoch, sample id) over all processes and cells, checked against the counts."""
+    """step -> sorted (epoch, sample id) over all processes and micro-batches, checked against the counts."""
     order = Order(n, batch, seed=5, epoch_end=policy)
     layout = solve_layout(num_processes=num_processes, global_batch_size=batch, per_device_train_batch_size=cap)
     found = {}
     for step in range(num_steps):
         parts = [Steps(Ragged(), order, layout, process_index=rank)[step] for rank in range(num_processes)]
-        keys = sorted(key for part in parts for cell in part.samples for key in cell)
+        keys = sorted(key for part in parts for micro_batch in part.samples for key in micro_batch)
         tokens = sum(Ragged().draw(*key).length for key in keys)
         assert sum(part.counts for part in parts).tolist() == [tokens, len(keys)]
         assert all(part.num_samples == len(keys) and part.num_tokens == tokens for part in parts)
-        assert all(len(cell) <= cap for part in parts for cell in part.samples)
+        assert all(len(micro_batch) <= cap for part in parts for micro_batch in part.samples)
         found[step] = keys
     return found
 
@@ -97,35 +97,37 @@ def test_a_token_cap_below_the_longest_sample():
         Steps(Ragged(), Order(31, 7, seed=5), layout, process_index=0, max_tokens=19)
 
 
-def test_the_same_number_of_cells_on_every_process():
-    """For sharded models, whose every forward needs all processes: empty cells at the end, the same samples."""
+def test_the_same_number_of_micro_batches_on_every_process():
+    """For sharded models, whose every forward needs all processes: empty micro-batches at the end, the same samples."""
     layout = solve_layout(num_processes=3, global_batch_size=10, per_device_train_batch_size=2)
     order = Order(31, 10, seed=5)
 
     def parts(same: bool) -> list:
         return [
-            Steps(Ragged(), order, layout, process_index=rank, max_tokens=25, same_num_cells=same)[0]
+            Steps(Ragged(), order, layout, process_index=rank, max_tokens=25, same_num_micro_batches=same)[0]
             for rank in range(3)
         ]
 
     filled, plain = parts(True), parts(False)
-    assert len({len(part.cells) for part in plain}) > 1, "else nothing is tested"
-    assert {len(part.cells) for part in filled} == {max(len(part.cells) for part in plain)}
+    assert len({len(part.micro_batches) for part in plain}) > 1, "else nothing is tested"
+    assert {len(part.micro_batches) for part in filled} == {max(len(part.micro_batches) for part in plain)}
     for ours, theirs in zip(filled, plain, strict=True):
-        assert [cell for cell in ours.samples if cell] == theirs.samples
+        assert [micro_batch for micro_batch in ours.samples if micro_batch] == theirs.samples
         assert ours.counts.tolist() == theirs.counts.tolist()
 
 
 @pytest.mark.parametrize("max_tokens", [None, 60])
 @pytest.mark.parametrize("step", range(5))
-def test_half_caps_make_the_largest_cells_smaller(step, max_tokens):
+def test_half_caps_make_the_largest_micro_batches_smaller(step, max_tokens):
     """Rows and, under a cap on them, tokens with padding; down to one sample, which cannot be cut."""
     layout = solve_layout(num_processes=1, global_batch_size=12)
     steps = Steps(Ragged(), Order(31, 12, seed=5), layout, process_index=0, max_tokens=max_tokens)
 
     def largest() -> tuple[int, int]:
-        cells = [cell["lengths"] for cell in steps[step].cells]
-        return max(map(len, cells)), max(len(cell) * int(cell.max()) for cell in cells)
+        micro_batches = [micro_batch["lengths"] for micro_batch in steps[step].micro_batches]
+        return max(map(len, micro_batches)), max(
+            len(micro_batch) * int(micro_batch.max()) for micro_batch in micro_batches
+        )
 
     rows, tokens = largest()
     while rows > 1:

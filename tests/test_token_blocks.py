@@ -92,33 +92,33 @@ def test_a_document_exactly_as_long_as_a_block_keeps_its_end(blocks):
         assert run.length == min(block_size, size)
 
 
-def test_a_cell(blocks):
+def test_a_micro_batch(blocks):
     source = small(blocks, ["a b c", "word " * 40, "d"], SeparateDocuments)
     runs = [source.draw(0, sample_id) for sample_id in range(3)]
-    cell = source.collate(runs)
+    micro_batch = source.collate(runs)
     longest = max(run.length for run in runs)
-    assert cell["input_ids"].shape == (3, longest)
-    assert cell["counts"].tolist() == [sum(run.length for run in runs)] == [len(cell["labels"])]
-    assert cell["position_ids"] is None
+    assert micro_batch["input_ids"].shape == (3, longest)
+    assert micro_batch["counts"].tolist() == [sum(run.length for run in runs)] == [len(micro_batch["labels"])]
+    assert micro_batch["position_ids"] is None
     for row, sample in enumerate(runs):
-        mine = cell["label_index"] // longest == row
-        assert (cell["label_index"][mine] % longest).tolist() == list(range(sample.length))
-        assert cell["labels"][mine].tolist() == sample.tokens[1:].tolist()
-        assert cell["input_ids"][row, : sample.length].tolist() == sample.tokens[:-1].tolist()
+        mine = micro_batch["label_index"] // longest == row
+        assert (micro_batch["label_index"][mine] % longest).tolist() == list(range(sample.length))
+        assert micro_batch["labels"][mine].tolist() == sample.tokens[1:].tolist()
+        assert micro_batch["input_ids"][row, : sample.length].tolist() == sample.tokens[:-1].tolist()
     assert source.collate(runs[1:2])["label_index"] is None, "nothing is padded"
 
 
 def test_positions_start_anew_at_every_document(blocks):
     source = small(blocks, ["a", "b", "word " * 40], block_size=8, document_mask=True, seed=None)
     first, second = source.draw(0, 0), source.draw(0, 1)
-    cell = source.collate([first, second])
-    for ids, positions in zip(cell["input_ids"].tolist(), cell["position_ids"].tolist(), strict=True):
+    micro_batch = source.collate([first, second])
+    for ids, positions in zip(micro_batch["input_ids"].tolist(), micro_batch["position_ids"].tolist(), strict=True):
         expected, since = [], 0
         for place, token in enumerate(ids):
             since = place if token == source.end_of_text else since
             expected.append(place - since)
         assert positions == expected
-    assert cell["position_ids"][0].tolist().count(0) >= 3
+    assert micro_batch["position_ids"][0].tolist().count(0) >= 3
 
 
 def test_attention_stays_inside_a_document(corpus):
@@ -138,9 +138,9 @@ def test_attention_stays_inside_a_document(corpus):
             model.gpt2.set_attn_implementation(attention)
             totals = []
             for source in (whole, alone):
-                cell = source.collate([source.draw(0, sample_id) for sample_id in range(len(source))])
-                counts = cell.pop("counts")
-                totals.append((model(**cell)[0].item(), counts.item()))
+                micro_batch = source.collate([source.draw(0, sample_id) for sample_id in range(len(source))])
+                counts = micro_batch.pop("counts")
+                totals.append((model(**micro_batch)[0].item(), counts.item()))
             assert totals[0][1] == totals[1][1]
             assert (totals[0][0] == pytest.approx(totals[1][0], rel=1e-12)) is masked
 
@@ -151,15 +151,15 @@ def test_the_loss_is_the_published_models_own(blocks, corpus):
     torch.manual_seed(0)
     gpt2 = gpt2_pretraining.build_model(recipe, blocks.end_of_text).double().train()
     drawn = [blocks.draw(0, sample_id) for sample_id in range(5)]
-    cell = blocks.collate(drawn)
-    counts = cell.pop("counts")
-    sums, _ = gpt2_pretraining.PretrainingSums(gpt2)(**cell)
-    logits = gpt2(cell["input_ids"]).logits
-    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), cell["labels"], reduction="sum")
+    micro_batch = blocks.collate(drawn)
+    counts = micro_batch.pop("counts")
+    sums, _ = gpt2_pretraining.PretrainingSums(gpt2)(**micro_batch)
+    logits = gpt2(micro_batch["input_ids"]).logits
+    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro_batch["labels"], reduction="sum")
     assert sums.item() == pytest.approx(theirs.item(), rel=1e-12)
     # Their own loss predicts only what follows in the row, 47 of 48 tokens: position 0 is no target.
-    mean = gpt2(cell["input_ids"], labels=cell["input_ids"]).loss
-    inner = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), cell["input_ids"][:, 1:].flatten())
+    mean = gpt2(micro_batch["input_ids"], labels=micro_batch["input_ids"]).loss
+    inner = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), micro_batch["input_ids"][:, 1:].flatten())
     assert mean.item() == pytest.approx(inner.item(), rel=1e-6), "it computes its loss in float32"
     assert counts.item() == 5 * 48
 
@@ -171,20 +171,20 @@ def test_padding_changes_nothing(blocks, corpus):
     model = gpt2_pretraining.PretrainingSums(gpt2_pretraining.build_model(recipe, source.end_of_text)).double().eval()
 
     def total(runs) -> float:
-        cell = source.collate(runs)
-        cell.pop("counts")
-        return model(**cell)[0].item()
+        micro_batch = source.collate(runs)
+        micro_batch.pop("counts")
+        return model(**micro_batch)[0].item()
 
     runs = [source.draw(0, sample_id) for sample_id in range(3)]
     assert total(runs) == pytest.approx(sum(total([run]) for run in runs), rel=1e-13)
 
 
-def test_an_empty_cell_has_zero_loss_and_zero_gradients(blocks, corpus):
+def test_an_empty_micro_batch_has_zero_loss_and_zero_gradients(blocks, corpus):
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
     model = gpt2_pretraining.PretrainingSums(gpt2_pretraining.build_model(recipe, blocks.end_of_text)).train()
-    cell = blocks.collate([])
-    assert cell.pop("counts").tolist() == [0]
-    sums, _ = model(**cell)
+    micro_batch = blocks.collate([])
+    assert micro_batch.pop("counts").tolist() == [0]
+    sums, _ = model(**micro_batch)
     assert sums.tolist() == [0.0]
     sums.sum().backward()
     for name, parameter in model.named_parameters():

@@ -78,12 +78,12 @@ def test_the_saved_classifier_is_the_trained_one(classify, normalization):
     model = AutoModelForImageClassification.from_pretrained(output_dir, trust_remote_code=normalization == "group")
     processor = AutoImageProcessor.from_pretrained(output_dir)
     _, held_out = images.build(load("resnet_digits_cpu", {"image_height": 16, "image_width": 16}))
-    cell = held_out.collate([held_out.draw(0, place) for place in range(len(held_out))])
+    micro_batch = held_out.collate([held_out.draw(0, place) for place in range(len(held_out))])
     pictures = [held_out.store.open(row) for row in held_out.rows]
     pixels = processor(pictures, return_tensors="pt")["pixel_values"]
-    assert torch.allclose(pixels, cell["pixel_values"], atol=1e-5)
+    assert torch.allclose(pixels, micro_batch["pixel_values"], atol=1e-5)
     logits = model.eval()(pixels).logits
-    loss = torch.nn.functional.cross_entropy(logits, cell["labels"])
+    loss = torch.nn.functional.cross_entropy(logits, micro_batch["labels"])
     assert loss.item() == pytest.approx(evaluations(output_dir)[-1]["eval_loss"], rel=1e-5)
     assert model.config.id2label == {place: str(place) for place in range(10)}
 

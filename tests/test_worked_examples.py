@@ -214,7 +214,7 @@ def test_warnings(monkeypatch, capsys):
     notes = plan(monkeypatch, capsys, T4)["warnings"]
     assert not any("statistics" in note for note in notes), "four cards share theirs"
     cut = plan(monkeypatch, capsys, f"{T4} --per_device_train_batch_size 16")["warnings"]
-    assert any("statistics from the 64 samples of a micro-step, not from 256" in note for note in cut)
+    assert any("statistics from the 64 samples of a micro-batch, not from 256" in note for note in cut)
     assert any("photographs per second and device" in note for note in notes)
     for exact in ("--normalization group", "--exact_batch_norm true"):
         notes = plan(monkeypatch, capsys, f"{T4} --per_device_train_batch_size 16 {exact}")["warnings"]
@@ -242,7 +242,7 @@ def test_other_micro_batches(monkeypatch, capsys):
 
 def test_a_cut_that_was_asked_for_says_so(monkeypatch, capsys):
     asked = plan(monkeypatch, capsys, "resnet50_imagenet_4xt4_b512 --on 4xt4 --per_device_train_batch_size 32")
-    assert "is cut into 4 micro-steps: as asked; 128 samples at once need" in asked["reason"]
+    assert "is cut into 4 micro-batches: as asked; 128 samples at once need" in asked["reason"]
     assert "as asked" not in plan(monkeypatch, capsys, "bert_large_2080ti --on 1x2080ti")["reason"]
 
 

@@ -1,4 +1,4 @@
-"""What our step costs at least: forward, backward and optimizer step over collated cells, and nothing else.
+"""What our step costs at least: forward, backward and optimizer step over collated micro-batches, and nothing else.
 
 STAMPS SCRIPT FLAGS. The script prepares all as for itself: model, kernels, optimizer, caps. When it would draw its first step,
 the first steps are drawn in advance and taken again and again, until this process is ended: no clipping, no log, no schedule,
@@ -41,9 +41,9 @@ def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
         number = 0
         while number != num_steps:
             step = data[number % len(data)]
-            for cell in step.cells:
+            for micro_batch in step.micro_batches:
                 with bf16:
-                    sums, _ = model(**cell)
+                    sums, _ = model(**micro_batch)
                 loss = losses.weighted_loss(sums, step.counts, weights)
                 loss.backward()
             optimizer.step()

@@ -71,8 +71,8 @@ class Samples(Dataset):
         return len(self.source)
 
     def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        cell = self.source.collate([self.source.draw(0, place)])
-        return {"pixel_values": cell["pixel_values"][0].contiguous(), "labels": cell["labels"][0]}
+        micro_batch = self.source.collate([self.source.draw(0, place)])
+        return {"pixel_values": micro_batch["pixel_values"][0].contiguous(), "labels": micro_batch["labels"][0]}
 
 
 def _rows(task: str, source) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The count of micro-steps, and what Accelerate decides by itself."""
+"""The count of micro-batches, and what Accelerate decides by itself."""
 
 import functools
 
@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType, is_lomo_available
 def begin_step(accelerator: Accelerator) -> None:
     """Let the next `accelerator.accumulate` be the first of a step.
 
-    accelerate 1.15, `Accelerator.step`: the count of micro-steps, of which only the remainder by k is looked at. It must not
+    accelerate 1.15, `Accelerator.step`: the count of micro-batches, of which only the remainder by k is looked at. It must not
     carry over from a step with another k, and nothing documented sets it back.
     """
     accelerator.step = 0
@@ -25,7 +25,7 @@ def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
 def search_for_lomo_once() -> None:
     """Remember whether the package of the optimizer LOMO is there.
 
-    accelerate 1.15: `AcceleratedOptimizer.step` looks through all of sys.path for it, twice in every micro-step: 0.3 ms.
+    accelerate 1.15: `AcceleratedOptimizer.step` looks through all of sys.path for it, twice in every micro-batch: 0.3 ms.
     """
     accelerate.optimizer.is_lomo_available = functools.cache(is_lomo_available)
 

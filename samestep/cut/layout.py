@@ -1,4 +1,4 @@
-"""The layout: how N processes, micro-batches of at most b samples and k micro-steps cut a global batch of B.
+"""The layout: how N processes, micro-batches of at most b samples and k micro-batches cut a global batch of B.
 
 And how many steps an epoch has.
 """
@@ -21,7 +21,7 @@ class Layout:
         global_batch_size: B, samples per optimizer step.
         num_processes: N.
         per_device_train_batch_size: b, the most samples one forward may hold.
-        gradient_accumulation_steps: k, micro-steps of the process with the largest share: ceil(ceil(B / N) / b).
+        gradient_accumulation_steps: k, micro-batches of the process with the largest share: ceil(ceil(B / N) / b).
     """
 
     global_batch_size: int
@@ -34,7 +34,7 @@ class Layout:
         sizes = f"{shares[0]}" if shares[0] == shares[-1] else f"{shares[-1]} to {shares[0]}"
         return (
             f"global batch {self.global_batch_size} = {self.num_processes} process(es) x {sizes} samples, "
-            f"cut into {self.gradient_accumulation_steps} micro-step(s) of at most {self.per_device_train_batch_size}"
+            f"cut into {self.gradient_accumulation_steps} micro-batch(s) of at most {self.per_device_train_batch_size}"
         )
 
     @property
@@ -100,7 +100,7 @@ def solve_layout(
     if k is not None and k != needed:
         raise UsageError(
             f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {n} process(es) is {share} samples "
-            f"each, and micro-batches of at most {b} need {needed} micro-step(s) ({n} x {b} x {k} = {n * b * k}): "
+            f"each, and micro-batches of at most {b} need {needed} micro-batch(s) ({n} x {b} x {k} = {n * b * k}): "
             f"leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
         )
     return Layout(b_total, n, b, needed)

@@ -1,4 +1,4 @@
-"""The cut of one step's samples into cells: which process computes which sample in which micro-step."""
+"""Cut one step's samples into micro-batches: which process computes which sample in which of its micro-batches."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from samestep.errors import UsageError
 def partition(
     lengths: Sequence[int] | np.ndarray, num_processes: int, max_samples: int, max_tokens: int | None = None
 ) -> list[list[np.ndarray]]:
-    """Cut a global batch into cells, a pure function of its arguments, so that all processes agree without talking.
+    """Cut a global batch into micro-batches, a pure function of its arguments, so that all processes agree without talking.
 
     The samples are sorted by length, longest first (ties by place), and dealt to the processes to and fro (2 1 0 0 1 2
     2 ...), the last round forwards: sizes are those of `plan.shares`, tokens differ by at most one sample's length. Each
@@ -20,19 +20,22 @@ def partition(
     Args:
         lengths: tokens of each sample of the global batch, [B].
         num_processes: N.
-        max_samples: most samples in a cell.
-        max_tokens: most tokens in a cell, padding included (samples x longest length); None: no such cap.
+        max_samples: most samples in a micro-batch.
+        max_tokens: most tokens in a micro-batch, padding included (samples x longest length); None: no such cap.
 
     Returns:
-        For each process a list of cells; a cell is an int64 array of places in the global batch. Every place is in exactly
-        one cell. A process without samples (B < N) has one empty cell, so that it takes part in the reduction.
+        For each process a list of micro-batches; a micro-batch is an int64 array of places in the global batch. Every place is
+        in exactly one micro-batch. A process without samples (B < N) has one empty micro-batch, so that it takes part in the
+        reduction.
 
     Raises:
         UsageError: a cap below 1, or a sample longer than max_tokens.
 
-    >>> [[cell.tolist() for cell in cells] for cells in partition([5, 9, 1, 7], num_processes=2, max_samples=1)]
+    >>> parts = partition([5, 9, 1, 7], num_processes=2, max_samples=1)
+    >>> [[places.tolist() for places in micro_batches] for micro_batches in parts]
     [[[3], [0]], [[1], [2]]]
-    >>> [[cell.tolist() for cell in cells] for cells in partition([3], num_processes=2, max_samples=8)]
+    >>> parts = partition([3], num_processes=2, max_samples=8)
+    >>> [[places.tolist() for places in micro_batches] for micro_batches in parts]
     [[[0]], [[]]]
     """
     lengths = np.asarray(lengths, np.int64)
@@ -50,10 +53,10 @@ def partition(
 
 
 def _fill(share: np.ndarray, lengths: np.ndarray, max_samples: int, max_tokens: int | None) -> list[np.ndarray]:
-    """Cells of one process: `share` (places, longest sample first) cut where a cap is reached."""
-    cells, first = [], 0
+    """Micro-batches of one process: `share` (places, longest sample first) cut where a cap is reached."""
+    micro_batches, first = [], 0
     while first < len(share):
         size = max_samples if max_tokens is None else min(max_samples, max_tokens // max(1, lengths[share[first]]))
-        cells.append(share[first : first + size])
+        micro_batches.append(share[first : first + size])
         first += size
-    return cells or [share]
+    return micro_batches or [share]

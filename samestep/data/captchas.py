@@ -1,7 +1,7 @@
 """Captchas to learn reading from: images that the package `captcha` draws, each decided by a seed and its number.
 
-Drawn once, in several processes, into one file per split in the cache of `datasets`, from which cells are read as a memory
-map. The file begins with the SHA-256 of what it holds, and is drawn anew when that is not right.
+Drawn once, in several processes, into one file per split in the cache of `datasets`, from which micro-batches are read as a
+memory map. The file begins with the SHA-256 of what it holds, and is drawn anew when that is not right.
 
 `captcha` takes its random numbers from the module `secrets`, which nobody can seed. `draw_captcha` runs a copy of
 captcha.image of our own, in which `secrets` is a `Seeded`. So all that the package draws is decided by a seed, whichever of
@@ -199,7 +199,7 @@ class Captchas:
         return Captcha(0)
 
     def collate(self, samples: list[Captcha]) -> dict[str, torch.Tensor]:
-        """A cell of S samples; none make one of no rows.
+        """A micro-batch of S samples; none make one of no rows.
 
         Returns:
             pixel_values: float32 [S, 3, height, width] in [-1, 1], in memory channels last.
@@ -219,7 +219,7 @@ class Captchas:
         return f"{len(self)} images"
 
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
-        """float [S, height, width, 3] in [0, 1], to look at, of a cell's pixel_values."""
+        """float [S, height, width, 3] in [0, 1], to look at, of a micro-batch's pixel_values."""
         return ((pixel_values + 1) / 2).permute(0, 2, 3, 1).numpy()
 
 

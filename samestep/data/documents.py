@@ -28,7 +28,7 @@ Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
-MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
+MAX_LINE = 1 << 27  # bytes of a line, and characters of a micro-batch of a csv file
 MOST_NAMES, MOST_SHOWN = 20, 60  # names and characters in a message
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
@@ -351,7 +351,12 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
                     empty = False
         except UsageError:
             raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+        except (
+            OSError,
+            pa.ArrowException,
+            ValueError,
+            OverflowError,
+        ) as error:  # ValueError: micro-batches of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
             ) from error
@@ -444,7 +449,8 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
     """Line numbers and rows of .csv or .tsv, in which a quotation mark is a character, as in GLUE's files.
 
     Raises:
-        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not closed.
+        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not
+            closed.
     """
     csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
     quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE

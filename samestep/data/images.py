@@ -2,7 +2,7 @@
 
 A sample is drawn as (epoch, sample id) and decoded only where it is collated, because every process draws the whole global
 batch. How it is cropped, flipped or shifted is drawn from (seed, epoch, sample id), so that its pixels are the same in any
-cell, process and worker.
+micro-batch, process and worker.
 
 Images that cannot be decoded are found before training: all are decoded once, in parallel, and the outcome is remembered
 until a file's size or time changes. So leaving them out gives the same dataset, and the same steps, on every layout.
@@ -138,7 +138,7 @@ class Images:
         return Drawn(0, 0)
 
     def collate(self, samples: list[Drawn]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples; none make one of no rows.
+        """A micro-batch of S samples; none make one of no rows.
 
         Returns:
             pixel_values: float32 [S, channels, height, width], contiguous in channels_last; in each channel
@@ -169,7 +169,7 @@ class Images:
         }
 
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
-        """float [S, height, width, channels] in [0, 1], to look at, of a cell's pixel_values."""
+        """float [S, height, width, channels] in [0, 1], to look at, of a micro-batch's pixel_values."""
         factor, offset = (each[: self.num_channels] for each in (self.factor, self.offset))
         return np.clip((pixel_values.permute(0, 2, 3, 1).numpy() - offset) / factor / 255, 0, 1)
 

@@ -2,7 +2,7 @@
 
 Read once with `datasets` to columns `text`, `pair` (None: a text alone) and `label`, then tokenized once into a memory-mapped
 file: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP], cut off after max_seq_length tokens. Samples have their own lengths,
-and lie end to end in a cell: nothing is padded.
+and lie end to end in a micro-batch: nothing is padded.
 """
 
 import csv
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents
 from samestep.data.arrow import ListColumn
-from samestep.data.ragged import make_cell
+from samestep.data.ragged import make_micro_batch
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
@@ -285,10 +285,10 @@ class LabelledTexts:
         return Text(0, np.full(self.max_length, self.tokenizer.sep_token_id, np.int32), self.max_length, 0.0)
 
     def collate(self, texts: list[Text]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples end to end, M tokens, without padding; no samples make one without a label.
+        """A micro-batch of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
-            of the tokens, the first of each sample wanted: see `ragged.make_cell`.
+            of the tokens, the first of each sample wanted: see `ragged.make_micro_batch`.
             labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
             counts: int64 [1], samples.
         """
@@ -299,7 +299,7 @@ class LabelledTexts:
             [text.label for text in texts], dtype=torch.float64 if self.classes is None else torch.int64
         )
         return {
-            **make_cell(
+            **make_micro_batch(
                 [text.tokens for text in texts], [text.first for text in texts], [np.zeros(1, np.int64)] * len(texts)
             ),
             "labels": labels,
@@ -462,7 +462,12 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
                 yield row.checked(f"{file}:{number}", names, needs_label)
         except UsageError:
             raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
+        except (
+            OSError,
+            pa.ArrowException,
+            ValueError,
+            OverflowError,
+        ) as error:  # ValueError: micro-batches of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
             ) from error

@@ -10,7 +10,7 @@ from samestep.cut.layout import round_up
 from samestep.step.losses import IGNORED
 
 TABLES, TABLE = 4, 8192
-"""Most tables of a cell, and the scores of a head that take as long as one table more: about 0.2 ms."""
+"""Most tables of a micro-batch, and the scores of a head that take as long as one table more: about 0.2 ms."""
 
 
 class Rows(NamedTuple):
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Where the tokens of a cell are in its tables, end to end; or the g parts of each token, of a group of heads each.
+    """Where the tokens of a micro-batch are in its tables, end to end; or the g parts of each token, of a group of heads each.
 
     Attributes:
         sources: int64 [S', g, T], of each table's places the part of a token.
@@ -50,7 +50,7 @@ def make_rows(lengths: np.ndarray, first: int = 0, behind: int | None = None) ->
 
     Args:
         first: where in the row the first of them begins.
-        behind: where the last sample of the cell ends; None: the last of these.
+        behind: where the last sample of the micro-batch ends; None: the last of these.
 
     >>> [value.tolist() for value in make_rows(np.array([2, 1]))]
     [[0, 2, 3], [[0, 1], [2, 3]], [0, 1, 2], [[[[True, True]]], [[[True, False]]]]]
@@ -68,7 +68,7 @@ def make_rows(lengths: np.ndarray, first: int = 0, behind: int | None = None) ->
 
 
 def make_tables(parts: Sequence[Rows], num_groups: int) -> Tables:
-    """Build the index tables of a cell's samples, given in parts.
+    """Build the index tables of a micro-batch's samples, given in parts.
 
     >>> tables = make_tables([make_rows(np.array([2, 1]))], 2)
     >>> tables.sources[0].tolist(), tables.place.tolist()
@@ -86,9 +86,9 @@ def make_tables(parts: Sequence[Rows], num_groups: int) -> Tables:
 
 
 def by_length(lengths: np.ndarray) -> list[np.ndarray]:
-    """The lengths of a cell's samples, cut so that few scores are of padding: at most `TABLES` parts, with n samples of at most
-    T tokens n T^2 + `TABLE` in sum as small as halving, and halving again, makes it. Cuts are at eighths to sixteenths of the
-    samples, so that tables have few sizes.
+    """The lengths of a micro-batch's samples, cut so that few scores are of padding: at most `TABLES` parts, with n samples of
+    at most T tokens n T^2 + `TABLE` in sum as small as halving, and halving again, makes it. Cuts are at eighths to sixteenths
+    of the samples, so that tables have few sizes.
 
     >>> [part.tolist() for part in by_length(np.array([128, 120, 20, 16, 14, 14]))]
     [[128, 120], [20, 16, 14, 14]]
@@ -113,7 +113,7 @@ def _halves(lengths: np.ndarray, unit: int) -> list[np.ndarray]:
     return np.split(lengths, [before[scores.argmin()]])
 
 
-def make_cell(
+def make_micro_batch(
     tokens: Sequence[np.ndarray], num_first: Sequence[int], wanted: Sequence[np.ndarray]
 ) -> dict[str, torch.Tensor | None]:
     """Build what `last_hidden_at` takes of S >= 1 samples, M tokens and W wanted ones, both rounded up: the last are of none.
@@ -148,7 +148,7 @@ def make_cell(
     }
 
 
-def make_pretraining_cell(
+def make_pretraining_micro_batch(
     tokens: Sequence[np.ndarray],
     num_first: Sequence[int],
     places: Sequence[np.ndarray],
@@ -158,20 +158,20 @@ def make_pretraining_cell(
     """Build what BERT's pretraining takes of S >= 1 pairs of segments: the first and the masked tokens of each are wanted.
 
     Args:
-        tokens, num_first: see `make_cell`.
+        tokens, num_first: see `make_micro_batch`.
         places: of each sample its masked tokens, ascending, without the first; may be none.
         labels: what the masked tokens are.
         is_random: label of each pair.
 
     Returns:
-        those of `make_cell`; first_index, masked_index, masked_labels, next_sentence_label: see `SentencePairs.collate`.
+        those of `make_micro_batch`; first_index, masked_index, masked_labels, next_sentence_label: see `SentencePairs.collate`.
     """
     wanted = [np.concatenate([[0], of]) for of in places]
     num_wanted = np.array([len(of) for of in wanted])
     is_masked = np.ones(num_wanted.sum(), bool)
     is_masked[np.cumsum(num_wanted) - num_wanted] = False
     return {
-        **make_cell(tokens, num_first, wanted),
+        **make_micro_batch(tokens, num_first, wanted),
         "first_index": torch.from_numpy(np.flatnonzero(~is_masked)),
         "masked_index": filled(np.flatnonzero(is_masked)),
         "masked_labels": filled(np.concatenate(labels), IGNORED),

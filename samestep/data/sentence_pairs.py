@@ -22,7 +22,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split, split_sentences
-from samestep.data.ragged import make_pretraining_cell
+from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -204,21 +204,21 @@ class SentencePairs:
         return tokens, places, labels
 
     def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples end to end, without padding; no samples make one without targets.
+        """A micro-batch of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            of the tokens, the first and the masked ones of each sample wanted: see `ragged.make_cell`.
+            of the tokens, the first and the masked ones of each sample wanted: see `ragged.make_micro_batch`.
             first_index: int64 [S], places of the first tokens among the wanted.
             masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
             masked_labels: int64 [M'], -100 up to that size.
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
         """
-        cell = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
-        tokens, places, labels = zip(*map(self.mask, cell), strict=True)
-        num_first, is_random = [len(pair.first) + 2 for pair in cell], [pair.is_random for pair in cell]
+        micro_batch = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
+        tokens, places, labels = zip(*map(self.mask, micro_batch), strict=True)
+        num_first, is_random = [len(pair.first) + 2 for pair in micro_batch], [pair.is_random for pair in micro_batch]
         return {
-            **make_pretraining_cell(tokens, num_first, places, labels, is_random),
+            **make_pretraining_micro_batch(tokens, num_first, places, labels, is_random),
             "counts": torch.tensor([sum(map(len, labels)), len(pairs)]),
         }
 

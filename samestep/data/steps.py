@@ -15,7 +15,7 @@ from samestep.cut.order import Order
 from samestep.cut.partition import partition
 from samestep.errors import UsageError
 
-Cell = dict[str, torch.Tensor | None]
+MicroBatch = dict[str, torch.Tensor | None]
 AT_ONCE = 2**20  # bytes of steps that one process prepares one right after the other
 
 
@@ -35,8 +35,8 @@ class SampleSource(Protocol):
     def draw(self, epoch: int, sample_id: int) -> Any:
         """A `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
 
-    def collate(self, samples: list[Any]) -> Cell:
-        """A cell's tensors, with `counts` int64 [terms]; works for no samples (a cell without targets)."""
+    def collate(self, samples: list[Any]) -> MicroBatch:
+        """A micro-batch's tensors, with `counts` int64 [terms]; works for no samples (a micro-batch without targets)."""
 
     def longest(self) -> Any:
         """A `Sample` of max_length tokens: what costs the most memory. Its content means nothing."""
@@ -48,37 +48,39 @@ class StepData:
 
     Attributes:
         step: its number; 0 is the first.
-        cells: tensors of each micro-step.
-        counts: int64 [terms], targets of each loss term in these cells.
-        samples: (epoch, sample id) of each sample of each cell.
+        micro_batches: tensors of each.
+        counts: int64 [terms], targets of each loss term in these micro-batches.
+        samples: (epoch, sample id) of each sample of each micro-batch.
         epoch: epochs done when the step is done, a fraction.
         num_samples, num_tokens: of the whole global batch, padding not counted.
-        num_cells: on all processes, empty ones not counted.
+        num_micro_batches: on all processes, empty ones not counted.
     """
 
     step: int
-    cells: list[Cell]
+    micro_batches: list[MicroBatch]
     counts: torch.Tensor
     samples: list[list[tuple[int, int]]]
     epoch: float
     num_samples: int
     num_tokens: int
-    num_cells: int
+    num_micro_batches: int
 
     @property
     def num_bytes(self) -> int:
-        """Of the cells."""
-        return sum(value.nbytes for cell in self.cells for value in cell.values() if value is not None)
+        """Size of the micro-batches in memory, bytes."""
+        return sum(
+            value.nbytes for micro_batch in self.micro_batches for value in micro_batch.values() if value is not None
+        )
 
     def pin_memory(self) -> "StepData":
-        """Called by the DataLoader: cells in page-locked memory, from which copies to a GPU do not block."""
-        return dataclasses.replace(self, cells=torch_autograd.pinned(self.cells))
+        """Called by the DataLoader: micro-batches in page-locked memory, from which copies to a GPU do not block."""
+        return dataclasses.replace(self, micro_batches=torch_autograd.pinned(self.micro_batches))
 
 
 class Steps(Dataset):
     """Step t of this process, for any t at once: a pure function of its arguments.
 
-    Every process evaluates the same order and partition and keeps its own cells, so nothing is communicated, and a
+    Every process evaluates the same order and partition and keeps its own micro-batches, so nothing is communicated, and a
     `DataLoader`'s workers can prepare any step ahead of time.
 
     Args:
@@ -86,9 +88,9 @@ class Steps(Dataset):
         order: which samples each step holds.
         layout: how each step is cut.
         process_index: this process's place among the layout's.
-        max_tokens: most tokens in a cell, padding included; None: no such cap.
-        same_num_cells: give every process as many cells as the one with most, empty ones if need be (sharded models, of
-            which every forward needs all processes).
+        max_tokens: most tokens in a micro-batch, padding included; None: no such cap.
+        same_num_micro_batches: give every process as many micro-batches as the one with most, empty ones if need be (sharded
+            models, of which every forward needs all processes).
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -102,7 +104,7 @@ class Steps(Dataset):
         *,
         process_index: int,
         max_tokens: int | None = None,
-        same_num_cells: bool = False,
+        same_num_micro_batches: bool = False,
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -110,36 +112,43 @@ class Steps(Dataset):
                 "or more"
             )
         self.source, self.order, self.layout = source, order, layout
-        self.process_index, self.max_tokens, self.same_num_cells = process_index, max_tokens, same_num_cells
+        self.process_index, self.max_tokens, self.same_num_micro_batches = (
+            process_index,
+            max_tokens,
+            same_num_micro_batches,
+        )
 
     def __getitem__(self, step: int) -> StepData:
         epochs, ids, samples, lengths = self._draw(step)
         parts = self._partition(lengths)
         places = parts[self.process_index]
-        if self.same_num_cells:
+        if self.same_num_micro_batches:
             places = places + [places[0][:0]] * (max(map(len, parts)) - len(places))
-        cells = [self.source.collate([samples[place] for place in cell]) for cell in places]
+        micro_batches = [self.source.collate([samples[place] for place in micro_batch]) for micro_batch in places]
         return StepData(
             step=step,
-            cells=cells,
-            counts=torch.stack([cell.pop("counts") for cell in cells]).sum(0),
-            samples=[[(int(epochs[place]), int(ids[place])) for place in cell] for cell in places],
+            micro_batches=micro_batches,
+            counts=torch.stack([micro_batch.pop("counts") for micro_batch in micro_batches]).sum(0),
+            samples=[[(int(epochs[place]), int(ids[place])) for place in micro_batch] for micro_batch in places],
             epoch=float((step + 1) / self.order.steps_per_epoch),
             num_samples=len(samples),
             num_tokens=int(lengths.sum()),
-            num_cells=sum(len(cell) > 0 for cells in parts for cell in cells),
+            num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
         )
 
-    def cells_of(self, step: int, num_samples: int, at_once: int) -> list[Cell]:
-        """The first samples of a step, cut as one process would whose largest cell is `at_once` samples of max_length."""
+    def cut_first_samples(self, step: int, num_samples: int, at_once: int) -> list[MicroBatch]:
+        """The first samples of a step, cut as one process would whose largest micro-batch is `at_once` samples of
+        max_length."""
         _, _, samples, lengths = self._draw(step)
-        places = partition(lengths[:num_samples], 1, *self.caps_of(at_once))[0]
-        cells = [self.source.collate([samples[place] for place in cell]) for cell in places]
-        return [{name: value for name, value in cell.items() if name != "counts"} for cell in cells]
+        places = partition(lengths[:num_samples], 1, *self.caps_for(at_once))[0]
+        micro_batches = [self.source.collate([samples[place] for place in micro_batch]) for micro_batch in places]
+        return [
+            {name: value for name, value in micro_batch.items() if name != "counts"} for micro_batch in micro_batches
+        ]
 
-    def caps_of(self, at_once: int) -> tuple[int, int | None]:
-        """per_device_train_batch_size and max_tokens of cells that cost no more than `at_once` samples of max_length: as
-        many, or as many tokens, where samples have tokens."""
+    def caps_for(self, at_once: int) -> tuple[int, int | None]:
+        """per_device_train_batch_size and max_tokens of micro-batches that cost no more than `at_once` samples of max_length:
+        as many, or as many tokens, where samples have tokens."""
         if self.source.max_length == 1:
             return at_once, None
         return self.layout.shares[0], at_once * self.source.max_length
@@ -192,7 +201,7 @@ class Steps(Dataset):
 
     @property
     def longest_at_once(self) -> int:
-        """Most samples of the greatest length in one cell."""
+        """Most samples of the greatest length in one micro-batch."""
         most = min(self.layout.shares[0], self.layout.per_device_train_batch_size)
         return most if self.max_tokens is None else min(most, self.max_tokens // self.source.max_length)
 
@@ -207,24 +216,31 @@ class Steps(Dataset):
         )
 
     def halve(self, step: int) -> bool:
-        """Halve the caps so that the largest cells of `step`, on whichever process, become smaller.
+        """Halve the caps so that the largest micro-batches of `step`, on whichever process, become smaller.
 
         Returns:
-            False when no cell has more than one sample: nothing is smaller than that.
+            False when no micro-batch has more than one sample: nothing is smaller than that.
         """
         _, _, _, lengths = self._draw(step)
-        cells = [cell for cells in self._partition(lengths) for cell in cells if len(cell)]
-        rows = max(map(len, cells))
+        micro_batches = [
+            micro_batch
+            for micro_batches in self._partition(lengths)
+            for micro_batch in micro_batches
+            if len(micro_batch)
+        ]
+        rows = max(map(len, micro_batches))
         if rows == 1:
             return False
         max_tokens = self.max_tokens
         if max_tokens is not None:
-            used = max(len(cell) * int(lengths[cell].max()) for cell in cells)
+            used = max(len(micro_batch) * int(lengths[micro_batch].max()) for micro_batch in micro_batches)
             max_tokens = max(self.source.max_length, -(-used // 2))
         self.set_caps(-(-rows // 2), max_tokens)
         return True
 
 
-def to_device(cell: Mapping[str, torch.Tensor | None], device: torch.device) -> Cell:
-    """The cell's tensors on `device`, copied without blocking from pinned memory."""
-    return {name: value if value is None else value.to(device, non_blocking=True) for name, value in cell.items()}
+def to_device(micro_batch: Mapping[str, torch.Tensor | None], device: torch.device) -> MicroBatch:
+    """The micro-batch's tensors on `device`, copied without blocking from pinned memory."""
+    return {
+        name: value if value is None else value.to(device, non_blocking=True) for name, value in micro_batch.items()
+    }

@@ -43,7 +43,7 @@ class Run:
 
 
 class TokenBlocks:
-    """What both kinds of samples share: the tokens and the cells made of them.
+    """What both kinds of samples share: the tokens and the micro-batches made of them.
 
     Args:
         documents: one row per document, column `text`.
@@ -105,7 +105,7 @@ class TokenBlocks:
         return Run(np.full(self.max_length + 1, self.end_of_text))
 
     def collate(self, runs: list[Run]) -> dict[str, torch.Tensor | None]:
-        """A cell of S samples, padded on the right to their longest T; no samples make one row without targets.
+        """A micro-batch of S samples, padded on the right to their longest T; no samples make one row without targets.
 
         Causal attention looks left only, so nothing that is predicted sees the padding, and no mask is needed for it.
 

@@ -1,9 +1,9 @@
 """BERT over samples that lie end to end, with no padding between them, and only as far as it is needed.
 
 Of a transformer's work on short samples most is in products that know nothing of samples: embeddings, projections, feed-forward
-layers. They take a cell's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values are
-gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row, all tables of a cell
-at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the others.
+layers. They take a micro-batch's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values
+are gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row, all tables of a
+micro-batch at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the others.
 
 What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
 layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
@@ -87,7 +87,7 @@ def last_hidden_at(
 
     Args:
         bert: transformers' BertModel, after `unpad`.
-        input_ids, ...: see `make_cell`.
+        input_ids, ...: see `make_micro_batch`.
     """
     parts, wanted_parts = [Rows(ends, source, place, is_token)], [Rows(wanted_ends, wanted_source, wanted_place, None)]
     kernel = attention_kernel(bert.config)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForPreTraining
 
-from samestep.data.ragged import make_cell
+from samestep.data.ragged import make_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -40,7 +40,7 @@ class PretrainingSums(SummedLosses):
         wanted = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
         tokens = [np.zeros(length, np.int64)] * num_samples
         return {
-            **make_cell(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
+            **make_micro_batch(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
             "first_index": torch.from_numpy(wanted[:, 0]),
             "masked_index": torch.from_numpy(wanted[:, 1:].flatten()),
             "masked_labels": torch.zeros(num_samples * num_masked, dtype=torch.int64),

@@ -90,7 +90,7 @@ def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
     """GPT-2's last hidden states, [S, T, width].
 
     As its own forward computes them, which looks for documents in the positions, on the host: it waits for the device in every
-    micro-step.
+    micro-batch.
 
     Args:
         gpt2: transformers' GPT2Model.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from samestep.data.ragged import make_cell
+from samestep.data.ragged import make_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -49,7 +49,7 @@ class ClassificationSums(SummedLosses):
         tokens = [np.zeros(recipe.max_seq_length, np.int64)] * num_samples
         first = [recipe.max_seq_length] * num_samples
         labels = torch.zeros(num_samples, dtype=torch.int64)
-        return {**make_cell(tokens, first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
+        return {**make_micro_batch(tokens, first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
 
     def forward(self, labels, **tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the loss, [1], and, when evaluating, give the logits [samples, classes]. See LabelledTexts.collate."""

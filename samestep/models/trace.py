@@ -46,7 +46,7 @@ class Trace:
         parameters: bytes.
         gradients: bytes.
         moments: bytes of the optimizer's state, its counters included.
-        forward: most bytes at once during the forward of a micro-step that is not the first, when gradients exist already.
+        forward: most bytes at once during the forward of a micro-batch that is not the first, when gradients exist already.
             All is in it: parameters, buffers, gradients, moments, input.
         backward: the same, during its backward.
         optimizer_step: the same, during the optimizer's step.
@@ -147,7 +147,7 @@ def trace_step(
     gradient_checkpointing: bool,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> Trace:
-    """Trace a micro-step and the optimizer's step after it, as they are once gradients and moments exist.
+    """Trace a micro-batch and the optimizer's step after it, as they are once gradients and moments exist.
 
     As on a CPU; within `as_cuda` as on a GPU. Each of the callables is called with fake tensors in force: tensors that it
     makes are fake, and no number may be read from one.
@@ -411,7 +411,7 @@ class TracedModel:
         length: tokens of a sample; 1 for an image.
         unit: token or image.
         kernels: eager or channels_last: which traffic of timing.CALIBRATION.
-        kernels_per_layer: of a whole micro-step; there is one layer.
+        kernels_per_layer: of a whole micro-batch; there is one layer.
         forward, backward: in float32 and under autocast, lines whose largest is the peak: a peak is the largest of several
             moments, each of which is a line.
     """

@@ -87,7 +87,7 @@ class Memory:
 
     Attributes:
         parameters: 4 N (float32).
-        gradients: 4 N; kept between micro-steps. Under DDP its buckets come on top while k > 1, 4 N that are not counted. 0
+        gradients: 4 N; kept between micro-batches. Under DDP its buckets come on top while k > 1, 4 N that are not counted. 0
             where they accumulate in the optimizer.
         moments: 8 N, Adam's two, or 4 N, SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights while a forward and its backward last; 0 in float32.
@@ -145,7 +145,7 @@ def planned_memory(
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
         moment_bytes: per parameter, what the optimizer remembers.
-        gradient_bytes: per parameter, gradients between micro-steps; 0 where they accumulate in the optimizer.
+        gradient_bytes: per parameter, gradients between micro-batches; 0 where they accumulate in the optimizer.
 
     Raises:
         UsageError: gradient_checkpointing or sharding of a model without equal layers.

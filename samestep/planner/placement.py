@@ -172,7 +172,7 @@ def place(
     Args:
         workload: what is to be computed.
         hardware: where.
-        per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-steps.
+        per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-batches.
         gradient_accumulation_steps: k; None: what b leaves.
         mixed_precision: None: bf16, fp16 or no, the first that the hardware has.
         gradient_checkpointing, sharded: True asks for it; False leaves it to what fits.
@@ -273,7 +273,7 @@ def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, s
         size = f"as asked; {size}"
     if k == 1:
         return "direct" if is_one else "data parallel", f"{what} fits in one forward: {size}"
-    return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-steps: {size}"
+    return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-batches: {size}"
 
 
 def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
@@ -289,9 +289,9 @@ def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hard
     if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
         together = min(b * layout.num_processes, batch)
         found.append(
-            f"batch normalisation takes its statistics from the {together} samples of a micro-step, not from {batch}: the step "
-            "is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation is "
-            "exact, and so is --exact_batch_norm, in 9 times the time and more"
+            f"batch normalisation takes its statistics from the {together} samples of a micro-batch, not from {batch}: the "
+            "step is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation "
+            "is exact, and so is --exact_batch_norm, in 9 times the time and more"
         )
     if critical is not None and batch > critical:
         found.append(

@@ -1,6 +1,6 @@
 """How long one optimizer step takes on given hardware, term by term: arithmetic, no measurement, no torch.
 
-Letters as in `plan` and `memory`: B samples per step, N processes, b samples per forward, k micro-steps. Seconds and bytes.
+Letters as in `plan` and `memory`: B samples per step, N processes, b samples per forward, k micro-batches. Seconds and bytes.
 Nothing overlaps but communication with the backward and loading with everything. What arithmetic does not give is in
 `CALIBRATION`, fitted to published throughputs: benchmarks/results/timing.md shows every prediction beside its number.
 """
@@ -22,7 +22,7 @@ LOGIT_EAGER, LOGIT_COMPILED = {"no": 40, "fp16": 46, "bf16": 46}, {"no": 28, "fp
 log-softmax reads it twice (4 + 4 + 4), the gradient of the labels (4), of log-softmax (4 + 4 + 4), a cast (4 + 2), two products
 read it (2 + 2); in float32 without the casts. Compiled: written, read twice, read and written as its gradient, read by two."""
 BACKWARD = 2 / 3
-"""Share of a micro-step that is backward, in which gradients can be reduced."""
+"""Share of a micro-batch that is backward, in which gradients can be reduced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Software:
 
     Attributes:
         kernels: eager, compiled, channels_last or channels_first: which traffic of the calibration.
-        weight_bytes: moved per parameter in every micro-step: casts, reads, the gradient and its sum.
+        weight_bytes: moved per parameter in every micro-batch: casts, reads, the gradient and its sum.
         optimizer_bytes: moved per parameter once per step: clipping and update.
         gradient_bytes: per parameter, as reduced between processes.
         overlapped: whether gradients are reduced while the last backward still runs.
@@ -205,7 +205,7 @@ class StepTime:
     Attributes:
         products: matrix products at the rate that the device reaches.
         memory_traffic: what kernels between the products read and write.
-        weights: casts and reads of the weights, gradients and their sum, in every micro-step.
+        weights: casts and reads of the weights, gradients and their sum, in every micro-batch.
         launches: kernels that start.
         optimizer: clipping and update.
         loading: waiting for samples, beyond what loads behind the computation.
@@ -266,8 +266,8 @@ def step_time(
         optimizer        N_parameters optimizer_bytes / memory bandwidth, sharded: divided by N
         loading          what s loaded / cores takes beyond all the above but the optimizer
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
-                         micro-step: exposed are max(0, communication - backward) and the last bucket
-          sharded        two all-gathers of the weights and a reduce-scatter of the gradients in every micro-step, layer by
+                         micro-batch: exposed are max(0, communication - backward) and the last bucket
+          sharded        two all-gathers of the weights and a reduce-scatter of the gradients in every micro-batch, layer by
                          layer; hidden behind all of it but the first gather and the last reduction
 
     The device does one thing at a time: products and traffic add up, where the roofline takes the larger of the two
@@ -347,7 +347,8 @@ def _communication(
     reduced_every_micro_step: bool,
     calibration: Calibration,
 ) -> tuple[float, float]:
-    """Seconds of communication in a step, and those of them that are not hidden behind micro-steps of `micro_step` seconds."""
+    """Seconds of communication in a step, and those of them that are not hidden behind micro-batches of `micro_step`
+    seconds."""
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:

@@ -12,7 +12,7 @@ from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment of a micro-step, beyond weights, gradients and the optimizer's."""
+    """Bytes at one moment of a micro-batch, beyond weights, gradients and the optimizer's."""
 
     autocast_cache: int
     activations: int
@@ -118,7 +118,7 @@ class Transformer:
         return self.layer.saved[autocast] + self.eager * (self.layer.repeated[autocast] + square)
 
     def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
-        """What is alive at the fullest moments of a micro-step of b samples; the first ends the forward.
+        """What is alive at the fullest moments of a micro-batch of b samples; the first ends the forward.
 
         With a of `per_layer`, m = b V num_predicted logits, and V h the vocabulary matrix, whose gradient waits from the head
         to the end of the backward for the embedding's. Where two numbers are given, the first is for float32 and the second for

@@ -31,7 +31,7 @@ class Workload:
         schedule: the learning rate of each step; None likewise.
         script: that trains it; None: this repository has none.
         moment_bytes: per parameter, what the optimizer remembers.
-        gradient_bytes: per parameter, gradients that are kept between micro-steps.
+        gradient_bytes: per parameter, gradients that are kept between micro-batches.
         optimizer_bytes: per parameter, what clipping and update move.
         second_moment: how the optimizer estimates it, if it does.
         batch_normalization: statistics depend on the micro-batch.

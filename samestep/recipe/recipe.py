@@ -100,7 +100,7 @@ class Recipe:
     seed: int = setting("seed of everything random: weights, order, masks, dropout", SEED)
 
     # The global batch and its order
-    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-steps", BATCH)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
     epoch_end: str = setting(
         "the end of an epoch: carry (a global batch may span two epochs), keep (a smaller last step), drop (leave the rest)",
         one_of("carry", "keep", "drop"),

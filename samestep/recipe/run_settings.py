@@ -41,14 +41,14 @@ class RunSettings:
         "most samples in one forward (b); none: the fastest that fits", BATCH, default=None
     )
     gradient_accumulation_steps: int | None = setting(
-        "micro-steps per step (k); none: what b leaves", POSITIVE, default=None
+        "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
     )
     per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", BATCH, default=32)
 
     # Speed, precision (mixed precision is the launch file's)
     speed: str = setting(
-        "auto: measure once which kernels and how large cells are the fastest here; safe: the same ones everywhere, for runs "
-        "that are repeated bit by bit",
+        "auto: measure once which kernels and how large micro-batches are the fastest here; safe: the same ones everywhere, "
+        "for runs that are repeated bit by bit",
         one_of("auto", "safe"),
         default="auto",
     )
@@ -65,7 +65,7 @@ class RunSettings:
     eval_steps: int | None = setting(
         "steps between evaluations; none: at the start and the end", POSITIVE, default=None
     )
-    record_samples: bool = setting("write every sample's step, process and micro-step to samples.jsonl", default=False)
+    record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
     report_to: str = setting("tracker", one_of("none", "tensorboard", "wandb", "trackio"), default="none")
     checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
     async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)

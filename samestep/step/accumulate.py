@@ -1,8 +1,8 @@
 """What makes `accelerator.accumulate` exact: counts of the whole step, and the scale that undoes k and N.
 
-A cell's loss, `losses.weighted_loss` of its sums with the whole step's counts, has a gradient that only needs to be added up
-over all cells. `accelerator.backward` divides by k, and DistributedDataParallel averages over the N processes, so the loss is
-multiplied by k * N first. k may differ between processes and from step to step: each process undoes its own.
+A micro-batch's loss, `losses.weighted_loss` of its sums with the whole step's counts, has a gradient that only needs to be
+added up over all micro-batches. `accelerator.backward` divides by k, and DistributedDataParallel averages over the N processes,
+so the loss is multiplied by k * N first. k may differ between processes and from step to step: each process undoes its own.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from samestep._internals.accelerate_state import begin_step
 from samestep._internals.torch_operators import foreach_mul_
 from samestep.step.optim import Accumulating
 
-Cell = TypeVar("Cell")
+MicroBatch = TypeVar("MicroBatch")
 
 
 def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor:
     """n_j of the step: the processes' counts added up in one all-reduce of a few integers.
 
     Args:
-        counts: int64 [terms], targets in this process's cells.
+        counts: int64 [terms], targets in this process's micro-batches.
 
     Returns:
         int64 [terms] on the accelerator's device. It is waited for when it is used, after the first forward, not before.
@@ -45,13 +45,14 @@ def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
         torch.cuda.manual_seed(int.from_bytes(number, "big"))
 
 
-def micro_steps(accelerator: Accelerator, cells: Sequence[Cell]) -> Iterator[Cell]:
-    """Iterate over a step's cells so that `accelerator.accumulate` synchronises at the last one, and only there."""
-    accelerator.gradient_accumulation_steps = len(cells)
+def accumulate_over(accelerator: Accelerator, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    """Iterate over a step's micro-batches so that `accelerator.accumulate` synchronises at the last one, and only there."""
+    accelerator.gradient_accumulation_steps = len(micro_batches)
     begin_step(accelerator)
-    # A prepared DataLoader that has been read to its end, ahead of time, would make `accumulate` synchronise at every cell.
+    # A prepared DataLoader that has been read to its end, ahead of time, would make `accumulate` synchronise at every
+    # micro-batch.
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
-    yield from cells
+    yield from micro_batches
 
 
 def clip(

@@ -5,9 +5,9 @@ arXiv:1502.03167):
 
     mean = sum x / n,    var = sum (x - mean)^2 / n,    xhat = (x - mean) / sqrt(var + eps),    y = weight * xhat + bias
 
-What is together: in `BatchNorm` a micro-step on all processes, in `WholeStep` the whole step, though its cells are computed
-one at a time. `FrozenBatchNorm` uses the running statistics. Statistics are computed, exchanged and combined in float32 or
-wider, as triples (n, mean, M2) with M2 = n var (Chan, Golub and LeVeque, 1983, The American Statistician 37).
+What is together: in `BatchNorm` a micro-batch on all processes, in `WholeStep` the whole step, though its micro-batches are
+computed one at a time. `FrozenBatchNorm` uses the running statistics. Statistics are computed, exchanged and combined in
+float32 or wider, as triples (n, mean, M2) with M2 = n var (Chan, Golub and LeVeque, 1983, The American Statistician 37).
 """
 
 import functools
@@ -22,8 +22,8 @@ from torch import nn
 
 from samestep.errors import RunError, UsageError
 
-Cell = TypeVar("Cell")
-Loss = Callable[[Cell], torch.Tensor]
+MicroBatch = TypeVar("MicroBatch")
+Loss = Callable[[MicroBatch], torch.Tensor]
 
 
 class PeerError(RunError):
@@ -31,11 +31,11 @@ class PeerError(RunError):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """nn.BatchNorm2d, with the statistics of a micro-step on all processes of a group. Made by `synchronize`.
+    """nn.BatchNorm2d, with the statistics of a micro-batch on all processes of a group. Made by `synchronize`.
 
     With a group, every process calls it equally often. Processes may have different numbers of samples, or none. Gradients of
     weight and bias are this process's share of the sums, which DistributedDataParallel adds up. Checkpointed (its forward
-    computed twice) it counts a micro-step twice in its running statistics, as nn.BatchNorm2d does.
+    computed twice) it counts a micro-batch twice in its running statistics, as nn.BatchNorm2d does.
 
     Attributes:
         group: the processes; None: this one alone.
@@ -120,31 +120,32 @@ def _layers(model: nn.Module) -> list[nn.BatchNorm2d]:
 
 
 class WholeStep:
-    """Batch normalisation of a whole step at once, though its cells are computed one at a time: exact, for more passes.
+    """Batch normalisation of a whole step at once, though its micro-batches are computed one at a time: exact, for more passes.
 
-    With the statistics s_l of layer l as variables, the loss of a step is a sum over cells again,
+    With the statistics s_l of layer l as variables, the loss of a step is a sum over micro-batches q again,
 
-        L = sum_cells loss(cell; s),    s_l = sum_cells m_l(cell; s_1 .. s_(l-1)),
+        L = sum_q loss(q; s),        s_l = sum_q m_l(q; s_1 .. s_(l-1)),
         m_l = (sum x / n, sum (x - c)^2 / n) with constants n and c = mean,
 
     and so is its gradient, with Lagrange's multipliers lambda_l (the method of adjoints):
 
-        dL = sum_cells d [loss + sum_l lambda_l . m_l] at constant s,
-        lambda_l = sum_cells d/ds_l [loss + sum_(l' > l) lambda_l' . m_l'],
+        dL = sum_q d [loss + sum_l lambda_l . m_l] at constant s,
+        lambda_l = sum_q d/ds_l [loss + sum_(l' > l) lambda_l' . m_l'],
 
     of which lambda = (-weight / sqrt(var + eps) * G, -weight / 2 (var + eps) * H) with G = sum dy and H = sum dy * xhat over
-    all cells. `prepare` finds s by forward passes over all cells, then G and H by passes with a backward. Both systems are
-    triangular: what depends on nothing unknown is exact after one pass, what depends on that after two, so as many passes as
-    there are layers are always enough. Fewer do, because cells learn from each other: while a pass is under way, the whole
-    step's statistics are taken to have changed since the pass before as those of this process's cells so far have.
+    all micro-batches. `prepare` finds s by forward passes over all micro-batches, then G and H by passes with a backward. Both
+    systems are triangular: what depends on nothing unknown is exact after one pass, what depends on that after two, so as many
+    passes as there are layers are always enough. Fewer do, because micro-batches learn from each other: while a pass is under
+    way, the whole step's statistics are taken to have changed since the pass before as those of this process's micro-batches so
+    far have.
 
-        whole.prepare(cells, loss)
-        for cell in cells:
-            backward(loss(cell) + whole.correction())
+        whole.prepare(micro_batches, loss)
+        for micro_batch in micro_batches:
+            backward(loss(micro_batch) + whole.correction())
         whole.finish()
 
-    Held are one cell's activations at a time, and per cell four numbers per channel. Out of scope: dropout and other noise,
-    which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
+    Held are one micro-batch's activations at a time, and per micro-batch four numbers per channel. Out of scope: dropout and
+    other noise, which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
 
     Args:
         model: without DistributedDataParallel around it, its layers made `BatchNorm` by `synchronize`. Layers in evaluation
@@ -169,14 +170,14 @@ class WholeStep:
         self._places = dict(zip(self.layers, map(slice, ends, ends[1:]), strict=False))  # among all channels
         self.release()
 
-    def prepare(self, cells: Sequence[Cell], loss: Loss, scale: float = 1.0) -> None:
+    def prepare(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float = 1.0) -> None:
         """Find the step's statistics and multipliers, and let the layers use them until `finish` or `release`.
 
-        Called by all processes, which may have different numbers of cells, or none. No parameter's .grad is touched.
+        Called by all processes, which may have different numbers of micro-batches, or none. No parameter's .grad is touched.
 
         Args:
-            cells: this process's; gone through once per pass.
-            loss: scalar, a cell's share of the step's loss, computed by the bare model; without any factor k * N.
+            micro_batches: this process's; gone through once per pass.
+            loss: scalar, a micro-batch's share of the step's loss, computed by the bare model; without any factor k * N.
             scale: multiplies the loss in backward passes, so that gradients in fp16 do not vanish (the gradient scaler's).
 
         Raises:
@@ -187,8 +188,8 @@ class WholeStep:
         if not self.layers:
             return
         try:
-            self._find_statistics(cells, loss)
-            self._find_adjoints(cells, loss, scale)
+            self._find_statistics(micro_batches, loss)
+            self._find_adjoints(micro_batches, loss, scale)
         except BaseException:
             self.release()
             raise
@@ -220,18 +221,18 @@ class WholeStep:
         for layer in self.layers:
             layer.mode = mode
 
-    def _find_statistics(self, cells: Sequence[Cell], loss: Loss) -> None:
+    def _find_statistics(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
         """Sets _moments [3, channels]: n, mean and M2 of the step; and _var, _invstd."""
         some = next(self.model.parameters())
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
-        self._sofar = torch.zeros(len(cells), 3, sum(self._sizes), dtype=dtype, device=some.device)
+        self._sofar = torch.zeros(len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=some.device)
         eps = torch.cat([some.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
         self._precision = 0.0
         self._set_mode(self._measure)
         for number in range(1, len(self.layers) + 1):
             self.num_forward_passes = number
             with torch.no_grad():
-                parts = self._pass(cells, loss)
+                parts = self._pass(micro_batches, loss)
             before, self._moments = self._moments, _combine(parts)
             n, mean, squares = self._moments
             self._var = squares / n.clamp(min=1)
@@ -260,20 +261,23 @@ class WholeStep:
             self._precision = torch.finfo(x.dtype).eps
         return _normalize(layer, x, mean, var)
 
-    def _find_adjoints(self, cells: Sequence[Cell], loss: Loss, scale: float) -> None:
+    def _find_adjoints(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float) -> None:
         """Sets _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
         self._counts, self._sofar = self._sofar[:, 0].clone(), torch.zeros_like(self._sofar)
         self._anchor = torch.zeros((), device=self._sofar.device, requires_grad=True)
         self._set_mode(self._propagate)
 
-        def backward(cell: Cell) -> None:
-            scaled = loss(cell) * scale
+        def backward(micro_batch: MicroBatch) -> None:
+            scaled = loss(micro_batch) * scale
             if scaled.requires_grad:
                 torch.autograd.grad(scaled, self._anchor, allow_unused=True)
 
         for number in range(1, len(self.layers) + 1):
             self.num_adjoint_passes = number
-            before, self._slopes = self._slopes, self._pass(cells, backward).sum(0) / self._moments[0].clamp(min=1)
+            before, self._slopes = (
+                self._slopes,
+                self._pass(micro_batches, backward).sum(0) / self._moments[0].clamp(min=1),
+            )
             if before is not None:
                 changes = (self._slopes - before)[:2].square().sum(0)
                 if self._is_settled(changes, self._slopes[2], self._slopes):
@@ -292,18 +296,20 @@ class WholeStep:
         return _normalize(layer, x, mean, self._var[place])
 
     def _add(self, place: slice, own: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cells up to the present one gave in the pass before, and what they give now with this cell's own."""
+        """What the micro-batches up to the present one gave in the pass before, and what they give now with this micro-batch's
+        own."""
         now = add(self._running[:, place], own)
         self._running[:, place] = now
         return self._sofar[self._index, :, place], now
 
-    def _pass(self, cells: Sequence[Cell], work: Callable[[Cell], object]) -> torch.Tensor:
-        """Go through this process's cells: [processes, 3, channels], what the cells of each process gave. Called by all."""
+    def _pass(self, micro_batches: Sequence[MicroBatch], work: Callable[[MicroBatch], object]) -> torch.Tensor:
+        """Go through this process's micro-batches: [processes, 3, channels], what the micro-batches of each process gave.
+        Called by all."""
         error, self._running = None, self._sofar.new_zeros(self._sofar.shape[1:])
         try:
-            for self._index, cell in enumerate(cells):
+            for self._index, micro_batch in enumerate(micro_batches):
                 self._reached: set[BatchNorm] = set()
-                work(cell)
+                work(micro_batch)
                 self._sofar[self._index] = self._running
         except Exception as failure:  # the others wait
             error = failure
@@ -335,24 +341,24 @@ class WholeStep:
         return largest.item() <= tolerance
 
 
-def deviation(model: nn.Module, cells: Sequence[Cell], loss: Loss) -> float:
-    """How far the statistics of micro-steps take a step's gradient: |own - whole| / |whole|, over all parameters.
+def deviation(model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss) -> float:
+    """How far the statistics of micro-batches take a step's gradient: |own - whole| / |whole|, over all parameters.
 
     `own`: the gradient as training without `WholeStep` computes it, `whole`: with the statistics of the whole step, to a
-    tolerance of 1e-4. Called by all processes; where there are several, all have equally many cells, empty ones included.
-    Parameters' .grad, running statistics and modes are left as they were. Noise in the model is taken for deviation.
+    tolerance of 1e-4. Called by all processes; where there are several, all have equally many micro-batches, empty ones
+    included. Parameters' .grad, running statistics and modes are left as they were. Noise in the model is taken for deviation.
 
     Args:
-        model, cells, loss: as for `WholeStep`; a constant factor of the loss does not matter.
+        model, micro_batches, loss: as for `WholeStep`; a constant factor of the loss does not matter.
     """
     whole = WholeStep(model, tolerance=1e-4)
     modes = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for layer in whole.layers for buffer in layer.buffers()]
     model.train()
     try:
-        own = _gradient(model, cells, loss, whole.group)
-        whole.prepare(cells, loss)
-        exact = _gradient(model, cells, lambda cell: loss(cell) + whole.correction(), whole.group)
+        own = _gradient(model, micro_batches, loss, whole.group)
+        whole.prepare(micro_batches, loss)
+        exact = _gradient(model, micro_batches, lambda micro_batch: loss(micro_batch) + whole.correction(), whole.group)
     finally:
         whole.release()
         for module, training in modes.items():
@@ -362,12 +368,14 @@ def deviation(model: nn.Module, cells: Sequence[Cell], loss: Loss) -> float:
     return ((own - exact).norm() / exact.norm()).item()
 
 
-def _gradient(model: nn.Module, cells: Sequence[Cell], loss: Loss, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[parameters], of the summed loss of all cells of all processes."""
+def _gradient(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """[parameters], of the summed loss of all micro-batches of all processes."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     totals = [torch.zeros_like(parameter) for parameter in parameters]
-    for cell in cells:
-        gradients = torch.autograd.grad(loss(cell), parameters, allow_unused=True)
+    for micro_batch in micro_batches:
+        gradients = torch.autograd.grad(loss(micro_batch), parameters, allow_unused=True)
         for total, gradient in zip(totals, gradients, strict=True):
             if gradient is not None:
                 total += gradient

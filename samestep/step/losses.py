@@ -4,8 +4,9 @@ For the global batch S, terms j with weights w_j, the summed loss s_j(i) and the
 
     L = sum_j  w_j * (sum_{i in S} s_j(i)) / n_j,     n_j = sum_{i in S} c_j(i)
 
-A cut of S into cells leaves L and its gradient unchanged when each cell contributes its sums divided by the n_j of the
-whole step. A mean over each cell, averaged over cells, does not: cells differ in their number of targets.
+A cut of S into micro-batches leaves L and its gradient unchanged when each micro-batch contributes its sums divided by the n_j
+of the whole step. A mean over each micro-batch, averaged over micro-batches, does not: micro-batches differ in their number of
+targets.
 """
 
 import torch
@@ -115,10 +116,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j * s_j / n_j: the loss of a whole step from whole sums, or one cell's part of it from the cell's sums.
+    """sum_j w_j * s_j / n_j: the loss of a whole step from whole sums, or one micro-batch's part of it from its
+    sums.
 
     Args:
-        sums: [terms], summed losses of a cell or of the step.
+        sums: [terms], summed losses of a micro-batch or of the step.
         counts: [terms], n_j: targets in the whole step. A term without targets counts 0, never NaN.
         weights: [terms], w_j.
 

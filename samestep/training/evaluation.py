@@ -11,14 +11,14 @@ from torch import nn
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import Cell, Steps, to_device
+from samestep.data.steps import MicroBatch, Steps, to_device
 from samestep.errors import UsageError, nearest
 from samestep.training import metrics
 
 
 @torch.no_grad()
-def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) -> tuple[Cell, torch.Tensor]:
-    """A cell of samples spread evenly over a dataset of images, and what a network says of it, on the host.
+def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) -> tuple[MicroBatch, torch.Tensor]:
+    """A micro-batch of samples spread evenly over a dataset of images, and what a network says of it, on the host.
 
     Args:
         network: given pixel_values, returns logits [samples, ..., classes], or what holds them; in evaluation mode.
@@ -26,13 +26,13 @@ def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) ->
         num_samples: at most.
 
     Returns:
-        The cell; the places of the largest logits, int64 [samples, ...].
+        The micro-batch; the places of the largest logits, int64 [samples, ...].
     """
     places = torch.linspace(0, len(source) - 1, min(num_samples, len(source))).long().unique()
-    cell = source.collate([source.draw(0, place) for place in places.tolist()])
+    micro_batch = source.collate([source.draw(0, place) for place in places.tolist()])
     weight = next(network.parameters())
-    logits = network(cell["pixel_values"].to(weight.device, weight.dtype))
-    return cell, getattr(logits, "logits", logits).argmax(-1).cpu()
+    logits = network(micro_batch["pixel_values"].to(weight.device, weight.dtype))
+    return micro_batch, getattr(logits, "logits", logits).argmax(-1).cpu()
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
 
     Args:
         accelerator: its processes share the work.
-        model: in evaluation mode called with a cell's tensors, returns (sums [terms], correct [terms]).
+        model: in evaluation mode called with a micro-batch's tensors, returns (sums [terms], correct [terms]).
         source: a `SampleSource` with a length; its samples are drawn as in epoch 0.
         seed: of the order, which decides nothing but the cut.
         batch_size: most samples in one forward.
@@ -63,16 +63,16 @@ def outputs(
 
     Args:
         accelerator, source, seed, batch_size: as of `evaluate`.
-        model: in evaluation mode called with a cell's tensors, returns (sums [1], logits [samples, classes]).
+        model: in evaluation mode called with a micro-batch's tensors, returns (sums [1], logits [samples, classes]).
 
     Returns:
         float64 [3, 1] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample once.
     """
     totals, ids, logits = 0, [], []
-    for data, (sums, of_cell) in _forwards(accelerator, model, source, seed, batch_size):
+    for data, (sums, of_micro_batch) in _forwards(accelerator, model, source, seed, batch_size):
         totals = totals + torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()])
         ids += [sample_id for _, sample_id in data.samples[0]]
-        logits.append(of_cell[: len(data.samples[0])].double().cpu().numpy())
+        logits.append(of_micro_batch[: len(data.samples[0])].double().cpu().numpy())
     gathered = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
     places, rows = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
     return accelerator.reduce(totals.to(accelerator.device), reduction="sum").cpu(), rows[np.argsort(places)]
@@ -133,10 +133,12 @@ def classify(model: nn.Module, source, batch_size: int) -> np.ndarray:
     model.eval()
     found = []
     for first in range(0, len(source), batch_size):
-        cell = source.collate([source.draw(0, place) for place in range(first, min(first + batch_size, len(source)))])
-        del cell["counts"]
+        micro_batch = source.collate(
+            [source.draw(0, place) for place in range(first, min(first + batch_size, len(source)))]
+        )
+        del micro_batch["counts"]
         with torch.no_grad():
-            _, logits = model(**to_device(cell, next(model.parameters()).device))
+            _, logits = model(**to_device(micro_batch, next(model.parameters()).device))
         found.append(logits.double().cpu().numpy())
     return np.concatenate(found)
 
@@ -164,7 +166,7 @@ def best_of(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[int,
 
 
 def _forwards(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int):
-    """This process's part of a dataset in evaluation mode: data of one cell, and what the model returns of it."""
+    """This process's part of a dataset in evaluation mode: data of one micro-batch, and what the model returns of it."""
     layout = solve_layout(
         num_processes=accelerator.num_processes, per_device_train_batch_size=batch_size, gradient_accumulation_steps=1
     )
@@ -173,6 +175,6 @@ def _forwards(accelerator: Accelerator, model: nn.Module, source, seed: int, bat
     was_training = model.training
     model.eval()
     for data in steps.stream(0, int(order.steps_per_epoch), 0, accelerator.device):
-        (cell,) = data.cells
-        yield data, model(**to_device(cell, accelerator.device))
+        (micro_batch,) = data.micro_batches
+        yield data, model(**to_device(micro_batch, accelerator.device))
     model.train(was_training)

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from samestep.data.steps import Cell, SampleSource, to_device
+from samestep.data.steps import MicroBatch, SampleSource, to_device
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.capacity import is_out_of_memory, recall
@@ -50,7 +50,7 @@ def choose(
 
     Args:
         accelerator, recipe, settings: of this run.
-        model: returns a cell's summed losses [terms] first; not yet wrapped.
+        model: returns a micro-batch's summed losses [terms] first; not yet wrapped.
         source: of its samples.
         candidates: at least one.
     """
@@ -130,12 +130,12 @@ def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, c
     model.eval()
     with torch.random.fork_rng():
         next(iter(candidates.values()))()
-        cell = _cell(accelerator, source, _number(accelerator, model, source, len(candidates)))
-        good = _same(accelerator, model, cell, candidates)
+        micro_batch = _micro_batch(accelerator, source, _number(accelerator, model, source, len(candidates)))
+        good = _same(accelerator, model, micro_batch, candidates)
         model.train()
 
         def computation(take: Callable[[], None]) -> Callable[[], None]:
-            return lambda: (take(), _compute(accelerator, model, cell))
+            return lambda: (take(), _compute(accelerator, model, micro_batch))
 
         seconds = measure(accelerator, {name: computation(candidates[name]) for name in good})
     model.train(was_training)
@@ -148,11 +148,11 @@ def _fastest(accelerator: Accelerator, model: nn.Module, source: SampleSource, c
 def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, num_ways: int) -> int:
     """Samples that candidates are compared on: no more than that four rounds take `SECONDS`, as one sample says that was
     computed before; two at least, as batch normalisation needs."""
-    cell, seconds = _cell(accelerator, source, 1), 0.0
+    micro_batch, seconds = _micro_batch(accelerator, source, 1), 0.0
     try:
         for _ in range(2):
             before = time.perf_counter()
-            _compute(accelerator, model, cell)
+            _compute(accelerator, model, micro_batch)
             _wait(accelerator)
             seconds = time.perf_counter() - before
     except Exception as error:
@@ -164,15 +164,15 @@ def _number(accelerator: Accelerator, model: nn.Module, source: SampleSource, nu
     return most if mean == 0 else min(most, max(2, int(SECONDS / (4 * num_ways * mean))))
 
 
-def _cell(accelerator: Accelerator, source: SampleSource, number: int) -> Cell:
-    """Samples from all over the data, which may be sorted, themselves sorted as in the cells of a step."""
+def _micro_batch(accelerator: Accelerator, source: SampleSource, number: int) -> MicroBatch:
+    """Samples from all over the data, which may be sorted, themselves sorted as in the micro-batches of a step."""
     drawn = (source.draw(0, place * len(source) // number) for place in range(number))
-    cell = source.collate(sorted(drawn, key=lambda of: -of.length))
-    cell.pop("counts")
-    return to_device(cell, accelerator.device)
+    micro_batch = source.collate(sorted(drawn, key=lambda of: -of.length))
+    micro_batch.pop("counts")
+    return to_device(micro_batch, accelerator.device)
 
 
-def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, candidates: Candidates) -> list[str]:
+def _same(accelerator: Accelerator, model: nn.Module, micro_batch: MicroBatch, candidates: Candidates) -> list[str]:
     """The candidates that all processes can compute, and whose gradient is that of the first."""
     precision = accelerator.mixed_precision
     kind = precision if precision != "no" else str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -180,7 +180,7 @@ def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, candidates: Ca
     for name, take in candidates.items():
         take()
         try:
-            found = _gradient(accelerator, model, cell)
+            found = _gradient(accelerator, model, micro_batch)
             expected = found if expected is None else expected
             distance = ((found - expected).norm() / expected.norm()).item()
             if not distance <= TOLERANCE[kind]:
@@ -201,15 +201,15 @@ def _same(accelerator: Accelerator, model: nn.Module, cell: Cell, candidates: Ca
     return [name for name, times in zip(candidates, failed, strict=True) if not times]
 
 
-def _compute(accelerator: Accelerator, model: nn.Module, cell: Cell) -> None:
+def _compute(accelerator: Accelerator, model: nn.Module, micro_batch: MicroBatch) -> None:
     with accelerator.autocast():
-        sums, *_ = model(**cell)
+        sums, *_ = model(**micro_batch)
     sums.sum().backward()
 
 
-def _gradient(accelerator: Accelerator, model: nn.Module, cell: Cell) -> torch.Tensor:
+def _gradient(accelerator: Accelerator, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
-    _compute(accelerator, model, cell)
+    _compute(accelerator, model, micro_batch)
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return found

@@ -30,7 +30,7 @@ SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 ONEDNN_KERNELS = "8192"
 """How many kernels oneDNN keeps, of which it generates one for every size of a product in bf16, in 0.7 ms: its 1024 are too few
-for cells of all sizes."""
+for micro-batches of all sizes."""
 UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -73,7 +73,7 @@ def create_accelerator(
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     accelerator = Accelerator(
-        # Sharded gradients are reduced in every micro-step: kept until the last, they would be whole on every process.
+        # Sharded gradients are reduced in every micro-batch: kept until the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
         fsdp_plugin=plugin,
         mixed_precision=mixed_precision,

@@ -28,9 +28,9 @@ from samestep._internals.accelerate_state import prepared_schedulers
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
-from samestep.data.steps import Cell, Steps
+from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
-from samestep.step.accumulate import loss_scale, micro_steps, total_counts
+from samestep.step.accumulate import accumulate_over, loss_scale, total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared
@@ -41,7 +41,7 @@ SUM = 'a sum over the targets, as F.cross_entropy(..., reduction="sum")'
 
 
 @dataclasses.dataclass(frozen=True)
-class MicroBatch:
+class CountedBatch:
     """What one forward and backward compute.
 
     Attributes:
@@ -71,7 +71,7 @@ class Step:
         accelerator: Accelerator,
         index: int,
         epoch: float,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[CountedBatch],
         num_targets: torch.Tensor,
         is_first: bool,
     ):
@@ -79,12 +79,12 @@ class Step:
         self.num_micro_batches = len(micro_batches)
         self.is_idle = all(part.is_stand_in for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
-        self._current: MicroBatch | None = None
+        self._current: CountedBatch | None = None
         self._sums = torch.zeros((), device=accelerator.device)
 
     def __iter__(self) -> Iterator[Any]:
         self._sums = torch.zeros((), device=self._accelerator.device)
-        for number, part in enumerate(micro_steps(self._accelerator, self._micro_batches), 1):
+        for number, part in enumerate(accumulate_over(self._accelerator, self._micro_batches), 1):
             self._current, self._num_losses = part, 0
             yield send_to_device(part.batch, self._accelerator.device, non_blocking=True)
             if self._is_first:
@@ -249,7 +249,7 @@ def exact_steps(
         layout,
         process_index=accelerator.process_index,
         max_tokens=max_tokens,
-        same_num_cells=is_sharded(accelerator),
+        same_num_micro_batches=is_sharded(accelerator),
     )
     return ExactSteps(accelerator, steps, range(first_step, last), num_workers)
 
@@ -277,12 +277,15 @@ class ExactSteps:
         with _counting(self._accelerator, "exact_steps"):
             for data in loader:
                 counts = total_counts(self._accelerator, data.counts)
-                cells = [MicroBatch(cell["batch"], cell["own"], cell["is_stand_in"]) for cell in data.cells]
+                micro_batches = [
+                    CountedBatch(micro_batch["batch"], micro_batch["own"], micro_batch["is_stand_in"])
+                    for micro_batch in data.micro_batches
+                ]
                 is_first = data.step == self._numbers[0]
                 if is_first:
                     _check_targets(counts)
-                counts = counts.view(data.cells[0]["shape"])
-                yield Step(self._accelerator, data.step, data.epoch, cells, counts, is_first)
+                counts = counts.view(data.micro_batches[0]["shape"])
+                yield Step(self._accelerator, data.step, data.epoch, micro_batches, counts, is_first)
 
 
 def exact_windows(
@@ -342,7 +345,7 @@ def _windows(accelerator: Accelerator, loader: Iterable, k: int, targets: Target
             with prepared.without_repeats(accelerator, loader) as batches:
                 num_read = 0
                 while True:
-                    window = [MicroBatch(batch, as_counts(targets(batch))) for batch in itertools.islice(batches, k)]
+                    window = [CountedBatch(batch, as_counts(targets(batch))) for batch in itertools.islice(batches, k)]
                     if shape is None:
                         shape, stand_in = _agree(accelerator, window, targets)
                         if shape is None:  # no process has a batch
@@ -466,7 +469,7 @@ class _Source:
     def draw(self, epoch: int, sample_id: int) -> _Sample:
         return _Sample(self, epoch, sample_id)
 
-    def collate(self, samples: list[_Sample]) -> Cell:
+    def collate(self, samples: list[_Sample]) -> MicroBatch:
         is_stand_in = not samples
         samples = samples or [self.draw(0, 0)]
         read = [sample.read() for sample in samples]
@@ -527,7 +530,7 @@ def _check_targets(counts: torch.Tensor) -> None:
         )
 
 
-def _agree(accelerator: Accelerator, window: list[MicroBatch], targets: Targets) -> tuple[torch.Size | None, Any]:
+def _agree(accelerator: Accelerator, window: list[CountedBatch], targets: Targets) -> tuple[torch.Size | None, Any]:
     """In the first window: the shape of the targets on all processes (None: no process has a batch), and a stand-in for one
     that has none."""
     first = window[:1]
@@ -540,7 +543,7 @@ def _agree(accelerator: Accelerator, window: list[MicroBatch], targets: Targets)
             )
         if None in shapes and known:
             parts = gather_object([(send_to_device(part.batch, "cpu"), part.counts.cpu()) for part in first])
-            first = first or [MicroBatch(*parts[0])]
+            first = first or [CountedBatch(*parts[0])]
     if not first:
         return None, None
     return _shape(targets(first[0].batch)), dataclasses.replace(first[0], is_stand_in=True)

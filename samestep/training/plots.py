@@ -10,7 +10,10 @@ COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
 OUTCOMES = {"wrong": "#b3261e", "right": "#1b6e3c"}
 COLUMNS, SHOWN = 8, 16  # of predictions: images in a row, and of a kind at most
 MARKERS = {"strong": "o", "weak": "s"}
-NUMBERED, NAME_LENGTH = 20, 16  # of a confusion matrix: most classes with numbers in the cells, characters of a name
+NUMBERED, NAME_LENGTH = (
+    20,
+    16,
+)  # of a confusion matrix: most classes with numbers in the micro-batches, characters of a name
 
 
 def plot_growth(answer: dict[str, Any]) -> bytes:
@@ -106,8 +109,8 @@ def plot_confusion(counts: np.ndarray, names: Sequence[str]) -> bytes:
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     short = [name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…" for name in names]
     digits = len(str(counts.max())) if num_classes <= NUMBERED else 0
-    cell = max(0.09 * digits + 0.1, 0.32, 2.5 / num_classes)  # inches
-    size = cell * num_classes + 0.6 + 0.065 * max(map(len, short))
+    micro_batch = max(0.09 * digits + 0.1, 0.32, 2.5 / num_classes)  # inches
+    size = micro_batch * num_classes + 0.6 + 0.065 * max(map(len, short))
     figure = Figure(figsize=(size + 1, size), dpi=120, layout="compressed")
     figure.suptitle(f"accuracy {counts.trace() / max(total, 1):.1%}, {total:,} samples")
     axes = figure.subplots()

@@ -2,8 +2,8 @@
 do not answer, requests to stop.
 
 A step is attempted. When memory runs out on any process, every process throws its gradients away, halves its caps and
-attempts the step again: the same samples in smaller cells, so the same gradient. For that all must learn of it and none may
-wait for ever. Processes agree once per step, between the last backward and the optimizer's step, through one all-reduce of
+attempts the step again: the same samples in smaller micro-batches, so the same gradient. For that all must learn of it and none
+may wait for ever. Processes agree once per step, between the last backward and the optimizer's step, through one all-reduce of
 two flags on the host, which waits for no device. The process that failed first takes part, with zeros, in those reductions of
 the gradient for which the others are waiting or will wait; the sums are thrown away.
 """
@@ -43,7 +43,7 @@ class Recovery:
 
     Args:
         accelerator: of this run.
-        steps: where smaller cells come from.
+        steps: where smaller micro-batches come from.
         model, optimizer: as prepared by `accelerator`.
         log: where it is said; its run's settings are used: `on_nonfinite` (`stop` keeps the parameters as they are from a
             gradient on that is not finite, `skip` leaves that step out), `ddp_timeout`, `max_train_minutes`.
@@ -127,13 +127,13 @@ class Recovery:
             torch.cuda.empty_cache()
         if not self.steps.halve(step):
             raise RunError(
-                f"memory ran out in step {step + 1} with one sample in a cell: nothing smaller is the same step. Try "
+                f"memory ran out in step {step + 1} with one sample in a micro-batch: nothing smaller is the same step. Try "
                 f"{self.settings.memory_remedy}"
             )
         caps = {"per_device_train_batch_size": self.steps.layout.per_device_train_batch_size}
         if self.steps.max_tokens is not None:
             caps["per_device_train_tokens"] = self.steps.max_tokens
-        self.log.event(step + 1, "memory ran out: the step is done again in smaller cells", **caps)
+        self.log.event(step + 1, "memory ran out: the step is done again in smaller micro-batches", **caps)
 
     def remember(self) -> None:
         """Keep for later runs what is known about memory."""
@@ -153,7 +153,7 @@ class Attempt:
     Attributes:
         data: this process's part of the step as it is cut now.
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
-        sums: detached summed losses of each cell, [terms] each; the loop appends them.
+        sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
         is_complete: whether all processes came to its end.
     """
 
@@ -168,8 +168,8 @@ class Attempt:
                 torch_distributed.rebuild_buckets(recovery.model)
             self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
         if recovery.folding is not None:
-            recovery.folding.gradient_accumulation_steps = len(self.data.cells)
-            recovery.folding.num_cells = self.data.num_cells
+            recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
+            recovery.folding.num_micro_batches = self.data.num_micro_batches
         self.first_collective = recovery._collectives()
         return self
 

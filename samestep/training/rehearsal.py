@@ -1,6 +1,7 @@
-"""The rehearsal before the first step: how large a cell fits into memory, and how large a one is the fastest.
+"""The rehearsal before the first step: how large a micro-batch fits into memory, and how large a one is the fastest.
 
-What fits is tried with the worst cell there can be, samples of the greatest length; what is fast, with the samples of a step.
+What fits is tried with the worst micro-batch there can be, samples of the greatest length; what is fast, with the samples of a
+step.
 It is a matter of the hardware only: whatever is found, the step is the same.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from samestep.data.steps import Cell
+from samestep.data.steps import MicroBatch
 from samestep.errors import RunError
 from samestep.step import accumulate, batch_norm
 from samestep.training import kernels
@@ -19,21 +20,21 @@ from samestep.training.capacity import is_out_of_memory
 from samestep.training.launch import waits_in_forward
 from samestep.training.recovery import Recovery
 
-ForwardBackward = Callable[[Cell, torch.Tensor], None]
-LossOf = Callable[[Cell, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
+ForwardBackward = Callable[[MicroBatch, torch.Tensor], None]
+LossOf = Callable[[MicroBatch, torch.Tensor, nn.Module], tuple[torch.Tensor, torch.Tensor]]
 
 
 def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     """Lower the caps of `recovery.steps` to the largest that fit, and to the fastest, the same on every process. Called by all.
 
     First the caps as they are (without --per_device_train_batch_size all of a process's share), then halves of them, then
-    what lies between: the fewest micro-steps that fit. What is remembered is not tried again. Where forwards wait for each
+    what lies between: the fewest micro-batches that fit. What is remembered is not tried again. Where forwards wait for each
     other (sharded weights, synchronised batch normalisation) nothing is tried: a process that fails alone would leave the
     others waiting.
 
     Args:
         recovery: of this run; its `capacity` learns.
-        forward_backward: computes a micro-step, given a cell and the step's counts.
+        forward_backward: computes a micro-batch, given its tensors and the step's counts.
 
     Raises:
         RunError: not even one sample fits.
@@ -60,7 +61,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
             )
         num_samples = -(-num_samples // 2)
     enough, too_few = -(-wanted // num_samples), 0 if num_samples == wanted else -(-wanted // capacity.fails)
-    while enough - too_few > 1:  # micro-steps into which the wanted samples are cut
+    while enough - too_few > 1:  # micro-batches into which the wanted samples are cut
         middle = (enough + too_few) // 2
         enough, too_few = (middle, too_few) if fits(-(-wanted // middle)) else (enough, middle)
     if before != (capacity.fits, capacity.fails):
@@ -76,8 +77,9 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
 
 
 def _take_the_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> None:
-    """Lower the caps of `recovery.steps` to those of the fastest cells, if none was given. Small cells are short of work; in
-    large ones short samples are padded to long ones where kernels need tables, and tensors outgrow the caches."""
+    """Lower the caps of `recovery.steps` to those of the fastest micro-batches, if none was given. Small micro-batches are
+    short of work; in large ones short samples are padded to long ones where kernels need tables, and tensors outgrow the
+    caches."""
     steps, settings, capacity = recovery.steps, recovery.settings, recovery.capacity
     given = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_train_tokens")
     is_given = any(getattr(settings, name, None) is not None for name in given)
@@ -89,10 +91,10 @@ def _take_the_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> 
         capacity.at_once = _fastest(recovery, forward_backward, most)
         recovery.remember()
     if capacity.at_once < most:
-        steps.set_caps(*steps.caps_of(capacity.at_once))
+        steps.set_caps(*steps.caps_for(capacity.at_once))
         size = capacity.at_once * steps.source.max_length
         unit = recovery.log.recipe.unit
-        recovery.accelerator.print(f"cells: at most {size} {unit}s at once (--speed {settings.speed})")
+        recovery.accelerator.print(f"micro-batches: at most {size} {unit}s at once (--speed {settings.speed})")
 
 
 def _fastest(recovery: Recovery, forward_backward: ForwardBackward, most: int) -> int:
@@ -103,12 +105,12 @@ def _fastest(recovery: Recovery, forward_backward: ForwardBackward, most: int) -
     sizes = sorted({max(1, most // part) for part in (1, 2, 4, 8, 16)}, reverse=True)
 
     def computation(at_once: int) -> Callable[[], None]:
-        cells = steps.cells_of(number, num_samples, at_once)
+        micro_batches = steps.cut_first_samples(number, num_samples, at_once)
 
         def compute() -> None:
-            for cell in cells:
+            for micro_batch in micro_batches:
                 with accelerator.no_sync(recovery.model):
-                    forward_backward(cell, counts)
+                    forward_backward(micro_batch, counts)
 
         return compute
 
@@ -123,7 +125,8 @@ def measure_batch_norm(recovery: Recovery, model: nn.Module, loss_of: LossOf) ->
     Args:
         recovery: of this run.
         model: as it was before `launch.prepare`.
-        loss_of: a cell's part of the step's loss, and its summed losses, given the cell, the step's counts and the model.
+        loss_of: a micro-batch's part of the step's loss, and its summed losses, given its tensors, the step's counts and
+            the model.
     """
     log, accelerator, recipe = recovery.log, recovery.accelerator, recovery.log.recipe
     if recipe.normalization != "batch" or recipe.exact_batch_norm or log.first_step > 0:
@@ -131,12 +134,12 @@ def measure_batch_norm(recovery: Recovery, model: nn.Module, loss_of: LossOf) ->
     data = recovery.steps[0]
     counts = accumulate.total_counts(accelerator, data.counts).clamp(min=1)
     accumulate.seed_noise(accelerator, recipe.seed, 0)
-    error = batch_norm.deviation(model, data.cells, lambda cell: loss_of(cell, counts, model)[0])
+    error = batch_norm.deviation(model, data.micro_batches, lambda micro_batch: loss_of(micro_batch, counts, model)[0])
     log.event(
         1,
-        "batch normalisation takes its statistics from each micro-step, so that the step depends on how it is cut, unlike with "
-        "--exact_batch_norm or group normalisation",
-        micro_steps=len(data.cells),
+        "batch normalisation takes its statistics from each micro-batch, so that the step depends on how it is cut, unlike "
+        "with --exact_batch_norm or group normalisation",
+        micro_steps=len(data.micro_batches),
         gradient_error=float(f"{error:.2g}"),
     )
 
@@ -148,11 +151,11 @@ def _sample(recovery: Recovery) -> str:
 
 
 def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int) -> bool:
-    """Whether all processes can compute a cell of that many samples of the greatest length, once more with the gradients of
-    the first alive, and with the memory taken that AdamW's moments will need. Leaves no trace in the model."""
+    """Whether all processes can compute a micro-batch of that many samples of the greatest length, once more with the gradients
+    of the first alive, and with the memory taken that AdamW's moments will need. Leaves no trace in the model."""
     accelerator, model, source = recovery.accelerator, recovery.model, recovery.steps.source
-    cell = source.collate([source.longest()] * num_samples)
-    counts = cell.pop("counts").clamp(min=1).to(accelerator.device)
+    micro_batch = source.collate([source.longest()] * num_samples)
+    counts = micro_batch.pop("counts").clamp(min=1).to(accelerator.device)
     has_failed, moments = False, []
     with _leaving_no_trace(recovery):
         try:
@@ -160,7 +163,7 @@ def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int
                 moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
             for _ in range(2):
                 with accelerator.no_sync(model):
-                    forward_backward(cell, counts)
+                    forward_backward(micro_batch, counts)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

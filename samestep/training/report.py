@@ -150,7 +150,7 @@ class RunLog:
             self.accelerator.print(text.accumulation(self.recipe.second_moment))
         if noise:
             self.accelerator.print(
-                f"{', '.join(noise)}: the noise is drawn per process and micro-step, so that another layout's losses differ "
+                f"{', '.join(noise)}: the noise is drawn per process and micro-batch, so that another layout's losses differ "
                 "by it; samples, batch, learning rate and masks do not"
             )
 
@@ -162,7 +162,7 @@ class RunLog:
         grad_norm: torch.Tensor,
         learning_rate: float,
     ) -> None:
-        """Note a step; `sums`, [terms] each, are those of this process's cells, `counts` [terms] the whole step's."""
+        """Note a step; `sums`, [terms] each, are those of this process's micro-batches, `counts` [terms] the whole step's."""
         now = time.perf_counter()
         line = {
             "step": data.step + 1,
@@ -197,14 +197,14 @@ class RunLog:
             strict=True,
         )
         ledger, broken, num_units, seconds = [], None, 0, 0.0
-        for (line, cells, cell_sums, *_), total, counts, norm in rows:
+        for (line, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
             line |= self.losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.settings.on_nonfinite == "stop":
                 is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
-                broken = self._not_finite(line, cells, cell_sums), is_held_back
+                broken = self._not_finite(line, micro_batches, micro_batch_sums), is_held_back
                 break
             if has_skipped:
                 self.num_skipped += 1
@@ -212,7 +212,7 @@ class RunLog:
             self._write(_order(line))
             num_units += line.get(f"{self.recipe.unit}s", line["samples"])
             seconds += line["seconds"]
-            for micro_step, samples in enumerate(cells):
+            for micro_step, samples in enumerate(micro_batches):
                 where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
                 ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
@@ -239,13 +239,16 @@ class RunLog:
         numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
         return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
 
-    def _not_finite(self, line: dict[str, Any], cells: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
-        """What is not finite in a step, and where: called by all processes, `sums` [cells, terms] are each one's own."""
+    def _not_finite(self, line: dict[str, Any], micro_batches: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
+        """What is not finite in a step, and where: called by all processes, `sums` [micro-batches, terms] are each one's
+        own."""
         rank = self.accelerator.process_index
         mine = [
-            f"process {rank}, micro-step {cell}, samples "
+            f"process {rank}, micro-batch {micro_batch}, samples "
             + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
-            for cell, (is_finite, samples) in enumerate(zip(sums.isfinite().all(1).tolist(), cells, strict=True))
+            for micro_batch, (is_finite, samples) in enumerate(
+                zip(sums.isfinite().all(1).tolist(), micro_batches, strict=True)
+            )
             if not is_finite
         ]
         places = gather_object(mine)

@@ -15,7 +15,7 @@ from torch import nn
 from samestep._internals import torch_distributed
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import Cell, StepData, Steps, to_device
+from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
@@ -108,7 +108,7 @@ class Run:
             self.layout,
             process_index=accelerator.process_index,
             max_tokens=getattr(settings, "per_device_train_tokens", None),
-            same_num_cells=launch.waits_in_forward(accelerator, model),
+            same_num_micro_batches=launch.waits_in_forward(accelerator, model),
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, train.fingerprints)
@@ -216,7 +216,9 @@ class Run:
         self.accelerator.end_training()
         return status
 
-    def loss_of(self, batch: Cell, num_targets: torch.Tensor, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(
+        self, batch: MicroBatch, num_targets: torch.Tensor, model: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A micro-batch's part of the step's loss, and its summed losses [terms], detached.
 
         Args:
@@ -227,7 +229,7 @@ class Run:
         sums, _ = model(**to_device(batch, self.accelerator.device))
         return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
 
-    def _forward_backward(self, batch: Cell, num_targets: torch.Tensor) -> None:
+    def _forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
         """A micro-batch as a script computes it, for rehearsals."""
         loss, _ = self.loss_of(batch, num_targets, self.model)
         self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
@@ -256,7 +258,7 @@ class Step:
     @property
     def num_micro_batches(self) -> int:
         """k: micro-batches of this process in this step, by which `accelerator.backward` divides."""
-        return len(self.data.cells)
+        return len(self.data.micro_batches)
 
     @property
     def num_targets(self) -> torch.Tensor:
@@ -264,10 +266,10 @@ class Step:
         return self.attempt.counts.clamp(min=1)
 
     @property
-    def micro_batches(self) -> Iterator[Cell]:
+    def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        for cell in accumulate.micro_steps(self.run.accelerator, self.data.cells):
-            yield to_device(cell, self.run.accelerator.device)
+        for micro_batch in accumulate.accumulate_over(self.run.accelerator, self.data.micro_batches):
+            yield to_device(micro_batch, self.run.accelerator.device)
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
@@ -276,7 +278,9 @@ class Step:
         """
         if self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
             model, num_targets = self.run.bare_model, self.num_targets
-            whole_step.prepare(self.data.cells, lambda cell: self.run.loss_of(cell, num_targets, model)[0])
+            whole_step.prepare(
+                self.data.micro_batches, lambda micro_batch: self.run.loss_of(micro_batch, num_targets, model)[0]
+            )
 
     def clip_grad_norm_(self, max_norm: float | None) -> None:
         """Clip the whole step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)).

@@ -111,9 +111,9 @@ def environment_of(config: Path, *flags: str) -> dict[str, str]:
     return {name: value for name, value in told.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
 
 
-def samples_in(cell: dict) -> int:
-    """Samples of a cell of a language model, end to end or one in a row."""
-    return len(cell["ends"]) - 1 if "ends" in cell else len(cell["input_ids"])
+def samples_in(micro_batch: dict) -> int:
+    """Samples of a micro-batch of a language model, end to end or one in a row."""
+    return len(micro_batch["ends"]) - 1 if "ends" in micro_batch else len(micro_batch["input_ids"])
 
 
 def fresh_accelerator() -> None:
@@ -140,7 +140,7 @@ def evaluations(output_dir: Path) -> list[dict]:
 
 
 def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
-    """step -> sorted (epoch, sample id) of samples.jsonl, over all processes and micro-steps."""
+    """step -> sorted (epoch, sample id) of samples.jsonl, over all processes and micro-batches."""
     steps: dict[int, list[tuple[int, int]]] = {}
     for line in map(json.loads, (output_dir / "samples.jsonl").read_text().splitlines()):
         steps.setdefault(line["step"], []).extend(zip(line["epochs"], line["samples"], strict=True))

@@ -30,13 +30,13 @@ sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv
 
 @contextlib.contextmanager
 def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
-    """Let cells of more than `num_samples()` samples run out of memory."""
+    """Let micro-batches of more than `num_samples()` samples run out of memory."""
     forward = scripts[program].PretrainingSums.forward
 
-    def limited(self, **cell):
-        if torch.is_grad_enabled() and samples_in(cell) > num_samples():
+    def limited(self, **micro_batch):
+        if torch.is_grad_enabled() and samples_in(micro_batch) > num_samples():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, **cell)
+        return forward(self, **micro_batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(scripts[program].PretrainingSums, "forward", limited)

@@ -1,4 +1,5 @@
-"""Optimizers that accumulate, on one of several processes over gloo: run as a program; the cells that all of them share."""
+"""Optimizers that accumulate, on one of several processes over gloo: run as a program; the micro-batches that all of them
+share."""
 
 import contextlib
 import sys
@@ -11,8 +12,8 @@ from torch import nn
 from samestep.step.optim import AccumulatingAdamW, AccumulatingSGD, folding
 
 STEPS = 50
-CELLS = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}
-"""Samples of each process's cells: of one step the same ones on any number of processes."""
+MICRO_BATCHES = {1: [[3, 1, 4, 2]], 2: [[3, 1, 4], [2]], 3: [[3, 1], [], [4, 2]]}
+"""Samples of each process's micro-batches: of one step the same ones on any number of processes."""
 OPTIMIZERS = {
     "sgd": lambda groups: AccumulatingSGD(groups, 0.05, 0.9),
     **{
@@ -23,7 +24,7 @@ OPTIMIZERS = {
 
 
 class Network(nn.Module):
-    """Two groups of parameters, one tensor that is projected, one that is frozen, one that only some cells use."""
+    """Two groups of parameters, one tensor that is projected, one that is frozen, one that only some micro-batches use."""
 
     def __init__(self):
         super().__init__()
@@ -47,8 +48,8 @@ def groups(network: Network) -> list[dict]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
 
 
-def cell_losses(network: nn.Module, step: int):
-    """Each cell's share of the step's loss, which is a mean over samples."""
+def micro_batch_losses(network: nn.Module, step: int):
+    """Each micro-batch's share of the step's loss, which is a mean over samples."""
     generator = torch.Generator().manual_seed(step)
     sizes = [3, 1, 4, 2]
     for size in sizes:
@@ -59,7 +60,7 @@ def cell_losses(network: nn.Module, step: int):
 def main(rank: int, size: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     folding.BUCKET = 1000  # so that there are several
-    sizes, found = CELLS[size][rank], {}
+    sizes, found = MICRO_BATCHES[size][rank], {}
     for name, make in OPTIMIZERS.items():
         network = build(seed=rank)
         optimizer = make(groups(network))
@@ -67,10 +68,10 @@ def main(rank: int, size: int, folder: Path) -> None:
         early = []
         for step in range(STEPS):
             optimizer.gradient_accumulation_steps = max(1, len(sizes))
-            optimizer.num_cells = 4
-            losses = dict(cell_losses(network, step))
-            for cell in sizes:
-                (losses[cell]() * size).backward()  # of which DistributedDataParallel would take the mean
+            optimizer.num_micro_batches = 4
+            losses = dict(micro_batch_losses(network, step))
+            for micro_batch in sizes:
+                (losses[micro_batch]() * size).backward()  # of which DistributedDataParallel would take the mean
             early.append(optimizer._num_launched)
             norm = optimizer.clip_grad_norm_()
             optimizer.step()

@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.step import batch_norm
 
 LAYER_SIZES = {2: [[5, 2], [0, 7]], 3: [[4, 0, 3], [1, 5, 1]]}
-"""Samples of each process in two micro-steps."""
-CELLS = {1: [[5, 3, 1]], 2: [[5, 3], [1]], 3: [[5, 3], [], [1]]}
-"""Sizes of each process's cells of a step."""
-EVEN_CELLS = {2: [[5, 0], [3, 1]], 3: [[5, 2], [0, 0], [1, 1]]}
-"""As many cells on each process."""
-ONE_CELL = {2: [[5], [4]], 3: [[5], [0], [4]]}
+"""Samples of each process in two micro-batches."""
+MICRO_BATCHES = {1: [[5, 3, 1]], 2: [[5, 3], [1]], 3: [[5, 3], [], [1]]}
+"""Sizes of each process's micro-batches of a step."""
+EVEN_MICRO_BATCHES = {2: [[5, 0], [3, 1]], 3: [[5, 2], [0, 0], [1, 1]]}
+"""As many micro-batches on each process."""
+ONE_MICRO_BATCH = {2: [[5], [4]], 3: [[5], [0], [4]]}
 
 
 def block(in_channels: int, out_channels: int) -> list[nn.Module]:
@@ -59,17 +59,17 @@ def samples(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 
 def cut(sizes: list[list[int]], process: int) -> list[slice]:
-    """This process's cells, as slices of the samples."""
+    """This process's micro-batches, as slices of the samples."""
     ends = itertools.accumulate(itertools.chain(*sizes), initial=0)
-    cells = [slice(*pair) for pair in itertools.pairwise(ends)]
+    micro_batches = [slice(*pair) for pair in itertools.pairwise(ends)]
     first = sum(map(len, sizes[:process]))
-    return cells[first : first + len(sizes[process])]
+    return micro_batches[first : first + len(sizes[process])]
 
 
 def make_loss(model: nn.Module, dtype: torch.dtype = torch.float64):
-    """A cell's share of the step's loss."""
+    """A micro-batch's share of the step's loss."""
     images, labels = samples(dtype)
-    return lambda cell: F.cross_entropy(model(images[cell]), labels[cell], reduction="sum") / 9
+    return lambda micro_batch: F.cross_entropy(model(images[micro_batch]), labels[micro_batch], reduction="sum") / 9
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
@@ -77,7 +77,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def layer_and_maps() -> tuple[nn.BatchNorm2d, list[torch.Tensor]]:
-    """A layer and seven feature maps for each of two micro-steps, far from mean 0."""
+    """A layer and seven feature maps for each of two micro-batches, far from mean 0."""
     torch.manual_seed(2)
     layer = nn.BatchNorm2d(3).double()
     nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
@@ -107,16 +107,16 @@ def one_layer(rank: int, size: int) -> dict:
 def whole_step(kind: str, rank: int, size: int) -> dict:
     model = build(kind)
     batch_norm.synchronize(model)
-    cells, loss, collectives = cut(CELLS[size], rank), make_loss(model), []
+    micro_batches, loss, collectives = cut(MICRO_BATCHES[size], rank), make_loss(model), []
     whole, all_reduce = batch_norm.WholeStep(model), dist.all_reduce
     dist.all_reduce = lambda tensor, *rest, **kwargs: (collectives.append(0), all_reduce(tensor, *rest, **kwargs))[1]
-    whole.prepare(cells, loss)
+    whole.prepare(micro_batches, loss)
     dist.all_reduce = all_reduce
-    for cell in cells:
-        (loss(cell) + whole.correction()).backward()
+    for micro_batch in micro_batches:
+        (loss(micro_batch) + whole.correction()).backward()
     whole.finish()
     gradient = torch.zeros(sum(p.numel() for p in model.parameters())).double()
-    if cells:
+    if micro_batches:
         gradient = gradients(model)
     dist.all_reduce(gradient)
     return {"gradient": gradient, "collectives": len(collectives), "passes": passes(whole), "state": model.state_dict()}
@@ -131,12 +131,12 @@ def under_ddp(rank: int, size: int) -> dict:
     model = build("residual")
     batch_norm.synchronize(model)
     parallel = DistributedDataParallel(model, broadcast_buffers=False)
-    cells, (images, labels) = cut({2: [[3, 2], [4]], 3: [[3, 2], [3], [1]]}[size], rank), samples()
+    micro_batches, (images, labels) = cut({2: [[3, 2], [4]], 3: [[3, 2], [3], [1]]}[size], rank), samples()
     whole = batch_norm.WholeStep(model)
-    whole.prepare(cells, make_loss(model))
-    for place, cell in enumerate(cells):
-        parallel.require_backward_grad_sync = place == len(cells) - 1
-        loss = F.cross_entropy(parallel(images[cell]), labels[cell], reduction="sum") / 9
+    whole.prepare(micro_batches, make_loss(model))
+    for place, micro_batch in enumerate(micro_batches):
+        parallel.require_backward_grad_sync = place == len(micro_batches) - 1
+        loss = F.cross_entropy(parallel(images[micro_batch]), labels[micro_batch], reduction="sum") / 9
         ((loss + whole.correction()) * size).backward()
     whole.finish()
     return {"gradient": gradients(model)}
@@ -146,7 +146,9 @@ def deviations(rank: int, size: int) -> dict:
     model = build("residual")
     batch_norm.synchronize(model)
     before, loss = copy.deepcopy(model.state_dict()), make_loss(model)
-    found = [batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_CELLS, ONE_CELL)]
+    found = [
+        batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_MICRO_BATCHES, ONE_MICRO_BATCH)
+    ]
     return {"deviations": found, "is_untouched": same_state(model, before)}
 
 
@@ -158,20 +160,20 @@ def failures(rank: int, size: int) -> dict:
     """The last process fails in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
     model = build("plain")
     batch_norm.synchronize(model)
-    cells, loss, said = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
+    micro_batches, loss, said = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
     whole = batch_norm.WholeStep(model)
     for fails_with_gradient in (False, True):
 
-        def failing(cell, when=fails_with_gradient):
+        def failing(micro_batch, when=fails_with_gradient):
             if rank == size - 1 and torch.is_grad_enabled() == when:
                 raise MemoryError("none left")
-            return loss(cell)
+            return loss(micro_batch)
 
         try:
-            whole.prepare(cells, failing)
+            whole.prepare(micro_batches, failing)
         except Exception as error:
             said.append(type(error).__name__)
-    whole.prepare(cells, lambda cell: loss(cell) * (torch.inf if rank == 0 else 1))
+    whole.prepare(micro_batches, lambda micro_batch: loss(micro_batch) * (torch.inf if rank == 0 else 1))
     return {"said": said, "passes": passes(whole)}
 
 

@@ -1,7 +1,8 @@
 """Trainings in which memory runs out; by a fork server, or launched: run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
 
-From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute cells of more
-than 2 samples: it fails in the `forward`, in the `backward` of a micro-step that is not the last, or in the last one's, the
+From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute micro-batches
+of more
+than 2 samples: it fails in the `forward`, in the `backward` of a micro-batch that is not the last, or in the last one's, the
 `synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so in the rehearsal.
 """
 
@@ -36,13 +37,13 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def limited(self, **cell):
+    def limited(self, **micro_batch):
         is_late = kind == "always" or (steps and steps[-1] >= first)
         too_big = (
             torch.is_grad_enabled()
             and is_late
             and PartialState().process_index == process
-            and samples_in(cell) > MAX_SAMPLES
+            and samples_in(micro_batch) > MAX_SAMPLES
         )
         if too_big and kind in ("forward", "second", "always"):
             fail()
@@ -51,7 +52,7 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
             # The first layers are the last in the backward.
             layer = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
             hook = layer.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
-        result = forward(self, **cell)
+        result = forward(self, **micro_batch)
         if hook is not None:
             hook.remove()
         return result

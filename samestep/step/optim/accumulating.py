@@ -71,12 +71,13 @@ class AccumulatingAdamW(Accumulating):
 
     The first moment is exactly Adam's. For the second, G^2 of the step's gradient G = sum_q a_q is replaced by
 
-        mean_of_squares    K sum_q a_q^2: the mean of the cells' squared gradients g_q = K a_q (Su 2021)
+        mean_of_squares    K sum_q a_q^2: the mean of the micro-batches' squared gradients g_q = K a_q (Su 2021)
         sum_of_squares     sum_q a_q^2 (AdamA, 2305.19982)
         unbiased           ((1 - r) sum_q a_q^2 + (1 - 1/K) mhat_t^2) / (1 - r/K),   r = (1-b1)/(1+b1) (1+b1^t)/(1-b1^t)
 
-    Let cells have independent gradients g_q of mean mu and variance s, rho = s / mu^2. Then E G^2 = mu^2 (1 + rho/K), the
-    first is too large by (1 + rho) / (1 + rho/K), the second too small by (1 + rho)/K / (1 + rho/K). The third has the right
+    Let micro-batches have independent gradients g_q of mean mu and variance s, rho = s / mu^2. Then E G^2 = mu^2 (1 + rho/K),
+    the first is too large by (1 + rho) / (1 + rho/K), the second too small by (1 + rho)/K / (1 + rho/K). The third has the
+    right
     expectation for every rho, while mu and s last: E sum a_q^2 = mu^2 (1 + rho)/K and E mhat^2 = mu^2 (1 + r rho/K), r the sum
     of the squared weights of mhat's gradients, are two equations for mu^2 and s. It is exact where K = 1 or t = 1, and no
     better than the second where the mean changes its sign within 1 / (1 - b1) steps.
@@ -123,8 +124,8 @@ class AccumulatingAdamW(Accumulating):
         super().load_state_dict(state_dict)
         self._steps = {parameter: int(state["step"].item()) for parameter, state in self.state.items()}
 
-    def _cells(self) -> int:
-        return self.num_cells or self.gradient_accumulation_steps * self.num_processes
+    def _micro_batches(self) -> int:
+        return self.num_micro_batches or self.gradient_accumulation_steps * self.num_processes
 
     def _rates(self, group, number, t):
         beta1, beta2 = group["betas"]
@@ -133,17 +134,17 @@ class AccumulatingAdamW(Accumulating):
         yield decay, (1 - beta1) * share * expected
         decay, share = self._decays(beta2, number)
         if self.second_moment == "mean_of_squares":
-            share *= self._cells()
-        elif self.second_moment == "unbiased" and self._cells() > 1:
+            share *= self._micro_batches()
+        elif self.second_moment == "unbiased" and self._micro_batches() > 1:
             r = _noise(beta1, t)
-            share *= (1 - r) / (1 - r / self._cells())
+            share *= (1 - r) / (1 - r / self._micro_batches())
         yield decay, (1 - beta2) * share * expected**2
 
     def _squares(self, parameter):
-        if self.second_moment != "unbiased" or self._cells() == 1:
+        if self.second_moment != "unbiased" or self._micro_batches() == 1:
             return 0.0
         (beta1, beta2), t = self.param_groups[self._bucket_of[parameter].group]["betas"], self._steps[parameter]
-        share = (1 - 1 / self._cells()) / (1 - _noise(beta1, t) / self._cells())
+        share = (1 - 1 / self._micro_batches()) / (1 - _noise(beta1, t) / self._micro_batches())
         return (1 - beta2) * share / (1 - beta1**t) ** 2
 
     def _finish(self, group, parameters, means, squares):

@@ -1,8 +1,9 @@
 """Accumulation inside the optimizer: every gradient is folded into the moments as soon as it is complete, and freed.
 
-Gradient accumulation keeps a whole gradient alive from the first micro-step of a step to its end: 4 bytes per parameter. Here
-none is: a hook takes each parameter's gradient in the backward that computes it. A step is cut into K cells (k micro-steps on
-each of N processes), a_q is the gradient of cell q's share of the loss, and G = sum_q a_q that of the step:
+Gradient accumulation keeps a whole gradient alive from the first micro-batch of a step to its end: 4 bytes per parameter. Here
+none is: a hook takes each parameter's gradient in the backward that computes it. A step is cut into K micro-batches (k
+micro-batches on each of N processes), a_q is the gradient of micro-batch q's share of the loss, and G = sum_q a_q that of the
+step:
 
     m_t = b1 m_{t-1} + (1 - b1) sum_q a_q            exact: it is linear in the gradients
     v_t = b2 v_{t-1} + (1 - b2) G^2                  Adam's; without G, G^2 can only be estimated
@@ -42,13 +43,13 @@ class Accumulating(torch.optim.Optimizer):
     `coefficients` decide how moments decay, of decay b per step:
 
         exact         by b once per step
-        substitute    by 1 - (1 - b) / k in every micro-step (Su 2021)
-        root          by b^(1/k) in every micro-step, so by b per step, but older gradients of a step count less
-        unchanged     by b in every micro-step: one that only moves the parameters less often
+        substitute    by 1 - (1 - b) / k in every micro-batch (Su 2021)
+        root          by b^(1/k) in every micro-batch, so by b per step, but older gradients of a step count less
+        unchanged     by b in every micro-batch: one that only moves the parameters less often
 
     Attributes:
         gradient_accumulation_steps: k, backward passes of this process per step; may change between steps.
-        num_cells: K, cells of the step on all processes; None: k N. May change between steps.
+        num_micro_batches: K, micro-batches of the step on all processes; None: k N. May change between steps.
     """
 
     moments: tuple[str, ...]
@@ -69,7 +70,7 @@ class Accumulating(torch.optim.Optimizer):
         if problems:
             raise UsageError(problems)
         self.gradient_accumulation_steps, self.coefficients = gradient_accumulation_steps, coefficients
-        self.num_cells: int | None = None
+        self.num_micro_batches: int | None = None
         self._clip: float | Tensor = 1.0  # what the last step's gradient was multiplied with
         self._expected = 1.0  # and what this step's is, until its norm is known
         self.process_group: dist.ProcessGroup | None = None
@@ -131,7 +132,7 @@ class Accumulating(torch.optim.Optimizer):
         return 1 if self.process_group is None else self.process_group.size()
 
     # -----------------------------------------------------------------------------------------------------------------
-    # A micro-step: gradients are folded
+    # A micro-batch: gradients are folded
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
@@ -218,7 +219,7 @@ class Accumulating(torch.optim.Optimizer):
         return beta if self.coefficients == "exact" else self._micro_decay(beta) ** self.gradient_accumulation_steps
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The last micro-step: moments are added up over the processes
+    # The last micro-batch: moments are added up over the processes
 
     def _launch_full(self) -> None:
         """Reduce the buckets that are full, in their order, which is the same on all processes."""
@@ -337,7 +338,7 @@ class Accumulating(torch.optim.Optimizer):
         """Move the parameters, and begin the next step. Without a gradient it does nothing, as torch's optimizers.
 
         Args:
-            closure: computes the loss and its gradients, once: the last micro-step.
+            closure: computes the loss and its gradients, once: the last micro-batch.
 
         Raises:
             UsageError: a gradient was not folded.

@@ -1,4 +1,4 @@
-"""Fault: an exponential average of the weights moves at every micro-step: its half-life is k times too short."""
+"""Fault: an exponential average of the weights moves at every micro-batch: its half-life is k times too short."""
 # expect 4x4: average
 # expect 2x8: average
 # weights: equal

@@ -1,4 +1,4 @@
-"""Fault: the scheduler ticks at every micro-step, so that the rate falls k times as fast."""
+"""Fault: the scheduler ticks at every micro-batch, so that the rate falls k times as fast."""
 # expect 4x4: ticks_per_micro_step
 
 import torch

@@ -1,4 +1,4 @@
-"""Fault: of two optimizers the smaller one, of the head, is emptied at every micro-step."""
+"""Fault: of two optimizers the smaller one, of the head, is emptied at every micro-batch."""
 # expect 4x4: emptied_between
 # expect 2x8: emptied_between
 

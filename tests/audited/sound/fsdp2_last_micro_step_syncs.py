@@ -1,4 +1,4 @@
-"""Exact: FSDP2 reduces gradients in the last micro-step only; means over full micro-batches are divided by k.
+"""Exact: FSDP2 reduces gradients in the last micro-batch only; means over full micro-batches are divided by k.
 Gradients are clipped after that, and OneCycleLR is stepped once per optimizer step."""
 # expect 4x4: exact
 # expect 2x8: exact
