@@ -99,7 +99,7 @@ bench-accumulation: venv ## memory and time of accumulation in the optimizer; wr
 bench-loader: venv ## what loaders deliver beside what models take, and their memory; writes benchmarks/results/loader.*
 	$(BIN)/python benchmarks/loader.py --precision $(PRECISION)
 
-bench-linear: venv ## time of a step and memory over k = 1 to 64 micro-steps; writes benchmarks/results/linear.*
+bench-linear: venv ## time of a step and memory over k = 1 to 64 micro-batches; writes benchmarks/results/linear.*
 	$(BIN)/python benchmarks/linear.py
 
 bench-choices: venv ## loss curves of --speed auto beside those of safe; writes benchmarks/results/choices.*
