@@ -187,8 +187,8 @@ def test_what_nodes_remember():
     for operand in (5.0, torch.tensor(5.0)):
         for node in ((x * operand).grad_fn, (x / operand).grad_fn):
             assert float(torch_autograd.other_operand(node)) == 5.0
-    assert torch_autograd.shape_of_output(x.mean().grad_fn) == ()
-    assert torch_autograd.shape_of_output(x.mean(0).grad_fn) == (4,)
+    assert torch_autograd.output_shape(x.mean().grad_fn) == ()
+    assert torch_autograd.output_shape(x.mean(0).grad_fn) == (4,)
     for reduction in ("mean", "sum", "none"):
         lossy = [F.cross_entropy(x, labels, reduction=reduction), F.mse_loss(x, torch.zeros(3, 4), reduction=reduction)]
         lossy.append(F.binary_cross_entropy_with_logits(x, torch.zeros(3, 4), reduction="none"))
@@ -197,7 +197,7 @@ def test_what_nodes_remember():
 
 def test_pinning_reaches_what_is_nested(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
-    nested = torch_autograd.pinned([{"a": torch.zeros(1), "b": None, "c": (torch.zeros(1), "text")}])
+    nested = torch_autograd.pin_memory([{"a": torch.zeros(1), "b": None, "c": (torch.zeros(1), "text")}])
     assert nested[0]["a"] == nested[0]["c"][0] == 1
     assert (nested[0]["b"], nested[0]["c"][1]) == (None, "text")
 
@@ -209,7 +209,7 @@ def test_each_generation_of_workers_meets_in_keys_of_its_own(monkeypatch):
     for key, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(key, str(value))
     for number in ("1", "2", "2"):
-        url = torch_distributed.rendezvous_of(number)
+        url = torch_distributed.register_rendezvous(number)
         store, rank, size = next(dist.rendezvous(url, timeout=timedelta(seconds=10)))
         assert (rank, size) == (0, 1)
         assert isinstance(store, dist.PrefixStore)
@@ -334,7 +334,7 @@ def test_a_cpu_keeps_what_cuda_would():
             return torch.pow(x.bfloat16(), 3)
 
     before = [kept(of) for of in (attention, noise, power)]
-    with torch_tracing.as_cuda():
+    with torch_tracing.imitate_cuda():
         during = [kept(of) for of in (attention, noise, power)]
         assert power().dtype == torch.float32
     assert [kept(of) for of in (attention, noise, power)] == before
@@ -404,7 +404,7 @@ def test_models_are_made_without_first_weights():
     """Theirs are normal, with a deviation of 0.02; those of torch's layers 0.07."""
     deviation = lambda: BertModel(BertConfig(**BERT)).encoder.layer[0].output.dense.weight.std().item()  # noqa: E731
     assert deviation() == pytest.approx(0.02, rel=0.1)
-    with transformers_models.without_first_weights():
+    with transformers_models.skip_weight_initialization():
         assert deviation() == pytest.approx(64**-0.5 / 3**0.5, rel=0.1)
     assert deviation() == pytest.approx(0.02, rel=0.1)
 
@@ -419,7 +419,7 @@ def test_samples_of_one_document_whatever_their_places_say():
         return model(torch.tensor([[first, 1, 2, 3]]), position_ids=places, use_cache=False).last_hidden_state[0, -1]
 
     assert torch.equal(last(4), last(5))
-    with transformers_models.one_document():
+    with transformers_models.assume_single_document():
         assert not torch.allclose(last(4), last(5))
     assert torch.equal(last(4), last(5))
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.models import trace
-from samestep.models.trace import Trace, as_cuda, trace_config, trace_recipe, trace_step, traced_model
+from samestep.models.trace import Trace, imitate_cuda, trace_config, trace_recipe, trace_step, traced_model
 from samestep.planner.configs import read_config, shape_of
 from samestep.planner.memory import model_of, planned_memory
 from samestep.planner.timing import work_of
@@ -51,7 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:
-    """As a CPU allocates, without `as_cuda`."""
+    """As a CPU allocates, without `imitate_cuda`."""
     return trace_step(
         lambda: build(recipe),
         lambda model, num_samples: loss(model, recipe, num_samples),
@@ -160,7 +160,7 @@ def test_what_cuda_keeps_otherwise():
 
     assert [saved_bytes(function) for function in (dropout, power)] == [4 * numbers, 2 * numbers]
     assert saved_bytes(attention) > 2 * 4 * 64 * 64 * 4
-    with as_cuda():
+    with imitate_cuda():
         assert [saved_bytes(function) for function in (dropout, power)] == [numbers, 4 * numbers]
         assert saved_bytes(attention) == 4 * numbers + 2 * 4 * 64 * 4  # the output and a statistic per row
         assert F.dropout(torch.ones(3), 0.5, training=False).tolist() == [1, 1, 1]
@@ -368,7 +368,7 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
     measured = peak(lambda: forward().backward(), tmp_path)
     config.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "as_cuda", contextlib.nullcontext)
+        patch.setattr(trace, "imitate_cuda", contextlib.nullcontext)
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         traced = trace_config(str(tmp_path), 4, 128, **options)
     before = traced.parameters + traced.gradients + traced.moments

@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType, is_lomo_available
 def begin_step(accelerator: Accelerator) -> None:
     """Let the next `accelerator.accumulate` be the first of a step.
 
-    accelerate 1.15, `Accelerator.step`: the count of micro-batches, of which only the remainder by k is looked at. It must not
-    carry over from a step with another k, and nothing documented sets it back.
+    accelerate 1.15, `Accelerator.step`: the count of micro-batches, of which Accelerate uses only the remainder by k. It must
+    not carry over from a step with another k, and nothing documented sets it back.
     """
     accelerator.step = 0
 

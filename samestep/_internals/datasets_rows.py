@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # an extra brings datasets
 def rows_fingerprint(rows: "Dataset") -> str:
     """Return the hash of a table's files and of all that was done with them (datasets 5.2, `_fingerprint`).
 
-    The name of what is cached of it: `Dataset.map` takes one as `new_fingerprint`, which is documented, but none returns it.
+    Cached results have it in their names. `Dataset.map` takes one as `new_fingerprint`, which is documented, but nothing
+    documented returns it.
     """
     return rows._fingerprint

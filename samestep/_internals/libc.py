@@ -7,11 +7,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def stop_malloc_returning_memory() -> bool:
-    """Let malloc keep the memory of tensors that are freed (glibc 2.3 and later, `mallopt`); whether it does.
+    """Let malloc keep the memory of freed tensors (glibc 2.3 and later, `mallopt`); return whether it does.
 
-    By itself it gives that of large ones back to the system, which clears every page that it hands out again in the next step.
-    Images per second of the captcha reader's training on 2 cores: 151 without, 352 with it in float32, 385 and 635 in bf16, and
-    most memory held 1.24 and 1.46 GB there. Other libraries than glibc are left as they are.
+    Otherwise malloc gives the memory of large tensors back to the system, which clears every page that it hands out again in
+    the next step. Images per second of the captcha reader's training on 2 cores: in float32 151 without and 352 with it, in
+    bf16 385 and 635, with a peak memory of 1.24 and 1.46 GB. Other libraries than glibc are left as they are.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt

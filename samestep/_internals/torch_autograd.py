@@ -12,17 +12,17 @@ def other_operand(node: Node) -> Any:
     return getattr(node, "_saved_other", None)
 
 
-def shape_of_output(node: Node) -> torch.Size:
+def output_shape(node: Node) -> torch.Size:
     """Return the shape of a node's first output (torch 2.13, `_input_metadata`: the input of its backward)."""
     return torch.Size(node._input_metadata[0].shape)
 
 
 def is_mean_of_losses(node: Node) -> bool:
-    """Whether a loss function's reduction is "mean" (torch 2.13, `_saved_reduction`, 1 of torch's `at::Reduction`)."""
+    """Tell whether a loss function's reduction is "mean" (torch 2.13, `_saved_reduction`, 1 of torch's `at::Reduction`)."""
     return getattr(node, "_saved_reduction", None) == 1
 
 
-def pinned(value: Any) -> Any:
-    """Return collated values, nested or not, in page-locked memory, as a DataLoader with pin_memory does (torch 2.13,
+def pin_memory(value: Any) -> Any:
+    """Copy collated values, nested or not, to page-locked memory, as a DataLoader with pin_memory does (torch 2.13,
     `torch.utils.data._utils.pin_memory`)."""
     return _pinning.pin_memory(value)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def total(numbers: torch.Tensor) -> torch.Tensor:
-    """Begin to add up what all processes hold of a tensor; the sum is waited for where it is used first.
+    """Begin to add up the tensors of all processes; the sum is waited for where it is used first.
 
     torch 2.13, `torch.distributed._functional_collectives.all_reduce`, which torch compiles its collectives to. The documented
     `all_reduce(async_op=True)` returns a handle, which has to be waited for by hand.
@@ -40,34 +40,34 @@ def num_collectives(model: DistributedDataParallel) -> int:
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Put the buckets of gradients in their final order now, which is a collective after the first backward.
 
-    torch 2.13, `Reducer._rebuild_buckets`: by itself the next forward does it, which may fail on one process before it comes to
-    it, while the others wait.
+    torch 2.13, `Reducer._rebuild_buckets`: otherwise the next forward does it. That forward may fail on one process before it
+    gets there, while the others wait.
     """
     model.reducer._rebuild_buckets()
 
 
-def reduce_zeros(model: DistributedDataParallel, begun: int) -> None:
-    """Take part in the reductions of a backward that failed here, after the first `begun` ones, with zeros.
+def reduce_zeros(model: DistributedDataParallel, num_reduced: int) -> None:
+    """Take part in the reductions of a backward that failed here, after the first `num_reduced` ones, with zeros.
 
     torch 2.13, `Reducer._get_zeros_like_grad_buckets` and `_run_comm_hook`, which DistributedDataParallel's `join` uses for
     processes that have run out of samples: the other processes wait for as many reductions as there are buckets.
     """
-    buckets = model.reducer._get_zeros_like_grad_buckets()[begun:]
+    buckets = model.reducer._get_zeros_like_grad_buckets()[num_reduced:]
     for work in [model.reducer._run_comm_hook(bucket) for bucket in buckets]:
         work.wait()
 
 
 def begin_again(model: DistributedDataParallel, **settings: Any) -> None:
-    """Give `model` a new reducer, as if it had just been made of its module; whoever holds `model` keeps it.
+    """Give `model` a new reducer, as if it had just been made from its module; whoever holds `model` keeps it.
 
-    torch 2.13, `__init__` on an object that exists: a backward that was broken off leaves the reducer in no usable state, and
-    nothing documented resets it.
+    torch 2.13, `__init__` on an object that exists: a backward that was broken off leaves the reducer unusable, and nothing
+    documented resets it.
 
     Args:
-        settings: of DistributedDataParallel, but its devices, which stay.
+        settings: arguments of DistributedDataParallel, except its devices, which stay.
     """
-    where = {"device_ids": model.device_ids, "output_device": model.output_device}
-    DistributedDataParallel.__init__(model, model.module, **where, **settings)
+    devices = {"device_ids": model.device_ids, "output_device": model.output_device}
+    DistributedDataParallel.__init__(model, model.module, **devices, **settings)
 
 
 def release(model: nn.Module) -> None:
@@ -81,17 +81,18 @@ def release(model: nn.Module) -> None:
             delattr(model, name)
 
 
-def rendezvous_of(generation: str) -> str:
-    """Return an `init_method` by which restarted workers meet (`--max_restarts`), in keys of their own.
+def register_rendezvous(generation: str) -> str:
+    """Return an `init_method` by which restarted workers meet (`--max_restarts`), with store keys of their own.
 
-    torch 2.13: in `env://` they find the addresses of the dead ones in the store that their agent keeps, and fail to connect.
+    torch 2.13: with `env://` they find the addresses of the dead workers in the store that their agent keeps, and fail to
+    connect.
     `rendezvous` and `register_rendezvous_handler` are not in its documentation.
 
     Args:
         generation: TORCHELASTIC_RESTART_COUNT, how many times the workers were restarted.
     """
 
-    def meet(url: str, timeout: timedelta, **more: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    def meet(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         yield dist.PrefixStore(f"generation-{generation}", store), rank, size
 

@@ -17,7 +17,7 @@ foreach_norm = torch._foreach_norm
 
 
 def has_onednn() -> bool:
-    """Whether torch 2.13 is built with `linear_by_onednn`, as it is for x86 CPUs."""
+    """Tell whether torch 2.13 is built with `linear_by_onednn`, as it is for x86 CPUs."""
     return hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -31,10 +31,10 @@ def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def replace_on_cpus(**kernels: Callable[..., torch.Tensor]) -> torch.library.Library:
-    """Compute operators of `aten` by other kernels on CPUs, backwards included, as long as what is returned exists.
+    """Compute operators of `aten` by other kernels on CPUs, backwards included, as long as the returned library exists.
 
-    torch 2.13: `torch.library.Library` is documented for operators of one's own; that it overrides torch's, and that torch's
-    come back when it is deleted, is not. Its warning that it overrides them is kept quiet.
+    torch 2.13: `torch.library.Library` is documented for a user's own operators. It is not documented that it overrides torch's
+    operators, nor that these come back when it is deleted. Its warning that it overrides them is silenced.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a trace on fake tensors needs: the tensors, what operators return, and a CPU that allocates as CUDA does."""
+"""What a trace on fake tensors needs: fake tensors, facts about operators, and a CPU that allocates as CUDA does."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "as_cuda", "tree_leaves"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "imitate_cuda", "tree_leaves"]
 
 ATTENTION_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch 2.13: the kernel that `scaled_dot_product_attention` takes on CPUs, of which torch's FLOP counter knows nothing."""
@@ -22,7 +22,7 @@ ATTENTION_ON_CPUS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """Return what tells one storage from all others that exist, of fake tensors too (torch 2.13, `_cdata`).
+    """Return a number that no other existing storage has, for fake tensors too (torch 2.13, `_cdata`).
 
     `data_ptr()`, which is documented, is no number where there is no memory.
     """
@@ -30,8 +30,8 @@ def address(storage: torch.UntypedStorage) -> int:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd counts a tensor as a view of another (torch 2.13, `_is_view`), so that no gradient is added to it in
-    place."""
+    """Tell whether autograd counts a tensor as a view of another (torch 2.13, `_is_view`), so that no gradient is added to it
+    in place."""
     return tensor._is_view()
 
 
@@ -47,7 +47,7 @@ def name(operator: torch._ops.OpOverload) -> str:
 
 # What CUDA's autocast computes in float32 and the CPU's does not.
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32
-IN_FLOAT32 = (
+FLOAT32_FUNCTIONS = (
     *((owner, name) for owner in (torch, Tensor) for name in ("pow", "exp", "rsqrt", "softmax", "log_softmax")),
     *((F, name) for name in ("softmax", "log_softmax", "softplus", "layer_norm", "group_norm")),
     *((F, name) for name in ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")),
@@ -56,13 +56,14 @@ IN_FLOAT32 = (
 
 
 @contextlib.contextmanager
-def as_cuda() -> Iterator[None]:
-    """While it lasts, CPU tensors, real or fake, are kept and freed as CUDA's would be, where the two differ (torch 2.13).
+def imitate_cuda() -> Iterator[None]:
+    """Keep and free CPU tensors, real or fake, within this context as CUDA would, where the two differ (torch 2.13).
 
     - Dropout keeps a mask of one byte per number. The CPU keeps scaled noise in the numbers' own type.
     - `scaled_dot_product_attention` with dropout runs in a kernel that stores no [T, T] matrix. The CPU falls back to plain
-      products, which store several. The kernel's dropout is left out: it keeps nothing but the state of its generator.
-    - Autocast computes `IN_FLOAT32` from inputs that it casts. The CPU keeps their types: gelu_new's power is in bfloat16.
+      products, which store several. The kernel's dropout is left out: it keeps only the state of its generator.
+    - Autocast computes `FLOAT32_FUNCTIONS` from inputs that it casts. The CPU keeps their types: gelu_new's power is in
+      bfloat16.
 
     The functions are replaced, in all threads. A TorchFunctionMode would not do: it ends where a backward begins, and what
     is computed again there would be as on a CPU.
@@ -70,8 +71,8 @@ def as_cuda() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "dropout", _dropout))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
-        for owner, function in IN_FLOAT32:
-            stack.enter_context(mock.patch.object(owner, function, _in_float32(getattr(owner, function))))
+        for owner, function in FLOAT32_FUNCTIONS:
+            stack.enter_context(mock.patch.object(owner, function, _compute_in_float32(getattr(owner, function))))
         yield
 
 
@@ -88,14 +89,14 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs
     return sdpa(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
-def _in_float32(function: Callable) -> Callable:
-    def widened(tensor: Tensor) -> Tensor:
+def _compute_in_float32(function: Callable) -> Callable:
+    def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
     @functools.wraps(function)
     def replacement(*args, **kwargs):
         if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, widen, (args, kwargs))
         return function(*args, **kwargs)
 
     return replacement

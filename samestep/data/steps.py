@@ -74,7 +74,7 @@ class StepData:
 
     def pin_memory(self) -> "StepData":
         """Called by the DataLoader: micro-batches in page-locked memory, from which copies to a GPU do not block."""
-        return dataclasses.replace(self, micro_batches=torch_autograd.pinned(self.micro_batches))
+        return dataclasses.replace(self, micro_batches=torch_autograd.pin_memory(self.micro_batches))
 
 
 class Steps(Dataset):

@@ -5,7 +5,7 @@ Every storage is counted from its first tensor to its last reference. torch.dist
 it also keeps statistics of every module, which nobody reads here, so the few lines that count are our own.
 
 The tensors are fake *CPU* tensors, because a torch built without CUDA makes no others. What CUDA allocates otherwise is
-taken in by `as_cuda`. Never counted: the CUDA context, workspaces of cuBLAS and cuDNN, what a kernel allocates and frees
+taken in by `imitate_cuda`. Never counted: the CUDA context, workspaces of cuBLAS and cuDNN, what a kernel allocates and frees
 inside itself, fragmentation, the allocator's rounding to 512 bytes.
 """
 
@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import find_labels
 
 from samestep._internals import torch_tracing, transformers_models
-from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, as_cuda, tree_leaves
+from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, imitate_cuda, tree_leaves
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner.transformer import Moment
@@ -149,7 +149,7 @@ def trace_step(
 ) -> Trace:
     """Trace a micro-batch and the optimizer's step after it, as they are once gradients and moments exist.
 
-    As on a CPU; within `as_cuda` as on a GPU. Each of the callables is called with fake tensors in force: tensors that it
+    As on a CPU; within `imitate_cuda` as on a GPU. Each of the callables is called with fake tensors in force: tensors that it
     makes are fake, and no number may be read from one.
 
     Args:
@@ -252,7 +252,7 @@ def trace_recipe(
         recipe = dataclasses.replace(recipe, model_name_or_path=None)
 
     def build() -> SummedLosses:
-        with transformers_models.without_first_weights():
+        with transformers_models.skip_weight_initialization():
             model = model_class.from_recipe(recipe, None)
         if issubclass(settings_class, LanguageModelSettings):
             settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
@@ -260,7 +260,7 @@ def trace_recipe(
             take()
         return model
 
-    with as_cuda():
+    with imitate_cuda():
         return trace_step(
             build,
             lambda model, num_samples: model(**model_class.example(recipe, num_samples))[0].sum(),
@@ -272,7 +272,7 @@ def trace_recipe(
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    with transformers_models.without_first_weights():
+    with transformers_models.skip_weight_initialization():
         return model_class(config)
 
 
@@ -354,7 +354,7 @@ def trace_config(
                 f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {_line(error)}"
             ) from None
 
-    with as_cuda(), transformers_models.one_document():
+    with imitate_cuda(), transformers_models.assume_single_document():
         return trace_step(
             build,
             loss,

@@ -73,5 +73,5 @@ def _scalar(node: torch.autograd.graph.Node) -> float | None:
 
 def _averages(node: torch.autograd.graph.Node, name: str) -> bool:
     if name.startswith("MeanBackward"):
-        return not torch_autograd.shape_of_output(node)  # to a single number
+        return not torch_autograd.output_shape(node)  # to a single number
     return torch_autograd.is_mean_of_losses(node)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_cpus
 from samestep._internals.libc import stop_malloc_returning_memory
-from samestep._internals.torch_distributed import rendezvous_of
+from samestep._internals.torch_distributed import register_rendezvous
 from samestep.errors import UsageError
 from samestep.step.batch_norm import BatchNorm
 from samestep.step.optim import Accumulating
@@ -81,7 +81,7 @@ def create_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(
-                init_method=None if generation == "0" else rendezvous_of(generation),
+                init_method=None if generation == "0" else register_rendezvous(generation),
                 timeout=timedelta(seconds=ddp_timeout),
             ),
         ],

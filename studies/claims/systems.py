@@ -66,7 +66,7 @@ def _trace_bert(config: BertConfig, kind: type, b: int, length: int) -> trace.Tr
         ids = torch.zeros(num_samples, length, dtype=torch.int64)
         return model(ids, labels=ids, next_sentence_label=ids[:, 0]).loss
 
-    with trace.as_cuda():
+    with trace.imitate_cuda():
         return trace.trace_step(
             build,
             loss,
