@@ -104,7 +104,9 @@ def add_gradients(
         correction: of batch normalisation over the whole step; 0 unless that is checked.
     """
     sums, counts = [], accumulate.total_counts(accelerator, torch.stack(step.counts).sum(0))
-    for micro_batch, own in zip(accumulate.accumulate_over(accelerator, step.micro_batches), step.counts, strict=True):
+    for micro_batch, own in zip(
+        accumulate.iterate_micro_batches(accelerator, step.micro_batches), step.counts, strict=True
+    ):
         with accelerator.accumulate(model):
             own_sums, _ = model(**to_device(micro_batch, accelerator.device))
             divisors = own.to(accelerator.device) if fault == FAULTS[1] else counts

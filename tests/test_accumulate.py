@@ -49,7 +49,7 @@ for step in range(2):
         time.sleep(0.01)
     counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(micro_batch) for micro_batch in micro_batches)]))
     (out / f"begun-{step}").touch()
-    for micro_batch in accumulate.accumulate_over(accelerator, micro_batches):
+    for micro_batch in accumulate.iterate_micro_batches(accelerator, micro_batches):
         with accelerator.accumulate(model):
             loss = model(micro_batch).pow(2).sum() / counts[0]
             accelerator.backward(loss * accumulate.loss_scale(accelerator))
@@ -89,7 +89,7 @@ def test_k_of_the_last_step_does_not_leak_into_the_next():
     model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
     synchronised = []
     for num_micro_batches in (3, 2, 1, 4):
-        for _ in accumulate.accumulate_over(accelerator, [None] * num_micro_batches):
+        for _ in accumulate.iterate_micro_batches(accelerator, [None] * num_micro_batches):
             with accelerator.accumulate(model):
                 synchronised.append(accelerator.sync_gradients)
         assert accumulate.loss_scale(accelerator) == num_micro_batches

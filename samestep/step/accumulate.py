@@ -1,4 +1,4 @@
-"""What makes `accelerator.accumulate` exact: counts of the whole step, and the scale that undoes k and N.
+"""Make `accelerator.accumulate` exact: by counts of the whole step, and the scale that undoes k and N.
 
 A micro-batch's loss, `losses.weighted_loss` of its sums with the whole step's counts, has a gradient that only needs to be
 added up over all micro-batches. `accelerator.backward` divides by k, and DistributedDataParallel averages over the N processes,
@@ -24,13 +24,13 @@ MicroBatch = TypeVar("MicroBatch")
 
 
 def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor:
-    """n_j of the step: the processes' counts added up in one all-reduce of a few integers.
+    """Add up the processes' counts in one all-reduce of a few integers: n_j of the step.
 
     Args:
         counts: int64 [terms], targets in this process's micro-batches.
 
     Returns:
-        int64 [terms] on the accelerator's device. It is waited for when it is used, after the first forward, not before.
+        int64 [terms] on the accelerator's device. Its first use, after the first forward, waits for it; nothing does before.
     """
     counts = counts.to(accelerator.device, non_blocking=True)
     return counts if accelerator.num_processes == 1 else torch_distributed.total(counts)
@@ -38,14 +38,14 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
 
 def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
     """Make torch's noise (dropout) a function of the seed, the step and the process: nothing to save, nothing to restore."""
-    number = hashlib.sha256(repr((seed, step, accelerator.process_index)).encode()).digest()[:8]
+    digest = hashlib.sha256(repr((seed, step, accelerator.process_index)).encode()).digest()[:8]
     # torch.manual_seed seeds every kind of device, and on a machine without GPUs notes a stack trace each time.
-    torch.default_generator.manual_seed(int.from_bytes(number, "big"))
+    torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
     if accelerator.device.type == "cuda":
-        torch.cuda.manual_seed(int.from_bytes(number, "big"))
+        torch.cuda.manual_seed(int.from_bytes(digest, "big"))
 
 
-def accumulate_over(accelerator: Accelerator, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+def iterate_micro_batches(accelerator: Accelerator, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
     """Iterate over a step's micro-batches so that `accelerator.accumulate` synchronises at the last one, and only there."""
     accelerator.gradient_accumulation_steps = len(micro_batches)
     begin_step(accelerator)
@@ -59,13 +59,16 @@ def clip(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
 ) -> torch.Tensor:
     """Clip the step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)), as
-    `torch.nn.utils.clip_grad_norm_` does. Where it accumulates in the optimizer, approximately (see
+    `torch.nn.utils.clip_grad_norm_` does. An optimizer that accumulates in its moments clips approximately (see
     `Accumulating.clip_grad_norm_`).
 
-    On CPUs torch computes |G| of large gradients inexactly (see `_row_norms`), and multiplies G with 1; here neither.
+    On CPUs torch computes |G| of large gradients inexactly (see `_row_norms`), and multiplies G by 1 where nothing is to be
+    clipped; this function does neither.
 
     Args:
         optimizer: as prepared by `accelerator`.
+        parameters: the ones whose gradients are clipped.
+        max_norm: the largest norm; None: no clipping, only the norm is computed.
 
     Returns:
         scalar on the device, the norm before clipping.
@@ -73,7 +76,7 @@ def clip(
     limit = math.inf if max_norm is None else max_norm
     if isinstance(optimizer.optimizer, Accumulating):
         return optimizer.optimizer.clip_grad_norm_(limit)
-    gradients = _on_cpu(accelerator, parameters)
+    gradients = _cpu_gradients(accelerator, parameters)
     if not gradients:
         return accelerator.clip_grad_norm_(parameters, limit)
     norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
@@ -83,8 +86,8 @@ def clip(
     return norm
 
 
-def _on_cpu(accelerator: Accelerator, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, where each process has them whole, and may read a number of theirs without waiting; else none."""
+def _cpu_gradients(accelerator: Accelerator, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients where each process has them whole on a CPU, and reading a number waits for nothing; else none."""
     is_whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
     is_ready = is_whole and accelerator.device.type == "cpu" and accelerator.scaler is None
     gradients = [p.grad for p in parameters if p.grad is not None] if is_ready else []
@@ -92,15 +95,15 @@ def _on_cpu(accelerator: Accelerator, parameters: list[nn.Parameter]) -> list[to
 
 
 def _row_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """L2 norms of a gradient's rows, [1] for a vector: of all that belongs to one index of its first dimension.
+    """Compute the L2 norms of a gradient's rows, [rows] in its dtype; a row is all that has one index of the first dimension.
 
-    `torch.linalg.vector_norm` adds up in one sum: in float32 it is 1e-7 too small for 1e4 numbers, 1e-6 for 1e5, 1e-5 for 1e6,
-    5e-3 for 4e7. Rows have sums of their own, and `torch.sum` adds those up pairwise.
+    A vector is one row. `torch.linalg.vector_norm` adds up in one sum: in float32 it is 1e-7 too small for 1e4 numbers, 1e-6
+    for 1e5, 1e-5 for 1e6, 5e-3 for 4e7. Rows have sums of their own, and `torch.sum` adds those up pairwise.
     """
     rows = torch.atleast_2d(gradient)
     return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.ndim)))
 
 
 def loss_scale(accelerator: Accelerator) -> int:
-    """k * N: undoes the division by k in `accelerator.backward` and the mean over N processes of the gradient reduction."""
+    """Return k * N, which undoes the division by k in `accelerator.backward` and the reduction's mean over N processes."""
     return accelerator.gradient_accumulation_steps * accelerator.num_processes

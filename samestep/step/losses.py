@@ -1,4 +1,4 @@
-"""Loss terms as sums over targets, and the loss of a step made of them.
+"""Compute loss terms as sums over targets, and the loss of a step from them.
 
 For the global batch S, terms j with weights w_j, the summed loss s_j(i) and the number of targets c_j(i) of a sample i:
 
@@ -18,7 +18,7 @@ IGNORED = -100  # label of a place where nothing is to be predicted
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Summed cross-entropy: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
+    """Sum the cross-entropy: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
 
     Args:
         logits: [targets, classes].
@@ -30,7 +30,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothin
 
 
 def squared_error_sum(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed squared error: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
+    """Sum the squared error: scalar in float32 or wider; 0, with a gradient of zeros, when nothing is to be predicted.
 
     Args:
         predictions: [targets, 1].
@@ -42,62 +42,63 @@ def squared_error_sum(predictions: torch.Tensor, labels: torch.Tensor) -> torch.
 
 
 def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Targets whose largest logit is the label's: int64 scalar. Arguments as in `cross_entropy_sum`."""
+    """Count the targets whose largest logit is the label's: int64 scalar. Arguments as in `cross_entropy_sum`."""
     return (logits.argmax(-1) == labels).sum()
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = LOGITS_AT_ONCE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
+    """Compute `cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
 
-    The rows are cut into chunks of max_logits / classes rows. With p = softmax(logits) and y the one-hot
-    labels, the gradient of the sum is known as soon as a chunk's logits are,
+    The rows are cut into chunks of max_logits / classes rows. With p = softmax(logits) and y the one-hot labels, the gradient
+    of the sum follows from a chunk's logits,
 
         d hidden = (p - y) weight,    d weight = sum over chunks (p - y)^T hidden,
 
-    so it is computed there and then, without computing any logits twice, and the backward only scales it (the idea of
-    Liger Kernel, Hsu et al. 2024, arXiv 2410.10989). Held from forward to backward: d hidden and one d weight, instead of
-    [rows, classes] three times over. Under autocast the products are computed in its dtype; the softmax, the sum and
-    d weight in float32 or wider.
+    so it is computed with them, without computing any logits twice, and the backward only scales it (the idea of Liger
+    Kernel, Hsu et al. 2024, arXiv 2410.10989). The forward keeps d hidden and one d weight for the backward, instead of
+    three tensors [rows, classes]. Under autocast the products are computed in its dtype; the softmax, the sum and d weight in
+    float32 or wider.
 
     Args:
         hidden: [rows, width].
         weight: [classes, width].
         labels: int64 [rows]; rows of -100 are left out.
-        max_logits: most logits at once.
+        max_logits: the largest number of logits at once.
 
     Returns:
-        Summed cross-entropy, scalar in float32 or wider; rows whose largest logit is the label's, int64 scalar, counted
-        only when no gradient is recorded, else 0.
+        The summed cross-entropy, scalar in float32 or wider; the number of rows whose largest logit is the label's, int64
+        scalar, counted only when no gradient is recorded, else 0.
     """
     return _LinearCrossEntropy.apply(hidden, weight, labels, max_logits, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, max_logits, with_gradient):
+    def forward(ctx, hidden, weight, labels, max_logits, needs_gradient):
         device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         total = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if with_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient else None
+        d_hidden = torch.zeros_like(hidden) if needs_gradient else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
         size = max(1, max_logits // len(weight))
         with torch.autocast(device, enabled=False):
             narrow_weight = weight.to(dtype)
             for first in range(0, len(labels), size):
                 chunk = slice(first, first + size)
-                rows, wanted = hidden[chunk].to(dtype), labels[chunk]
-                counted, places = wanted != IGNORED, wanted.clamp(min=0)[:, None]
+                # [n, width] and [n], n rows of this chunk; an ignored row gets class 0, and its loss and gradient are masked.
+                rows, targets = hidden[chunk].to(dtype), labels[chunk]
+                is_counted, classes = targets != IGNORED, targets.clamp(min=0)[:, None]
                 log_p = F.log_softmax(F.linear(rows, narrow_weight), -1, dtype=wide)
-                total -= torch.where(counted, log_p.gather(1, places).squeeze(1), 0).sum()
-                if not with_gradient:
-                    correct += (log_p.argmax(-1) == wanted).sum()
+                total -= torch.where(is_counted, log_p.gather(1, classes).squeeze(1), 0).sum()
+                if not needs_gradient:
+                    correct += (log_p.argmax(-1) == targets).sum()
                     continue
-                error = log_p.exp_().scatter_add_(1, places, log_p.new_full(places.shape, -1)).to(dtype)
-                d_hidden[chunk] = (error @ narrow_weight) * counted[:, None]
-                rows = rows * counted[:, None]
+                error = log_p.exp_().scatter_add_(1, classes, log_p.new_full(classes.shape, -1)).to(dtype)  # p - y
+                d_hidden[chunk] = (error @ narrow_weight) * is_counted[:, None]
+                rows = rows * is_counted[:, None]
                 if dtype == wide:
                     d_weight.addmm_(error.T, rows)
                 else:
@@ -116,8 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum_j w_j * s_j / n_j: the loss of a whole step from whole sums, or one micro-batch's part of it from its
-    sums.
+    """Compute sum_j w_j * s_j / n_j: the loss of a whole step, or the part of it that a micro-batch's sums give.
 
     Args:
         sums: [terms], summed losses of a micro-batch or of the step.

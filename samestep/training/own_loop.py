@@ -30,7 +30,7 @@ from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
 from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
-from samestep.step.accumulate import accumulate_over, loss_scale, total_counts
+from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared
@@ -84,7 +84,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         self._sums = torch.zeros((), device=self._accelerator.device)
-        for number, part in enumerate(accumulate_over(self._accelerator, self._micro_batches), 1):
+        for number, part in enumerate(iterate_micro_batches(self._accelerator, self._micro_batches), 1):
             self._current, self._num_losses = part, 0
             yield send_to_device(part.batch, self._accelerator.device, non_blocking=True)
             if self._is_first:

@@ -268,7 +268,7 @@ class Step:
     @property
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        for micro_batch in accumulate.accumulate_over(self.run.accelerator, self.data.micro_batches):
+        for micro_batch in accumulate.iterate_micro_batches(self.run.accelerator, self.data.micro_batches):
             yield to_device(micro_batch, self.run.accelerator.device)
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:

@@ -1,7 +1,7 @@
-"""Optimizers: torch's fused ones, and those that accumulate in their moments. Decay is on matrices and filters only, not on
-biases and normalisation weights.
+"""Make optimizers: torch's fused ones, and those that accumulate in their moments. Only matrices and filters decay, not biases
+and normalisation weights.
 
-Parameter groups carry `lr_scale`, what the schedule's learning rate is multiplied with: 1 but for layer-wise decay.
+Parameter groups carry `lr_scale`, a factor of the schedule's learning rate: 1 except with layer-wise decay.
 """
 
 import itertools
@@ -21,13 +21,13 @@ __all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "dep
 def adamw(
     model: nn.Module, hyperparameters: Hyperparameters, weight_decay: float, layerwise_lr_decay: float = 1.0
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, 1711.05101).
+    """Make a fused AdamW (Loshchilov and Hutter 2019, 1711.05101).
 
     Args:
         model: its parameters that require gradients are trained.
         hyperparameters: learning rate, betas, eps.
         weight_decay: of matrices.
-        layerwise_lr_decay: learning rate of a layer / of the one above it (see `depths`).
+        layerwise_lr_decay: learning rate of a layer divided by the learning rate of the layer above it (see `depths`).
     """
     betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
     groups = _groups(model, weight_decay, layerwise_lr_decay)
@@ -37,12 +37,12 @@ def adamw(
 
 
 def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: float) -> torch.optim.SGD:
-    """SGD with momentum, as torch defines it: v = momentum * v + g + weight_decay * p, p = p - learning_rate * v."""
+    """Make a fused SGD with momentum, as torch does: v = momentum * v + g + weight_decay * p, p = p - learning_rate * v."""
     return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
 
 
 def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """The optimizer that a recipe asks for."""
+    """Make the optimizer that a recipe asks for."""
     scaled, decay = recipe.scaled(), recipe.weight_decay
     layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
     accumulates = recipe.accumulation == "optimizer"
@@ -59,10 +59,10 @@ def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """Parameter name -> layers above it: 0 of the head, 1 of the last layer, L of the first, L + 1 of the embeddings.
+    """Count the layers above each parameter, by name: 0 of the head, 1 of the last layer, L of the first, L + 1 of embeddings.
 
     Layer-wise decay d gives a parameter d ** depth of the learning rate (Howard and Ruder 2018, 1801.06146; Clark et al. 2020,
-    2003.10555). Layers are the items of a list called `layer`; before them are modules called `embeddings`.
+    2003.10555). Layers are the items of a list called `layer`; modules called `embeddings` come before them.
     """
     places = {}
     for name, _ in model.named_parameters():
@@ -74,10 +74,12 @@ def depths(model: nn.Module) -> dict[str, int]:
 
 
 def _groups(model: nn.Module, weight_decay: float, layerwise_lr_decay: float = 1.0) -> list[dict[str, Any]]:
-    """Parameters to decay and others, from the head down."""
-    groups, depth_of = [], depths(model)
-    for depth in sorted(set(depth_of.values())) if layerwise_lr_decay < 1 else [None]:
-        parameters = [p for name, p in model.named_parameters() if p.requires_grad and depth in (None, depth_of[name])]
+    """Group parameters that decay and the others, from the head down."""
+    groups, depth_by_name = [], depths(model)
+    for depth in sorted(set(depth_by_name.values())) if layerwise_lr_decay < 1 else [None]:
+        parameters = [
+            p for name, p in model.named_parameters() if p.requires_grad and depth in (None, depth_by_name[name])
+        ]
         scale = {"lr_scale": layerwise_lr_decay ** (depth or 0)}
         groups += [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay} | scale,
