@@ -1,12 +1,12 @@
-"""Batch normalisation whose statistics do not depend on how a step is cut.
+"""Normalise batches by statistics that do not depend on how a step is cut.
 
 Per channel, over the n elements of the feature maps x that are normalised together (Ioffe and Szegedy, 2015,
 arXiv:1502.03167):
 
     mean = sum x / n,    var = sum (x - mean)^2 / n,    xhat = (x - mean) / sqrt(var + eps),    y = weight * xhat + bias
 
-What is together: in `BatchNorm` a micro-batch on all processes, in `WholeStep` the whole step, though its micro-batches are
-computed one at a time. `FrozenBatchNorm` uses the running statistics. Statistics are computed, exchanged and combined in
+`BatchNorm` normalises a micro-batch on all processes together, `WholeStep` the whole step, though its micro-batches are
+computed one at a time; `FrozenBatchNorm` uses the running statistics. Statistics are computed, exchanged and combined in
 float32 or wider, as triples (n, mean, M2) with M2 = n var (Chan, Golub and LeVeque, 1983, The American Statistician 37).
 """
 
@@ -27,26 +27,26 @@ Loss = Callable[[MicroBatch], torch.Tensor]
 
 
 class PeerError(RunError):
-    """Another process failed where all have to go together; its own error says why."""
+    """Raised when another process failed in work that all share; that process's error says why."""
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """nn.BatchNorm2d, with the statistics of a micro-batch on all processes of a group. Made by `synchronize`.
+    """Normalises as nn.BatchNorm2d, with the statistics of a micro-batch on all processes of a group. Made by `synchronize`.
 
     With a group, every process calls it equally often. Processes may have different numbers of samples, or none. Gradients of
     weight and bias are this process's share of the sums, which DistributedDataParallel adds up. Checkpointed (its forward
     computed twice) it counts a micro-batch twice in its running statistics, as nn.BatchNorm2d does.
 
     Attributes:
-        group: the processes; None: this one alone.
-        mode: what a `WholeStep` at work computes in the place of training's forward.
+        group: the processes; None: this process alone.
+        mode: the function of a `WholeStep` at work that replaces training's forward; None: there is none.
     """
 
     group: dist.ProcessGroup | None = None
     mode: Callable[["BatchNorm", torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, C, H, W], in x's dtype and memory format, of x [S, C, H, W]."""
+        """Normalise x [S, C, H, W]: [S, C, H, W] in x's dtype and memory format."""
         if self.training and self.mode is not None:
             return self.mode(self, x)
         uses_running = not self.training and self.running_mean is not None
@@ -54,21 +54,22 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         self._check_input_dim(x)
         with torch.no_grad():
-            moments = _combine(_gather(_moments(x), self.group))
+            statistics = _combine(_gather(_statistics(x), self.group))
             if self.training:
-                self.update(moments)
-        return _Normalize.apply(x, moments, self, self.weight, self.bias)
+                self.update(statistics)
+        return _Normalize.apply(x, statistics, self, self.weight, self.bias)
 
     @torch.no_grad()
-    def update(self, moments: torch.Tensor) -> None:
-        """Running statistics after a step with these: as nn.BatchNorm2d, the variance divided by n - 1 instead of n.
+    def update(self, statistics: torch.Tensor) -> None:
+        """Update the running statistics, as nn.BatchNorm2d does: with the variance divided by n - 1 instead of n.
 
         Args:
-            moments: [3, C], n, mean and M2; n = 0 changes nothing.
+            statistics: [3, C], n, mean and M2 of a step; n = 0 changes nothing.
         """
         if self.running_mean is None:
             return
-        n, mean, squares = moments
+        n, mean, squares = statistics
+        # The running values move towards the new ones by a share [C]; 0 where there are no elements, which is no batch.
         self.num_batches_tracked += n[0] > 0
         share = (n > 0).to(n.dtype)
         share *= 1 / self.num_batches_tracked.clamp(min=1).to(n.dtype) if self.momentum is None else self.momentum
@@ -80,18 +81,18 @@ class FrozenBatchNorm(nn.BatchNorm2d):
     """Normalises with its running statistics and never changes them, in training, too. Made by `freeze`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, C, H, W] of x [S, C, H, W]."""
+        """Normalise x [S, C, H, W] by the running statistics: [S, C, H, W]."""
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 def synchronize(model: nn.Module) -> None:
-    """Make every nn.BatchNorm2d a `BatchNorm`, of all processes where there are several. Called by all of them.
+    """Make every nn.BatchNorm2d a `BatchNorm`, over all processes where there are several. Called by all processes.
 
     The modules stay the same objects, with their parameters, buffers and hooks; frozen ones stay frozen. Their collectives
-    have a process group of their own, so that they do not mix with those of DistributedDataParallel.
+    have a process group of their own, so that they do not mix with DistributedDataParallel's.
 
     Raises:
-        UsageError: a subclass of nn.BatchNorm2d, whose forward may do more.
+        UsageError: the model has a subclass of nn.BatchNorm2d, whose forward may do more.
     """
     layers = _layers(model)
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -110,17 +111,17 @@ def freeze(model: nn.Module) -> None:
 def _layers(model: nn.Module) -> list[nn.BatchNorm2d]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
     layers = {name: layer for name, layer in layers.items() if not isinstance(layer, FrozenBatchNorm)}
-    unknown = [name for name, layer in layers.items() if type(layer) not in (nn.BatchNorm2d, BatchNorm)]
-    if unknown:
+    unknown_names = [name for name, layer in layers.items() if type(layer) not in (nn.BatchNorm2d, BatchNorm)]
+    if unknown_names:
         raise UsageError(
-            f"{', '.join(unknown)} of {type(model).__name__}: a kind of batch normalisation that is not known here; only "
+            f"{', '.join(unknown_names)} of {type(model).__name__}: a kind of batch normalisation that is not known here; only "
             "nn.BatchNorm2d itself can be replaced"
         )
     return list(layers.values())
 
 
 class WholeStep:
-    """Batch normalisation of a whole step at once, though its micro-batches are computed one at a time: exact, for more passes.
+    """Normalises a whole step at once, though its micro-batches are computed one at a time: exact, at the cost of more passes.
 
     With the statistics s_l of layer l as variables, the loss of a step is a sum over micro-batches q again,
 
@@ -132,27 +133,27 @@ class WholeStep:
         dL = sum_q d [loss + sum_l lambda_l . m_l] at constant s,
         lambda_l = sum_q d/ds_l [loss + sum_(l' > l) lambda_l' . m_l'],
 
-    of which lambda = (-weight / sqrt(var + eps) * G, -weight / 2 (var + eps) * H) with G = sum dy and H = sum dy * xhat over
-    all micro-batches. `prepare` finds s by forward passes over all micro-batches, then G and H by passes with a backward. Both
-    systems are triangular: what depends on nothing unknown is exact after one pass, what depends on that after two, so as many
-    passes as there are layers are always enough. Fewer do, because micro-batches learn from each other: while a pass is under
-    way, the whole step's statistics are taken to have changed since the pass before as those of this process's micro-batches so
-    far have.
+    where lambda = (-weight / sqrt(var + eps) * G, -weight / 2 (var + eps) * H) with G = sum dy and H = sum dy * xhat over all
+    micro-batches. `prepare` finds s by forward passes over all micro-batches, then G and H by passes with a backward. Both
+    systems are triangular: layers that depend on no unknown statistics are exact after one pass, layers that depend on these
+    after two, so as many passes as there are layers are always enough. Fewer suffice, because a micro-batch uses what earlier
+    ones of the same pass found: the whole step's statistics are assumed to have changed since the previous pass as the
+    statistics of this process's micro-batches up to the present one have.
 
         whole.prepare(micro_batches, loss)
         for micro_batch in micro_batches:
             backward(loss(micro_batch) + whole.correction())
         whole.finish()
 
-    Held are one micro-batch's activations at a time, and per micro-batch four numbers per channel. Out of scope: dropout and
-    other noise, which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
+    Memory holds one micro-batch's activations at a time, and per micro-batch four numbers per channel. Out of scope: dropout
+    and other noise, which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
 
     Args:
         model: without DistributedDataParallel around it, its layers made `BatchNorm` by `synchronize`. Layers in evaluation
             mode, and layers that a forward does not reach, are left alone.
-        tolerance: passes end when none changes any layer's y (in the adjoint passes: its gradient) by more, as root mean
-            square over root mean square. None: 16 eps of the statistics' dtype, which is what summing in another order makes of
-            it; where layers compute in half precision, eps / 2 of that, to which each y is rounded anyway.
+        tolerance: passes end when a pass changes no layer's y (in the adjoint passes: its gradient) by more, as root mean
+            square over root mean square. None: 16 eps of the statistics' dtype, about the effect of summing in another order;
+            where layers compute in half precision, half that precision's eps, to which each y is rounded anyway.
 
     Attributes:
         layers: the model's `BatchNorm`.
@@ -182,7 +183,7 @@ class WholeStep:
 
         Raises:
             UsageError: a layer is called twice in a forward.
-            PeerError: a pass failed on another process. There it raises what it was.
+            PeerError: a pass failed on another process, which raises the error itself.
         """
         self.release()
         if not self.layers:
@@ -196,9 +197,9 @@ class WholeStep:
         self._set_mode(self._apply)
 
     def correction(self) -> torch.Tensor:
-        """sum_l lambda_l . m_l of the latest forward, a scalar whose value is left out (0): only its gradient counts.
+        """Return sum_l lambda_l . m_l of the latest forward, a scalar whose value is replaced by 0: only its gradient counts.
 
-        So loss + correction() still is the loss. Once per forward.
+        So loss + correction() still is the loss. To be called once per forward.
         """
         total = sum(self._terms.values(), torch.zeros(()))
         self._terms = {}
@@ -206,15 +207,15 @@ class WholeStep:
 
     def finish(self) -> None:
         """Update running statistics once, with those of the whole step, and let the layers be ordinary ones again."""
-        if self._moments is not None:
+        if self._statistics is not None:
             for layer, place in self._places.items():
-                layer.update(self._moments[:, place])
+                layer.update(self._statistics[:, place])
         self.release()
 
     def release(self) -> None:
         """Let the layers be ordinary ones again, running statistics as they are: after a step that failed."""
         self._set_mode(None)
-        self._moments = self._slopes = self._sofar = self._counts = None
+        self._statistics = self._slopes = self._prefix_totals = self._counts = None
         self._terms: dict[BatchNorm, torch.Tensor] = {}
 
     def _set_mode(self, mode: Callable | None) -> None:
@@ -222,112 +223,119 @@ class WholeStep:
             layer.mode = mode
 
     def _find_statistics(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> None:
-        """Sets _moments [3, channels]: n, mean and M2 of the step; and _var, _invstd."""
-        some = next(self.model.parameters())
+        """Compute _statistics [3, channels]: n, mean and M2 of the step; and _var, _invstd [channels]."""
+        parameter = next(self.model.parameters())
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
-        self._sofar = torch.zeros(len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=some.device)
-        eps = torch.cat([some.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
+        # [micro-batches, 3, channels]: after each micro-batch, the statistics of it and those before it on this process.
+        self._prefix_totals = torch.zeros(len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=parameter.device)
+        eps = torch.cat([parameter.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
         self._precision = 0.0
         self._set_mode(self._measure)
         for number in range(1, len(self.layers) + 1):
             self.num_forward_passes = number
             with torch.no_grad():
-                parts = self._pass(micro_batches, loss)
-            before, self._moments = self._moments, _combine(parts)
-            n, mean, squares = self._moments
+                parts = self._run_pass(micro_batches, loss)
+            previous, self._statistics = self._statistics, _combine(parts)
+            n, mean, squares = self._statistics
             self._var = squares / n.clamp(min=1)
             self._invstd = (self._var + eps).rsqrt()
-            if before is not None:
-                d_mean = (mean - before[1]) * self._invstd
-                d_var = (squares - before[2]) / n.clamp(min=1) * self._invstd**2 / 2
-                if self._is_settled(d_mean**2 + d_var**2, torch.ones_like(mean), self._moments):
+            if previous is not None:
+                # y changes by d_mean + xhat d_var, whose mean square is the sum of theirs: xhat has mean 0 and variance 1
+                d_mean = (mean - previous[1]) * self._invstd
+                d_var = (squares - previous[2]) / n.clamp(min=1) * self._invstd**2 / 2
+                if self._is_settled(d_mean**2 + d_var**2, torch.ones_like(mean), self._statistics):
                     break
 
     def _measure(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-        if layer in self._reached:
+        if layer in self._visited_layers:
             raise UsageError(
                 f"{self.names[layer]} is called twice in a forward: batch normalisation of a whole step has one set of "
                 "statistics per layer. Give each call a layer of its own"
             )
-        self._reached.add(layer)
+        self._visited_layers.add(layer)
         place = self._places[layer]
-        old, own = self._add(place, _moments(x), lambda *both: _combine(torch.stack(both)))
-        mean, var = own[1], own[2] / own[0].clamp(min=1)
-        if self._moments is not None:  # the affine map that makes the old distribution the new one
-            growth = (own[2] / old[2]).nan_to_num(1.0).clamp(0.25, 4.0)
-            mean = mean + growth.sqrt() * (self._moments[1, place] - old[1])
+        old, new = self._add(place, _statistics(x), lambda *parts: _combine(torch.stack(parts)))
+        mean, var = new[1], new[2] / new[0].clamp(min=1)
+        if self._statistics is not None:  # the affine map that makes the old distribution the new one
+            growth = (new[2] / old[2]).nan_to_num(1.0).clamp(0.25, 4.0)
+            mean = mean + growth.sqrt() * (self._statistics[1, place] - old[1])
             var = growth * self._var[place]
         if x.dtype.itemsize < 4:
             self._precision = torch.finfo(x.dtype).eps
         return _normalize(layer, x, mean, var)
 
     def _find_adjoints(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float) -> None:
-        """Sets _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
-        self._counts, self._sofar = self._sofar[:, 0].clone(), torch.zeros_like(self._sofar)
-        self._anchor = torch.zeros((), device=self._sofar.device, requires_grad=True)
+        """Compute _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
+        # [micro-batches, channels]: n of each micro-batch and those before it; from here on, totals are of the three sums
+        self._counts, self._prefix_totals = self._prefix_totals[:, 0].clone(), torch.zeros_like(self._prefix_totals)
+        self._anchor = torch.zeros((), device=self._prefix_totals.device, requires_grad=True)
         self._set_mode(self._propagate)
 
         def backward(micro_batch: MicroBatch) -> None:
-            scaled = loss(micro_batch) * scale
-            if scaled.requires_grad:
-                torch.autograd.grad(scaled, self._anchor, allow_unused=True)
+            scaled_loss = loss(micro_batch) * scale
+            if scaled_loss.requires_grad:
+                torch.autograd.grad(scaled_loss, self._anchor, allow_unused=True)
 
         for number in range(1, len(self.layers) + 1):
             self.num_adjoint_passes = number
-            before, self._slopes = (
-                self._slopes,
-                self._pass(micro_batches, backward).sum(0) / self._moments[0].clamp(min=1),
-            )
-            if before is not None:
-                changes = (self._slopes - before)[:2].square().sum(0)
+            sums = self._run_pass(micro_batches, backward).sum(0)
+            previous, self._slopes = self._slopes, sums / self._statistics[0].clamp(min=1)
+            if previous is not None:
+                changes = (self._slopes - previous)[:2].square().sum(0)
                 if self._is_settled(changes, self._slopes[2], self._slopes):
                     break
-        self._slopes, self._sofar, self._counts = self._slopes / scale, None, None
+        self._slopes, self._prefix_totals, self._counts = self._slopes / scale, None, None
 
     def _propagate(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
         return _Propagate.apply(x, self._anchor, layer, self)
 
     def _apply(self, layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
         place = self._places[layer]
-        mean, invstd, slopes = self._moments[1, place], self._invstd[place], self._slopes[:, place]
+        mean, invstd, slopes = self._statistics[1, place], self._invstd[place], self._slopes[:, place]
         if torch.is_grad_enabled():
             factor = -invstd if layer.weight is None else -invstd * layer.weight.detach()
             self._terms[layer] = _Correction.apply(x, mean, factor * slopes[0], factor * invstd * slopes[1])
         return _normalize(layer, x, mean, self._var[place])
 
-    def _add(self, place: slice, own: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the micro-batches up to the present one gave in the pass before, and what they give now with this micro-batch's
-        own."""
-        now = add(self._running[:, place], own)
-        self._running[:, place] = now
-        return self._sofar[self._index, :, place], now
+    def _add(self, place: slice, values: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a layer's values [3, C] of the present micro-batch to the running total of this pass.
 
-    def _pass(self, micro_batches: Sequence[MicroBatch], work: Callable[[MicroBatch], object]) -> torch.Tensor:
-        """Go through this process's micro-batches: [processes, 3, channels], what the micro-batches of each process gave.
-        Called by all."""
-        error, self._running = None, self._sofar.new_zeros(self._sofar.shape[1:])
+        Returns:
+            [3, C] each: the layer's total up to this micro-batch in the previous pass, and in this pass.
+        """
+        total = add(self._running_total[:, place], values)
+        self._running_total[:, place] = total
+        return self._prefix_totals[self._index, :, place], total
+
+    def _run_pass(self, micro_batches: Sequence[MicroBatch], work: Callable[[MicroBatch], object]) -> torch.Tensor:
+        """Go through this process's micro-batches, and gather the total of each process: [processes, 3, channels].
+
+        Called by all processes.
+        """
+        error, self._running_total = None, self._prefix_totals.new_zeros(self._prefix_totals.shape[1:])
         try:
             for self._index, micro_batch in enumerate(micro_batches):
-                self._reached: set[BatchNorm] = set()
+                self._visited_layers: set[BatchNorm] = set()
                 work(micro_batch)
-                self._sofar[self._index] = self._running
+                self._prefix_totals[self._index] = self._running_total
         except Exception as failure:  # the others wait
             error = failure
-        flags = self._running.new_tensor([error is not None, self._precision])
-        slots = _gather(torch.cat([flags, self._running.flatten()]), self.group)
+        # One collective, [processes, 2 + 3 channels]: whether a process failed, its layers' precision, its total.
+        flags = self._running_total.new_tensor([error is not None, self._precision])
+        slots = _gather(torch.cat([flags, self._running_total.flatten()]), self.group)
         has_failed, self._precision = slots[:, :2].amax(0).tolist()
         if error is not None:
             raise error
         if has_failed:
             raise PeerError("another process failed while the statistics of the step were computed")
-        return slots[:, 2:].unflatten(1, self._running.shape)
+        return slots[:, 2:].unflatten(1, self._running_total.shape)
 
-    def _is_settled(self, changes: torch.Tensor, sizes: torch.Tensor, now: torch.Tensor) -> bool:
-        """Whether no layer's share of changes [channels], by its share of sizes [channels], exceeds tolerance squared.
+    def _is_settled(self, changes: torch.Tensor, sizes: torch.Tensor, values: torch.Tensor) -> bool:
+        """Tell whether in no layer the sum of changes [channels] over the sum of sizes [channels] exceeds tolerance squared.
 
-        All processes decide alike. Channels of which `now` [3, channels] is not finite, and will not be, do not count.
+        All processes decide alike. Channels whose `values` [3, channels] are not finite, and will not be, do not count.
         """
-        is_finite = now.isfinite().all(0)
+        is_finite = values.isfinite().all(0)
         changes, sizes = torch.where(is_finite, changes, 0.0), torch.where(is_finite, sizes, 0.0)
         pairs = zip(changes.split(self._sizes), sizes.split(self._sizes), strict=True)
         tiny = torch.finfo(changes.dtype).tiny
@@ -342,11 +350,11 @@ class WholeStep:
 
 
 def deviation(model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss) -> float:
-    """How far the statistics of micro-batches take a step's gradient: |own - whole| / |whole|, over all parameters.
+    """Measure how far the statistics of micro-batches change a step's gradient: |usual - exact| / |exact|, over all parameters.
 
-    `own`: the gradient as training without `WholeStep` computes it, `whole`: with the statistics of the whole step, to a
+    `usual` is the gradient that training without `WholeStep` computes, `exact` uses the statistics of the whole step, to a
     tolerance of 1e-4. Called by all processes; where there are several, all have equally many micro-batches, empty ones
-    included. Parameters' .grad, running statistics and modes are left as they were. Noise in the model is taken for deviation.
+    included. Parameters' .grad, running statistics and modes are left as they were. Noise in the model counts as deviation.
 
     Args:
         model, micro_batches, loss: as for `WholeStep`; a constant factor of the loss does not matter.
@@ -356,22 +364,22 @@ def deviation(model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss)
     buffers = [(buffer, buffer.clone()) for layer in whole.layers for buffer in layer.buffers()]
     model.train()
     try:
-        own = _gradient(model, micro_batches, loss, whole.group)
+        usual = _gradient(model, micro_batches, loss, whole.group)
         whole.prepare(micro_batches, loss)
         exact = _gradient(model, micro_batches, lambda micro_batch: loss(micro_batch) + whole.correction(), whole.group)
     finally:
         whole.release()
         for module, training in modes.items():
             module.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return ((own - exact).norm() / exact.norm()).item()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return ((usual - exact).norm() / exact.norm()).item()
 
 
 def _gradient(
     model: nn.Module, micro_batches: Sequence[MicroBatch], loss: Loss, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """[parameters], of the summed loss of all micro-batches of all processes."""
+    """Compute the gradient [parameters] of the summed loss of all micro-batches of all processes."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     totals = [torch.zeros_like(parameter) for parameter in parameters]
     for micro_batch in micro_batches:
@@ -386,36 +394,38 @@ def _gradient(
 
 
 class _Normalize(torch.autograd.Function):
-    """y of x normalised by statistics of all processes, of which x is a part.
+    """Normalises x to y by statistics of all processes, of which x is a part.
 
     dx = weight / sqrt(var + eps) * (dy - sum dy / n - xhat * sum (dy * xhat) / n), sums over all processes.
     """
 
     @staticmethod
-    def forward(ctx, x, moments, layer, weight, bias):
-        n, mean, squares = moments
+    def forward(ctx, x, statistics, layer, weight, bias):
+        n, mean, squares = statistics
         var = squares / n.clamp(min=1)
         ctx.group, ctx.invstd = layer.group, (var + layer.eps).rsqrt()
-        ctx.save_for_backward(x, weight, moments)
+        ctx.save_for_backward(x, weight, statistics)
         return _normalize(layer, x, mean, var)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, weight, (n, mean, _) = ctx.saved_tensors
-        dy, xhat = dy.to(mean.dtype), (x - _maps(mean)) * _maps(ctx.invstd)
-        own = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3))])
-        d_bias, d_weight = (None, None) if weight is None else own.to(weight.dtype)
+        dy, xhat = dy.to(mean.dtype), (x - _expand(mean)) * _expand(ctx.invstd)
+        # [2, C], the sums over this process's elements: gradients of bias and weight, and a part of all processes' sums.
+        sums = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3))])
+        d_bias, d_weight = (None, None) if weight is None else sums.to(weight.dtype)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _to_inputs(dy, xhat, _gather(own, ctx.group).sum(0) / n.clamp(min=1), weight, ctx.invstd).to(x.dtype)
+            slopes = _gather(sums, ctx.group).sum(0) / n.clamp(min=1)
+            dx = _input_gradient(dy, xhat, slopes, weight, ctx.invstd).to(x.dtype)
         return dx, None, None, d_weight, d_bias
 
 
 class _Propagate(torch.autograd.Function):
-    """An adjoint pass's layer: y of x, whose backward adds up what it sees and goes on with the sums of the whole step.
+    """Computes a layer in an adjoint pass: y of x; the backward adds up its sums and goes on with the whole step's.
 
-    The anchor is what the gradient is asked for: so every layer that was reached is part of the backward, and no parameter.
+    Gradients are asked for the anchor: so every layer of the forward is part of the backward, and no parameter is.
     """
 
     @staticmethod
@@ -423,23 +433,24 @@ class _Propagate(torch.autograd.Function):
         place = step._places[layer]
         ctx.layer, ctx.step, ctx.place, ctx.index = layer, step, place, step._index
         ctx.save_for_backward(x)
-        return _normalize(layer, x, step._moments[1, place], step._var[place])
+        return _normalize(layer, x, step._statistics[1, place], step._var[place])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x,), step, place = ctx.saved_tensors, ctx.step, ctx.place
-        mean, invstd = step._moments[1, place], step._invstd[place]
-        dy, xhat = dy.to(mean.dtype), (x - _maps(mean)) * _maps(invstd)
-        own = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3)), (dy * dy).sum((0, 2, 3))])
-        old, own = step._add(place, own, torch.add)
+        mean, invstd = step._statistics[1, place], step._invstd[place]
+        dy, xhat = dy.to(mean.dtype), (x - _expand(mean)) * _expand(invstd)
+        sums = torch.stack([dy.sum((0, 2, 3)), (dy * xhat).sum((0, 2, 3)), (dy * dy).sum((0, 2, 3))])
+        old, new = step._add(place, sums, torch.add)  # [3, C] each
+        # Means [3, C]: of the micro-batches up to this one; later the whole step's, changed as those micro-batches' have.
         n = step._counts[ctx.index, place].clamp(min=1)
-        slopes = own / n if step._slopes is None else step._slopes[:, place] + (own - old) / n
-        return _to_inputs(dy, xhat, slopes, ctx.layer.weight, invstd).to(x.dtype), None, None, None
+        slopes = new / n if step._slopes is None else step._slopes[:, place] + (new - old) / n
+        return _input_gradient(dy, xhat, slopes, ctx.layer.weight, invstd).to(x.dtype), None, None, None
 
 
 class _Correction(torch.autograd.Function):
-    """0, with the gradient a + b * (x - mean) for each element of x."""
+    """Returns 0, with the gradient a + b * (x - mean) for each element of x."""
 
     @staticmethod
     def forward(ctx, x, mean, a, b):
@@ -450,27 +461,27 @@ class _Correction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, scale):
         x, mean, a, b = ctx.saved_tensors
-        dx = _maps(scale * a) + _maps(scale * b) * (x - _maps(mean))
+        dx = _expand(scale * a) + _expand(scale * b) * (x - _expand(mean))
         return dx.to(x.dtype), None, None, None
 
 
 def _normalize(layer: BatchNorm, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
-    """y [S, C, H, W] of x by mean and var [C], constants."""
+    """Normalise x by mean and var [C], which are constants: y [S, C, H, W]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if each is None else each.to(wide) for each in (layer.weight, layer.bias))
+    weight, bias = (None if p is None else p.to(wide) for p in (layer.weight, layer.bias))
     return F.batch_norm(x, mean.to(wide), var.to(wide), weight, bias, eps=layer.eps)
 
 
-def _to_inputs(
+def _input_gradient(
     dy: torch.Tensor, xhat: torch.Tensor, slopes: torch.Tensor, weight: torch.Tensor | None, invstd: torch.Tensor
 ) -> torch.Tensor:
-    """dx [S, C, H, W]; slopes: means of dy and of dy * xhat, [C] each."""
+    """Compute dx [S, C, H, W]; slopes: means of dy and of dy * xhat, [C] each."""
     factor = invstd if weight is None else invstd * weight
-    return _maps(factor) * (dy - _maps(slopes[0]) - xhat * _maps(slopes[1]))
+    return _expand(factor) * (dy - _expand(slopes[0]) - xhat * _expand(slopes[1]))
 
 
-def _moments(x: torch.Tensor) -> torch.Tensor:
-    """[3, C] of x [S, C, H, W]: n, mean and M2; zeros where there is nothing."""
+def _statistics(x: torch.Tensor) -> torch.Tensor:
+    """Compute n, mean and M2, [3, C], of x [S, C, H, W]; zeros where x is empty."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     n = x.numel() // x.shape[1]
     if n == 0:
@@ -480,7 +491,7 @@ def _moments(x: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(parts: torch.Tensor) -> torch.Tensor:
-    """[3, C], moments of the union of parts [parts, 3, C]."""
+    """Combine the statistics of parts [parts, 3, C] into those of their union, [3, C]."""
     counts, means, squares = parts.unbind(1)
     n = counts.sum(0)
     mean = (counts * means).sum(0) / n.clamp(min=1)
@@ -488,7 +499,7 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[processes, ...] of each process's values [...]: in slots of a sum, which every backend has."""
+    """Gather the values [...] of each process, [processes, ...]: in slots of a sum, which every backend has."""
     if group is None:
         return values[None]
     slots = values.new_zeros(dist.get_world_size(group), *values.shape)
@@ -497,6 +508,6 @@ def _gather(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return slots
 
 
-def _maps(values: torch.Tensor) -> torch.Tensor:
-    """[C, 1, 1] of [C]: for each element of feature maps."""
+def _expand(values: torch.Tensor) -> torch.Tensor:
+    """Reshape [C] to [C, 1, 1], which broadcasts to feature maps."""
     return values[:, None, None]
