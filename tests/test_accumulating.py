@@ -400,7 +400,7 @@ def test_discarded_gradients_leave_no_trace():
     optimizer = OPTIMIZERS["unbiased"](groups(network))
     train(optimizer, network, 2, 1)
     state = copy.deepcopy(optimizer.state_dict())
-    with optimizer.discarding():
+    with optimizer.discard_gradients():
         sum(loss() for _, loss in micro_batch_losses(network, 0)).backward()
     assert all(parameter.grad is None for parameter in network.parameters())
     for place, of in optimizer.state_dict()["state"].items():

@@ -180,7 +180,7 @@ def _leaving_no_trace(recovery: Recovery) -> Iterator[None]:
     """What is computed inside leaves no gradient, no moment, and running statistics as they were."""
     model = recovery.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with recovery.folding.discarding() if recovery.folding else contextlib.nullcontext():
+    with recovery.folding.discard_gradients() if recovery.folding else contextlib.nullcontext():
         yield
     model.zero_grad(set_to_none=True)
     for buffer, value in buffers:

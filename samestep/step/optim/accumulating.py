@@ -1,4 +1,4 @@
-"""SGD and AdamW that accumulate in their moments (see `folding`)."""
+"""Provide SGD and AdamW that accumulate in their moments (see `folding`)."""
 
 import math
 
@@ -18,13 +18,13 @@ SECOND_MOMENTS = ("unbiased", "mean_of_squares", "sum_of_squares")
 
 
 class AccumulatingSGD(Accumulating):
-    """SGD with momentum that accumulates in its momentum: exactly torch.optim.SGD on the step's gradient G,
+    """Implements SGD that accumulates in its momentum: exactly torch.optim.SGD on the step's gradient G,
 
         buf_t = momentum buf_{t-1} + G + weight_decay p,     p = p - lr buf_t
 
     Args:
-        params: parameters or groups of them, as of any optimizer of torch; frozen ones are left alone.
-        lr, momentum, weight_decay: as of torch.optim.SGD; dampening and nesterov there are none.
+        params: parameters or groups of them, as for any optimizer of torch; frozen ones are left alone.
+        lr, momentum, weight_decay: as of torch.optim.SGD; there is no dampening and no nesterov.
         gradient_accumulation_steps, coefficients: see `Accumulating`.
 
     Raises:
@@ -62,12 +62,12 @@ class AccumulatingSGD(Accumulating):
             foreach_add_(buffers, pieces, alpha=group["weight_decay"])
         foreach_add_(pieces, buffers, alpha=-group["lr"])
 
-    def _linear(self, group):
+    def _step_rates(self, group):
         return group["momentum"], 1.0, None
 
 
 class AccumulatingAdamW(Accumulating):
-    """AdamW (Loshchilov and Hutter 2019, 1711.05101) that accumulates in its moments.
+    """Implements AdamW (Loshchilov and Hutter 2019, 1711.05101) that accumulates in its moments.
 
     The first moment is exactly Adam's. For the second, G^2 of the step's gradient G = sum_q a_q is replaced by
 
@@ -77,13 +77,13 @@ class AccumulatingAdamW(Accumulating):
 
     Let micro-batches have independent gradients g_q of mean mu and variance s, rho = s / mu^2. Then E G^2 = mu^2 (1 + rho/K),
     the first is too large by (1 + rho) / (1 + rho/K), the second too small by (1 + rho)/K / (1 + rho/K). The third has the
-    right
-    expectation for every rho, while mu and s last: E sum a_q^2 = mu^2 (1 + rho)/K and E mhat^2 = mu^2 (1 + r rho/K), r the sum
-    of the squared weights of mhat's gradients, are two equations for mu^2 and s. It is exact where K = 1 or t = 1, and no
-    better than the second where the mean changes its sign within 1 / (1 - b1) steps.
+    right expectation for every rho, as long as mu and s stay the same: E sum a_q^2 = mu^2 (1 + rho)/K and
+    E mhat^2 = mu^2 (1 + r rho/K), where r is the sum of the squared weights of mhat's gradients, are two equations for mu^2
+    and s. It is exact where K = 1 or t = 1, and no better than the second where the mean changes its sign within 1 / (1 - b1)
+    steps.
 
     Args:
-        params: parameters or groups of them, as of any optimizer of torch; frozen ones are left alone.
+        params: parameters or groups of them, as for any optimizer of torch; frozen ones are left alone.
         lr, betas, eps, weight_decay: as of torch.optim.AdamW.
         second_moment: unbiased, mean_of_squares or sum_of_squares.
         gradient_accumulation_steps, coefficients: see `Accumulating`.
@@ -140,15 +140,18 @@ class AccumulatingAdamW(Accumulating):
             share *= (1 - r) / (1 - r / self._micro_batches())
         yield decay, (1 - beta2) * share * expected**2
 
-    def _squares(self, parameter):
+    def _square_share(self, parameter):
         if self.second_moment != "unbiased" or self._micro_batches() == 1:
             return 0.0
-        (beta1, beta2), t = self.param_groups[self._bucket_of[parameter].group]["betas"], self._steps[parameter]
+        (beta1, beta2), t = (
+            self.param_groups[self._bucket_by_parameter[parameter].group]["betas"],
+            self._steps[parameter],
+        )
         share = (1 - 1 / self._micro_batches()) / (1 - _noise(beta1, t) / self._micro_batches())
         return (1 - beta2) * share / (1 - beta1**t) ** 2
 
     def _finish(self, group, parameters, means, squares):
-        shares = [self._squares(parameter) for parameter in parameters]
+        shares = [self._square_share(parameter) for parameter in parameters]
         if any(shares):
             foreach_addcmul_(squares, means, means, shares)
 
@@ -158,19 +161,18 @@ class AccumulatingAdamW(Accumulating):
             self.state[parameter]["step"].fill_(t)
         decays, rate = [self._decay(beta) for beta in group["betas"]], group["lr"]
         corrections = [math.sqrt(1 - decays[1] ** t) for t in steps]
-        roots = foreach_sqrt(
-            squares
-        )  # not yet corrected, nor is eps: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps)
+        # The bias correction c moves from sqrt(v) to eps and the numerator: m / (sqrt(v) / c + eps) = c m / (sqrt(v) + c eps)
+        roots = foreach_sqrt(squares)
         foreach_add_(roots, [group["eps"] * c for c in corrections])
         if group["weight_decay"]:
             foreach_mul_(pieces, 1 - rate * group["weight_decay"])
-        sizes = [-rate * c / (1 - decays[0] ** t) for c, t in zip(corrections, steps, strict=True)]
-        foreach_addcdiv_(pieces, means, roots, sizes)
+        factors = [-rate * c / (1 - decays[0] ** t) for c, t in zip(corrections, steps, strict=True)]
+        foreach_addcdiv_(pieces, means, roots, factors)
 
-    def _linear(self, group):
+    def _step_rates(self, group):
         return group["betas"][0], 1 - group["betas"][0], group["betas"][1]
 
 
 def _noise(beta: float, t: int) -> float:
-    """The sum of the squared weights of t gradients in the first moment, corrected for its bias: r of `AccumulatingAdamW`."""
+    """Return r of `AccumulatingAdamW`: the sum of the squared weights of t gradients in the bias-corrected first moment."""
     return (1 - beta) / (1 + beta) * (1 + beta**t) / (1 - beta**t)
