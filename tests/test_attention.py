@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from samestep.data import ragged
-from samestep.data.ragged import by_length, make_micro_batch, make_rows
+from samestep.data.ragged import make_micro_batch, make_rows, split_by_length
 from samestep.models import attention
 from samestep.models.attention import last_hidden_at
 from samestep.models.text_classification import ClassificationSums
@@ -19,7 +19,7 @@ CASES = {
     "ragged": [5, 1, 9, 2],
     "equal": [4, 4],
     "one": [7],
-    "many": [16] * 3 + [15] * 6 + [9] * 11 + [3, 3, 2],  # more of everything than is wanted: sizes are rounded
+    "many": [16] * 3 + [15] * 6 + [9] * 11 + [3, 3, 2],  # more of everything than is needed: sizes are rounded
 }
 TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
 
@@ -27,7 +27,7 @@ TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
 @pytest.fixture(autouse=True)
 def tables_cost_nothing(monkeypatch):
     """So that short samples have several, too."""
-    monkeypatch.setattr(ragged, "TABLE", 0)
+    monkeypatch.setattr(ragged, "TABLE_COST", 0)
 
 
 def build(kernel: str | None = None, **changes) -> BertForSequenceClassification:
@@ -43,8 +43,8 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
     return model
 
 
-def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
-    """Tokens and kinds of each sample, places wanted, and the micro-batch of all."""
+def samples_of(lengths: list[int], queries: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
+    """Tokens, kinds and queries of each sample, and the micro-batch of all."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(50, size=length) for length in lengths]
     halves = [length // 2 for length in lengths]
@@ -54,7 +54,7 @@ def samples_of(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], lis
         "some": [np.sort(rng.permutation(length)[: length // 2 + 1]) for length in lengths],
         "uneven": [np.arange(1 + number % length) for number, length in enumerate(lengths)],
         "all": [np.arange(length) for length in lengths],
-    }[wanted]
+    }[queries]
     return list(map(torch.from_numpy, tokens)), kinds, places, make_micro_batch(tokens, halves, places)
 
 
@@ -94,11 +94,11 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
 
 
 @pytest.mark.parametrize("case", ["ragged", "equal", "many"])
-@pytest.mark.parametrize("wanted", ["first", "some", "uneven", "all"])
+@pytest.mark.parametrize("queries", ["first", "some", "uneven", "all"])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monkeypatch):
+def test_queries_are_those_of_each_sample_alone(kernel, queries, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
-    tokens, kinds, places, micro_batch = samples_of(CASES[case], wanted)
+    tokens, kinds, places, micro_batch = samples_of(CASES[case], queries)
     ours, theirs = build(kernel).bert, build().bert
     hidden = last_hidden_at(ours, **micro_batch)
     expected = torch.cat(
@@ -135,9 +135,9 @@ def test_dropout_is_at_work_in_training_only(kernel):
 @pytest.mark.parametrize("case", CASES)
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
     *_, micro_batch = samples_of(CASES[case], "first")
-    rows, queries = (
+    token_tables, query_tables = (
         attention.make_tables([ragged.Rows(*(micro_batch[of + name] for name in ("ends", "source", "place")), mask)], 1)
-        for of, mask in (("", micro_batch["is_token"]), ("wanted_", None))
+        for of, mask in (("", micro_batch["is_token"]), ("query_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
     layer = model.bert.encoder.layer[-1]
@@ -147,9 +147,8 @@ def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case)
         hidden = torch.randn(
             1, micro_batch["input_ids"].shape[1], SHAPE["hidden_size"], dtype=torch.float64, requires_grad=True
         )
-        y = layer(hidden, rows=rows, wanted=micro_batch["wanted"], queries=queries, is_alone=is_alone)[
-            0, : len(CASES[case])
-        ]
+        tables = {"token_tables": token_tables, "query_tables": query_tables}
+        y = layer(hidden, queries=micro_batch["queries"], **tables, is_alone=is_alone)[0, : len(CASES[case])]
         y.sin().sum().backward()
         found.append([y, hidden.grad, gradient(layer)])
         of_key_bias = layer.attention.self.key.bias.grad
@@ -179,16 +178,16 @@ def test_tables_have_few_sizes():
 
 
 def test_samples_of_like_length_share_a_table(monkeypatch):
-    monkeypatch.setattr(ragged, "TABLE", 8192)
-    parts = [part.tolist() for part in by_length(np.array([128, 120, 60, 60, 60, 60, 30, 30, 30, 29, 3]))]
+    monkeypatch.setattr(ragged, "TABLE_COST", 8192)
+    parts = [part.tolist() for part in split_by_length(np.array([128, 120, 60, 60, 60, 60, 30, 30, 30, 29, 3]))]
     assert parts == [[128, 120], [60, 60, 60, 60], [30, 30, 30, 29, 3]]
     for lengths in ([5], [5, 4, 3], [90] * 50):
-        assert [part.tolist() for part in by_length(np.array(lengths))] == [lengths]
+        assert [part.tolist() for part in split_by_length(np.array(lengths))] == [lengths]
     rng = np.random.default_rng(0)
     for _ in range(100):
         lengths = np.sort(rng.integers(1, 512, size=rng.integers(1, 100)))[::-1]
-        parts = by_length(lengths)
-        assert 1 <= len(parts) <= ragged.TABLES
+        parts = split_by_length(lengths)
+        assert 1 <= len(parts) <= ragged.MAX_TABLES
         assert np.concatenate(parts).tolist() == lengths.tolist()
         unit = 1 << max(0, len(lengths).bit_length() - 4)
         assert not any(len(part) % unit for part in parts[:-1]), "tables have few sizes"

@@ -271,13 +271,13 @@ def test_a_micro_batch(pairs):
     kinds = [[0] * sample.first + [1] * (sample.length - sample.first) for sample in samples]
     assert of["token_type_ids"] == [kind for sample in kinds for kind in sample]
     assert of["position_ids"] == [place for sample in samples for place in range(sample.length)]
-    assert micro_batch["input_ids"][0][micro_batch["wanted"][:3]].tolist() == [train.tokenizer.cls_token_id] * 3
-    assert micro_batch["wanted_ends"].tolist() == [0, 1, 2, 3]
+    assert micro_batch["input_ids"][0][micro_batch["queries"][:3]].tolist() == [train.tokenizer.cls_token_id] * 3
+    assert micro_batch["query_ends"].tolist() == [0, 1, 2, 3]
     assert micro_batch["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
     assert micro_batch["labels"].tolist() == [sample.label for sample in samples]
     assert micro_batch["counts"].tolist() == [3]
     empty = train.collate([])
-    assert len(empty["wanted"]) == 1
+    assert len(empty["queries"]) == 1
     assert empty["labels"].tolist() == [-100]
     assert empty["counts"].tolist() == [0]
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_multiplied_is_refused_in_torchs_words(shapes):
 def test_offered_for_float32_on_a_cpu(device, precision, dtype, offered):
     taken = []
     ways = {"first": lambda: taken.append("first"), "second": lambda: taken.append("second")}
-    found = products.with_onednn(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
+    found = products.add_onednn(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
     assert list(found) == [*ways, *(f"{name}, oneDNN" for name in ways if offered)]
     for take in found.values():
         take()
@@ -116,10 +116,10 @@ def test_a_program_takes_the_same_steps(train, monkeypatch, capsys, program):
     monkeypatch.setattr(kernels, "measure", lambda _, ways: {name: -float(place) for place, name in enumerate(ways)})
     flags = "--global_batch_size 8 --per_device_train_batch_size 4 --max_train_steps 4"
     safe = train("safe", flags, program=program)
-    assert products._overridden is None
+    assert products._replacements is None
     auto = train("auto", f"{flags} --speed auto", program=program)
     assert ", oneDNN (--speed auto)" in capsys.readouterr().out
-    assert products._overridden is not None
+    assert products._replacements is not None
     losses = [line["loss"] for line in metrics(safe)]
     assert [line["loss"] for line in metrics(auto)] == pytest.approx(losses, rel=1e-5)
     assert relative(parameters(auto, ""), parameters(safe, "")) < 1e-4

@@ -127,13 +127,13 @@ def test_collate(pairs):
     assert of["position_ids"] == [place for length in lengths for place in range(length)]
     second = [[place >= len(pair.first) + 2 for place in range(pair.length)] for pair in drawn]
     assert of["token_type_ids"] == np.concatenate(second).tolist()
-    assert micro_batch["wanted"][micro_batch["first_index"]].tolist() == starts.tolist()
+    assert micro_batch["queries"][micro_batch["first_index"]].tolist() == starts.tolist()
     masked = [pairs.mask(pair) for pair in drawn]
     places = np.concatenate([of + start for (_, of, _), start in zip(masked, starts, strict=True)])
     assert micro_batch["counts"].tolist() == [len(places), 7]
-    assert micro_batch["wanted"][micro_batch["masked_index"]][: len(places)].tolist() == places.tolist()
+    assert micro_batch["queries"][micro_batch["masked_index"]][: len(places)].tolist() == places.tolist()
     assert len(micro_batch["masked_index"]) == len(micro_batch["masked_labels"]) == round_up(len(places), 6)
-    assert micro_batch["wanted_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
+    assert micro_batch["query_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
     assert of["input_ids"] == np.concatenate([tokens for tokens, _, _ in masked]).tolist()
     labels = np.concatenate([labels for _, _, labels in masked]).tolist()
     assert micro_batch["masked_labels"].tolist() == labels + [-100] * (len(micro_batch["masked_labels"]) - len(labels))

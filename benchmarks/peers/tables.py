@@ -7,6 +7,6 @@ import sys
 from samestep.data import ragged
 
 if __name__ == "__main__":
-    ragged.TABLE = 0
+    ragged.TABLE_COST = 0
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

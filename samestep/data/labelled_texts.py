@@ -288,7 +288,7 @@ class LabelledTexts:
         """A micro-batch of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
-            of the tokens, the first of each sample wanted: see `ragged.make_micro_batch`.
+            what `ragged.make_micro_batch` returns, with each sample's first token as query.
             labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
             counts: int64 [1], samples.
         """

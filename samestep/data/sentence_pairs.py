@@ -207,8 +207,8 @@ class SentencePairs:
         """A micro-batch of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            of the tokens, the first and the masked ones of each sample wanted: see `ragged.make_micro_batch`.
-            first_index: int64 [S], places of the first tokens among the wanted.
+            what `ragged.make_micro_batch` returns, with each sample's first and masked tokens as queries.
+            first_index: int64 [S], places of the first tokens among the queries.
             masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
             masked_labels: int64 [M'], -100 up to that size.
             next_sentence_label: int64 [S].

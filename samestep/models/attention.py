@@ -1,14 +1,15 @@
-"""BERT over samples that lie end to end, with no padding between them, and only as far as it is needed.
+"""Compute BERT over samples that lie end to end, with no padding between them, and only as far as it is needed.
 
-Of a transformer's work on short samples most is in products that know nothing of samples: embeddings, projections, feed-forward
-layers. They take a micro-batch's tokens as one long row, [1, M, width]. Only attention needs samples: queries, keys and values
-are gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row, all tables of a
-micro-batch at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the others.
+Most of a transformer's work on short samples is in products that do not depend on where samples begin: embeddings, projections,
+feed-forward layers. They take a micro-batch's tokens as one long row, [1, M, width]. Only attention needs samples: queries,
+keys and values are gathered into tables [S, heads, T, d], padded to the longest sample, and its outputs go back into the row,
+all tables of a micro-batch at once; or a kernel of variable length takes the row as it is. No number of a sample depends on the
+other samples.
 
-What a head reads is a few tokens of each sample: a classifier the first, pretraining the first and the masked ones. In the last
-layer the others are keys and values only. So its queries, its feed-forward layer and its normalisations are computed for the
-wanted tokens alone: the same numbers, and the same gradient. Where one token of each sample is wanted, a classifier's, keys and
-values are not computed either (`_attention_alone`).
+A head reads a few tokens of each sample: a classifier the first one, pretraining the first and the masked ones. They are the
+queries of the last layer; all other tokens are only keys and values there. So the last layer's queries, feed-forward layer and
+normalisations are computed for these tokens alone: the same numbers, and the same gradient. Where each sample has one query, as
+in a classifier, keys and values are not computed either (`_attention_alone`).
 """
 
 import functools
@@ -24,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from samestep._internals.transformers_models import attention_kernel
-from samestep.data.ragged import Rows, Tables, by_length, make_rows, make_tables
+from samestep.data.ragged import Rows, Tables, make_rows, make_tables, split_by_length
 from samestep.models import cpu_matmul
 from samestep.recipe.run_settings import LanguageModelSettings
 
@@ -32,12 +33,12 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 BY_LENGTH = "_by_length"
 KERNELS = ("sdpa", "eager", "sdpa" + BY_LENGTH, "eager" + BY_LENGTH, "varlen")
-"""torch's kernels over a padded table; plain products over it; both over several tables, each for samples of about the same
-length; torch's kernel for samples of any length (CUDA only)."""
+"""sdpa: torch's kernels over a padded table. eager: plain products over it. _by_length: the same over several tables, each for
+samples of about the same length. varlen: torch's kernel for samples of any length (CUDA only)."""
 
 
 def unpad(model: Model, kernel: str = "eager") -> Model:
-    """Prepare transformers' BERT for `last_hidden_at`, and return it. Its own forward can be called no longer.
+    """Prepare transformers' BERT for `last_hidden_at`, and return it. Its own forward can no longer be called.
 
     Args:
         model: with a BertModel as `model.bert`.
@@ -52,21 +53,25 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
 ) -> dict[str, functools.partial]:
-    """The kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
+    """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
 
     Args:
         model: after `unpad`.
-        device, mixed_precision: that it is computed on and in.
-        settings: its attn_implementation, where that is decided. What is compiled has one table, and products of its own.
+        device, mixed_precision: of the computation.
+        settings: where attn_implementation is set, that kernel is the only one. A compiled model has one table, and products
+            of its own.
+
+    Returns:
+        name -> function that makes the model use these kernels.
     """
-    only, names = settings.attn_implementation, ["sdpa"]
+    kernel, names = settings.attn_implementation, ["sdpa"]
     if device.type == "cpu":
         names = ["eager", "sdpa"] + [name + BY_LENGTH for name in ("eager", "sdpa") if not settings.torch_compile]
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")
-    names = [only] if only else names
-    found = {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
-    return found if settings.torch_compile else cpu_matmul.with_onednn(found, model, device, mixed_precision)
+    names = [kernel] if kernel else names
+    candidates = {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
+    return candidates if settings.torch_compile else cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
 
 
 def last_hidden_at(
@@ -78,37 +83,38 @@ def last_hidden_at(
     source: torch.Tensor,
     place: torch.Tensor,
     is_token: torch.Tensor | None,
-    wanted: torch.Tensor,
-    wanted_ends: torch.Tensor,
-    wanted_source: torch.Tensor,
-    wanted_place: torch.Tensor,
+    queries: torch.Tensor,
+    query_ends: torch.Tensor,
+    query_source: torch.Tensor,
+    query_place: torch.Tensor,
 ) -> torch.Tensor:
-    """Last hidden states at the given positions, [W, width]; those of no sample mean nothing.
+    """Compute the last hidden states at the queries, [W, width]; at the spare queries, of no sample, they mean nothing.
 
     Args:
         bert: transformers' BertModel, after `unpad`.
         input_ids, ...: see `make_micro_batch`.
     """
-    parts, wanted_parts = [Rows(ends, source, place, is_token)], [Rows(wanted_ends, wanted_source, wanted_place, None)]
+    parts, query_parts = [Rows(ends, source, place, is_token)], [Rows(query_ends, query_source, query_place, None)]
     kernel = attention_kernel(bert.config)
     if kernel.endswith(BY_LENGTH):
-        lengths = by_length(ends.diff().numpy())
-        num_wanted = np.split(wanted_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
-        parts, wanted_parts = _parts_of(lengths), _parts_of(num_wanted)
+        # Both are cut between the same samples: tokens per sample, and queries per sample.
+        lengths = split_by_length(ends.diff().numpy())
+        num_queries = np.split(query_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
+        parts, query_parts = _make_parts(lengths), _make_parts(num_queries)
     num_groups = bert.config.num_attention_heads if "eager" in kernel else 1
-    rows, queries = make_tables(parts, num_groups), make_tables(wanted_parts, num_groups)
+    token_tables, query_tables = make_tables(parts, num_groups), make_tables(query_parts, num_groups)
     hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
     *layers, last = bert.encoder.layer
     for layer in layers:
-        hidden = layer(hidden, rows=rows)
-    is_alone = "varlen" not in kernel and all(part.source.shape[1] == 1 for part in wanted_parts)
+        hidden = layer(hidden, token_tables=token_tables)
+    is_alone = "varlen" not in kernel and all(part.source.shape[1] == 1 for part in query_parts)
     if is_alone:
-        rows, queries = make_tables(parts, 1), make_tables(wanted_parts, 1)
-    return last(hidden, rows=rows, wanted=wanted, queries=queries, is_alone=is_alone)[0]
+        token_tables, query_tables = make_tables(parts, 1), make_tables(query_parts, 1)
+    return last(hidden, queries=queries, token_tables=token_tables, query_tables=query_tables, is_alone=is_alone)[0]
 
 
-def _parts_of(lengths: Sequence[np.ndarray]) -> list[Rows]:
-    """Of samples, end to end, in parts."""
+def _make_parts(lengths: Sequence[np.ndarray]) -> list[Rows]:
+    """Build the index tables of parts of a micro-batch, given the lengths of each part's samples."""
     *firsts, end = accumulate((int(part.sum()) for part in lengths), initial=0)
     return [make_rows(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
 
@@ -117,53 +123,57 @@ def _last_layer(
     layer: nn.Module,
     hidden: torch.Tensor,
     *,
-    rows: Tables,
-    wanted: torch.Tensor,
-    queries: Tables,
+    queries: torch.Tensor,
+    token_tables: Tables,
+    query_tables: Tables,
     is_alone: bool = False,
 ) -> torch.Tensor:
-    """A BertLayer's forward at the wanted tokens, [1, M, width] -> [1, W, width].
+    """Compute a BertLayer's forward at the queries, [1, M, width] -> [1, W, width].
 
     Args:
-        is_alone: no sample has more than one wanted token, and tables are of whole tokens.
+        is_alone: no sample has more than one query, and tables are of whole tokens.
     """
-    hidden, of = hidden[0], layer.attention.self
-    chosen = hidden.index_select(0, wanted)
+    hidden, module = hidden[0], layer.attention.self
+    query_hidden = hidden.index_select(0, queries)
     if is_alone:
-        y = _attention_alone(of, chosen, hidden, queries, rows)
+        y = _attention_alone(module, query_hidden, hidden, query_tables, token_tables)
     else:
-        inputs = ((of.query, chosen), (of.key, hidden), (of.value, hidden))
-        q, k, v = (project(x).unflatten(1, (-1, of.attention_head_size)) for project, x in inputs)
-        kernel = attention_kernel(of.config).removeprefix("unpadded_")
-        y = _attention(kernel, of, q, k, v, queries, rows, of.scaling, of.dropout.p if of.training else 0.0)
-    y = layer.attention.output(y.flatten(1), chosen)
+        inputs = ((module.query, query_hidden), (module.key, hidden), (module.value, hidden))
+        q, k, v = (project(x).unflatten(1, (-1, module.attention_head_size)) for project, x in inputs)
+        kernel = attention_kernel(module.config).removeprefix("unpadded_")
+        dropout = module.dropout.p if module.training else 0.0
+        y = _attention(kernel, module, q, k, v, query_tables, token_tables, module.scaling, dropout)
+    y = layer.attention.output(y.flatten(1), query_hidden)
     return layer.output(layer.intermediate(y), y)[None]
 
 
 def _attention_alone(
-    of: nn.Module, chosen: torch.Tensor, hidden: torch.Tensor, queries: Tables, rows: Tables
+    module: nn.Module, query_hidden: torch.Tensor, hidden: torch.Tensor, query_tables: Tables, token_tables: Tables
 ) -> torch.Tensor:
-    """A BertSelfAttention of one query per sample, without keys and values: [W, width] and [M, width] -> [W, heads, d].
+    """Compute a BertSelfAttention of one query per sample, without keys and values: [W, width], [M, width] -> [W, heads, d].
 
-    Of a head with key weights K and value weights V, [d, width], biases b and c, query q and probabilities p over tokens X
+    For a head with key weights K and value weights V, [d, width], biases b and c, query q and probabilities p over tokens X
 
-        q (X K^T + b)^T = (q K) X^T + a constant, which softmax takes away;  p (X V^T + c) = (p X) V^T + sum(p) c
+        q (X K^T + b)^T = (q K) X^T + a constant, which softmax cancels;  p (X V^T + c) = (p X) V^T + sum(p) c
 
-    so that K and V are multiplied with one vector per head and sample instead of one per token. Under dropout sum(p) is not 1.
+    so that K and V are multiplied by one vector per head and sample instead of one per token. Under dropout sum(p) is not 1.
     The gradient of b is 0.
     """
-    heads = of.num_attention_heads
-    key, value = (project.weight.unflatten(0, (heads, -1)) for project in (of.key, of.value))
-    q = torch.einsum("whd,hdn->whn", of.query(chosen).unflatten(1, (heads, -1)), key)
+    heads = module.num_attention_heads
+    key, value = (
+        project.weight.unflatten(0, (heads, -1)) for project in (module.key, module.value)
+    )  # [heads, d, width]
+    q = torch.einsum("whd,hdn->whn", module.query(query_hidden).unflatten(1, (heads, -1)), key)
+    x = hidden[:, None].to(q.dtype)
     outputs = []
-    tables = zip(_to_tables(q, queries), _to_tables(hidden[:, None].to(q.dtype), rows), rows.is_token, strict=True)
-    for mine, tokens, is_token in tables:  # [S', heads, 1, width], [S', 1, T, width]
-        p = _scores(mine.transpose(1, 2), tokens, is_token, of.scaling).softmax(-1)
-        p = F.dropout(p, of.dropout.p, of.training)
+    tables = zip(_to_tables(q, query_tables), _to_tables(x, token_tables), token_tables.is_token, strict=True)
+    for query, tokens, is_token in tables:  # [S', heads, 1, width], [S', 1, T, width]
+        p = _scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
+        p = F.dropout(p, module.dropout.p, module.training)
         outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
-    y = _from_tables(outputs, queries, len(q))
+    y = _from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
     y, total = y.split([y.shape[-1] - 1, 1], -1)
-    bias = of.value.bias.unflatten(0, (heads, -1)) + 0 * of.key.bias.sum()
+    bias = module.value.bias.unflatten(0, (heads, -1)) + 0 * module.key.bias.sum()
     return torch.einsum("whn,hdn->whd", y, value) + total * bias
 
 
@@ -175,14 +185,14 @@ def _interface(kernel: str):
         value: torch.Tensor,
         attention_mask: None,
         *,
-        rows: Tables,
+        token_tables: Tables,
         scaling: float,
         dropout: float = 0.0,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """As transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
+        """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _attention(kernel, module, q, k, v, rows, rows, scaling, dropout)[None], None
+        return _attention(kernel, module, q, k, v, token_tables, token_tables, scaling, dropout)[None], None
 
     return attention
 
@@ -192,60 +202,74 @@ for _kernel in KERNELS:
 
 
 def _attention(
-    kernel: str, module: nn.Module, q, k, v, queries: Tables, rows: Tables, scaling: float, dropout: float
+    kernel: str,
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_tables: Tables,
+    token_tables: Tables,
+    scaling: float,
+    dropout: float,
 ) -> torch.Tensor:
-    """softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
+    """Compute softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
     if kernel == "varlen":
         assert not dropout, "the kernel has none"
-        longest = queries.sources[0].shape[2], rows.sources[0].shape[2]
-        (num_wanted,), (number,) = queries.place.shape, rows.place.shape
-        y = varlen_attn(q[:num_wanted], k[:number], v[:number], queries.ends, rows.ends, *longest, scale=scaling)
-        return torch.cat([y, y.new_zeros(len(q) - num_wanted, *y.shape[1:])])
-    tables = zip(_to_tables(q, queries), _to_tables(k, rows), _to_tables(v, rows), rows.is_token, strict=True)
+        longest = query_tables.sources[0].shape[2], token_tables.sources[0].shape[2]
+        (num_queries,), (num_tokens,) = query_tables.place.shape, token_tables.place.shape  # without spare ones
+        q_ends, k_ends, padding = query_tables.ends, token_tables.ends, len(q) - num_queries
+        y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], q_ends, k_ends, *longest, scale=scaling)
+        return torch.cat([y, y.new_zeros(padding, *y.shape[1:])])
+    q_tables, k_tables, v_tables = _to_tables(q, query_tables), _to_tables(k, token_tables), _to_tables(v, token_tables)
     outputs = []
-    for mine, keys, values, is_token in tables:
+    # Of each table [S', heads, W', d] and twice [S', heads, T, d]
+    for queries, keys, values, is_token in zip(q_tables, k_tables, v_tables, token_tables.is_token, strict=True):
         if kernel.startswith("sdpa"):
-            y = F.scaled_dot_product_attention(mine, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling)
+            y = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling
+            )
         else:
-            y = F.dropout(_scores(mine, keys, is_token, scaling).softmax(-1), dropout, module.training) @ values
+            y = F.dropout(_scores(queries, keys, is_token, scaling).softmax(-1), dropout, module.training) @ values
         outputs.append(y)
-    return _from_tables(outputs, queries, len(q))
+    return _from_tables(outputs, query_tables, len(q))
 
 
 def _to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
-    """[M, heads, d] -> of each table [S', heads, T, d]."""
+    """Gather tokens into tables: [M, heads, d] -> of each table [S', heads, T, d]."""
     heads, d = x.shape[1:]
     num_groups = tables.sources[0].shape[1]
-    y = _ToTables.apply(x.reshape(len(x) * num_groups, -1), _source(tables), tables.place)
-    parts = [y] if len(tables.sources) == 1 else y.split([of.numel() for of in tables.sources])
-    shapes = [(*of.shape, heads // num_groups, d) for of in tables.sources]
+    # [M g, heads / g * d], one row per part of a token -> [P, heads / g * d], P places of all tables.
+    y = _ToTables.apply(x.reshape(len(x) * num_groups, -1), _concatenate_sources(tables), tables.place)
+    parts = [y] if len(tables.sources) == 1 else y.split([source.numel() for source in tables.sources])
+    shapes = [(*source.shape, heads // num_groups, d) for source in tables.sources]  # [S', g, T, heads / g, d]
     return [part.view(shape).transpose(2, 3).flatten(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _from_tables(outputs: list[torch.Tensor], tables: Tables, num_tokens: int) -> torch.Tensor:
-    """Of each table [S', heads, T, d] -> [W, heads, d], 0 for tokens of no sample."""
+    """Gather tokens from tables: of each table [S', heads, T, d] -> [W, heads, d], 0 for tokens of no sample."""
     heads, d = outputs[0].shape[1], outputs[0].shape[3]
     num_groups = tables.sources[0].shape[1]
     width = heads // num_groups * d
+    # Of each table [S', g, T, heads / g, d], as rows [S' g T, heads / g * d].
     parts = [y.unflatten(1, (num_groups, -1)).transpose(2, 3).reshape(-1, width) for y in outputs]
-    y = _FromTables.apply(_joined(parts), _source(tables), tables.place, num_tokens * num_groups)
+    y = _FromTables.apply(_concatenate(parts), _concatenate_sources(tables), tables.place, num_tokens * num_groups)
     return y.view(num_tokens, heads, d)
 
 
-def _source(tables: Tables) -> torch.Tensor:
-    """int64 [P], of each place of all tables the part of a token."""
-    return _joined([of.flatten() for of in tables.sources])
+def _concatenate_sources(tables: Tables) -> torch.Tensor:
+    """Return, for each of the P places of all tables, the part of a token there: int64 [P]."""
+    return _concatenate([source.flatten() for source in tables.sources])
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """One behind the other; of one no copy is made."""
+def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """scaling q k^T, and the least number that there is at padding: [S, heads, W, d] and [S, heads, T, d] -> [S, heads, W, T].
+    """Compute scaling q k^T, with the dtype's lowest number at padding: [S, heads, W, d], [S, heads, T, d] -> [S, heads, W, T].
 
-    All in one product, where three passes over the scores would take a fifth of attention's time.
+    One product computes all of it: three passes over the scores would take a fifth of attention's time.
     """
     bias, beta = q.new_zeros(1, 1, 1), 0
     if is_token is not None:
@@ -255,34 +279,34 @@ def _scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, sca
     return scores.unflatten(0, q.shape[:2])
 
 
-def _pick(y: torch.Tensor, place: torch.Tensor, number: int) -> torch.Tensor:
-    """y[place], and 0 up to a number of rows."""
-    x = y.index_select(0, F.pad(place, (0, number - len(place))))
+def _pick(y: torch.Tensor, place: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Select y[place], and pad it with rows of 0 to `num_rows`."""
+    x = y.index_select(0, F.pad(place, (0, num_rows - len(place))))
     x[len(place) :] = 0
     return x
 
 
 class _ToTables(torch.autograd.Function):
-    """x[source]. The gradient at padding is left out: the rest is one-to-one, so that nothing need be added up."""
+    """Selects x[source]. The gradient at padding is left out: the rest is one-to-one, so that nothing need be added up."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(place)
-        ctx.number = len(x)
+        ctx.num_rows = len(x)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _pick(gradient, *ctx.saved_tensors, ctx.number), None, None
+        return _pick(gradient, *ctx.saved_tensors, ctx.num_rows), None, None
 
 
 class _FromTables(torch.autograd.Function):
-    """`_pick`. Padding gets the gradient of a token of no sample, which is 0."""
+    """Computes `_pick`. Padding gets the gradient of a token of no sample, which is 0."""
 
     @staticmethod
-    def forward(ctx, y: torch.Tensor, source: torch.Tensor, place: torch.Tensor, number: int) -> torch.Tensor:
+    def forward(ctx, y: torch.Tensor, source: torch.Tensor, place: torch.Tensor, num_rows: int) -> torch.Tensor:
         ctx.save_for_backward(source)
-        return _pick(y, place, number)
+        return _pick(y, place, num_rows)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

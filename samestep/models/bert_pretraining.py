@@ -1,4 +1,4 @@
-"""BERT pretraining: BertForPreTraining that returns sums over a micro-batch, scores the vocabulary at masked places only."""
+"""Pretrain BERT: BertForPreTraining that returns sums over a micro-batch and scores the vocabulary at masked places only."""
 
 from typing import Any, Self
 
@@ -37,12 +37,13 @@ class PretrainingSums(SummedLosses):
     def example(cls, recipe: BertPretraining, num_samples: int) -> dict[str, torch.Tensor | None]:
         length = recipe.max_seq_length
         num_masked = max(1, round((length - 3) * recipe.mlm_probability))  # [CLS], two [SEP]: never masked
-        wanted = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
+        # [S, 1 + masked], places among the queries of all samples: of each sample its first token, then the masked ones.
+        queries = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
         tokens = [np.zeros(length, np.int64)] * num_samples
         return {
             **make_micro_batch(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
-            "first_index": torch.from_numpy(wanted[:, 0]),
-            "masked_index": torch.from_numpy(wanted[:, 1:].flatten()),
+            "first_index": torch.from_numpy(queries[:, 0]),
+            "masked_index": torch.from_numpy(queries[:, 1:].flatten()),
             "masked_labels": torch.zeros(num_samples * num_masked, dtype=torch.int64),
             "next_sentence_label": torch.zeros(num_samples, dtype=torch.int64),
         }

@@ -14,60 +14,71 @@ from torch import nn
 from samestep._internals.torch_operators import has_onednn, linear_by_onednn, replace_on_cpus
 
 ONEDNN = "oneDNN"
-_overridden: torch.library.Library | None = None
+_replacements: torch.library.Library | None = None
 
 
-def with_onednn(
-    takes: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
+def add_onednn(
+    candidates: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
 ) -> dict[str, Callable[[], None]]:
     """Add to kernel candidates, where matmuls are in float32 on a CPU, the same ones with oneDNN's matmul.
 
     Args:
-        takes: name -> what makes a model compute that way.
-        model: whose products they are.
-        device, mixed_precision: that it is computed on and in.
+        candidates: name -> function that makes the model use these kernels.
+        model: decides by its dtype.
+        device, mixed_precision: of the computation.
+
+    Returns:
+        name -> function, as `candidates`; those with oneDNN follow the others.
     """
-    found = {name: partial(_take, take, None) for name, take in takes.items()}
+    both_libraries = {name: partial(_use_kernels, candidate, None) for name, candidate in candidates.items()}
     is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
     if device.type == "cpu" and is_float32 and has_onednn():
-        found |= {f"{name}, {ONEDNN}": partial(_take, take, ONEDNN) for name, take in takes.items()}
-    return found
+        both_libraries |= {
+            f"{name}, {ONEDNN}": partial(_use_kernels, candidate, ONEDNN) for name, candidate in candidates.items()
+        }
+    return both_libraries
 
 
-def _take(take: Callable[[], None], library: str | None) -> None:
-    take()
+def _use_kernels(candidate: Callable[[], None], library: str | None) -> None:
+    candidate()
     use(library)
 
 
 def use(library: str | None) -> None:
-    """Let all later products of this process be computed by `ONEDNN`, or, as if nothing had been, by torch's choice (None).
+    """Compute all later products of this process by `ONEDNN`, or by torch's own choice (None).
 
-    `torch.mm` and `torch.addmm` on CPUs are overridden, hence those of all layers, heads and backwards. What is not in float32,
-    and what oneDNN would have to copy first, stays with torch: the gradient of weights.
+    `torch.mm` and `torch.addmm` on CPUs are overridden, hence the products of all layers, heads and backwards. Products that
+    are not in float32, and those that oneDNN would have to copy first (the gradient of weights), stay with torch.
     """
-    global _overridden
+    global _replacements
     if library is None:
-        _overridden = None  # which gives torch's own back
-    elif _overridden is None:
-        _overridden = replace_on_cpus(mm=_mm, addmm=_addmm)
+        _replacements = None  # deleting the library restores torch's products
+    elif _replacements is None:
+        _replacements = replace_on_cpus(mm=_mm, addmm=_addmm)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b: [M, K] and [K, N] -> [M, N]."""
-    if _suit(a, b):
+    """Compute a b: [M, K] and [K, N] -> [M, N]."""
+    if _suits_onednn(a, b):
         return linear_by_onednn(a, b.t())
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
 
 
 def _addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    """beta c + alpha a b: [N] or [M, N], [M, K] and [K, N] -> [M, N]."""
-    if beta == alpha == 1 and c.shape == b.shape[1:] and c.is_contiguous() and c.dtype is a.dtype and _suit(a, b):
+    """Compute beta c + alpha a b: [N] or [M, N], [M, K] and [K, N] -> [M, N]."""
+    if (
+        beta == alpha == 1
+        and c.shape == b.shape[1:]
+        and c.is_contiguous()
+        and c.dtype is a.dtype
+        and _suits_onednn(a, b)
+    ):
         return linear_by_onednn(a, b.t(), c)
     return torch.ops.aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
 
 
-def _suit(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether oneDNN computes a b, and without copying a first."""
+def _suits_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether oneDNN computes a b, and does not copy a factor first."""
     return (
         a.dtype is b.dtype is torch.float32
         and a.dim() == b.dim() == 2

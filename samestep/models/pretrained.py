@@ -1,4 +1,4 @@
-"""What the scripts share about transformers' models: their first weights, and what they say when trained."""
+"""Make transformers' models with initial weights, choose their attention kernels, and let them continue texts."""
 
 import pickle
 from functools import partial
@@ -18,14 +18,14 @@ def initial_model(
     name_or_path: str | None,
     head: str | tuple[str, ...] | None = None,
 ) -> PreTrainedModel:
-    """A model of `config` with random weights (of torch's seed), or with those of `name_or_path`, in float32.
+    """Make a model of `config` with random weights (of torch's seed), or with the weights of `name_or_path`, in float32.
 
     Args:
         model_class: of transformers.
         config: decides the shapes.
-        name_or_path: on the hub, or a folder; no code in it is run.
-        head: begins the names of weights that stay random if they have other shapes there or are not there, and that may be
-            there in vain; all others must be there, and be all.
+        name_or_path: on the hub, or a folder; no code in it is run. None: random weights.
+        head: prefixes of the names of weights that may differ from the file's: they stay random where the file lacks them or
+            has other shapes, and the file may have more of them. All other weights must match. None: only shapes must match.
 
     Raises:
         UsageError: the weights cannot be loaded, or have another shape.
@@ -33,7 +33,7 @@ def initial_model(
     if name_or_path is None:
         return model_class(config)
     try:
-        model, found = model_class.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             name_or_path,
             config=config,
             dtype=torch.float32,
@@ -53,10 +53,16 @@ def initial_model(
             "pytorch_model.bin"
         ) from None
     if head is not None:
-        differ = {"lacks": found["missing_keys"], "has": found["unexpected_keys"]}
-        differ["has another shape of"] = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
-        differ = {what: [name for name in sorted(names) if not name.startswith(head)] for what, names in differ.items()}
-        texts = [f"it {what} {names[0]} and {len(names) - 1} more" for what, names in differ.items() if names]
+        mismatched = [key if isinstance(key, str) else key[0] for key in loading_info["mismatched_keys"]]
+        differences = {
+            "lacks": loading_info["missing_keys"],
+            "has": loading_info["unexpected_keys"],
+            "has another shape of": mismatched,
+        }
+        texts = []
+        for verb, keys in differences.items():
+            if names := [name for name in sorted(keys) if not name.startswith(head)]:
+                texts.append(f"it {verb} {names[0]} and {len(names) - 1} more")
         if texts:
             raise UsageError(
                 f"model_name_or_path {name_or_path} is another model than the recipe's: {'; '.join(texts)}. Set its shape and "
@@ -66,31 +72,42 @@ def initial_model(
 
 
 def causal_attention(device: torch.device, mixed_precision: str, length: int) -> str:
-    """sdpa, but eager where its backward is slow: short sequences in bf16 on a CPU.
+    """Return sdpa, but eager where sdpa's backward is slow: short sequences in bf16 on a CPU.
 
     Forward and backward of 4 layers x 128 on 2 cores (torch 2.13, AVX512-BF16), time of eager / time of sdpa: in bf16 0.76,
     0.74, 0.83 and 2.4 at lengths 64, 128, 256 and 1,024; in fp32 1.09, 1.12, 1.16 and 2.8.
     """
-    slow = device.type == "cpu" and mixed_precision == "bf16" and length <= 256
-    return "eager" if slow else "sdpa"
+    is_slow = device.type == "cpu" and mixed_precision == "bf16" and length <= 256
+    return "eager" if is_slow else "sdpa"
 
 
 def causal_kernel_candidates(
-    model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, only: str | None = None
+    model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, kernel: str | None = None
 ) -> dict[str, partial]:
-    """The kernels that may be the fastest, of attention and of products, for `kernels.choose`; that of `causal_attention`, and
-    torch's own products, first."""
+    """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose`.
+
+    The kernel of `causal_attention` with torch's own matmul comes first.
+
+    Args:
+        model: a causal language model of transformers.
+        device, mixed_precision: of the computation.
+        length: tokens of a sample.
+        kernel: the only kernel of attention, if that is decided.
+
+    Returns:
+        name -> function that makes the model use these kernels.
+    """
     first = causal_attention(device, mixed_precision, length)
-    names = [only] if only else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
-    found = {name: partial(model.set_attn_implementation, name) for name in names}
-    return cpu_matmul.with_onednn(found, model, device, mixed_precision)
+    names = [kernel] if kernel else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
+    candidates = {name: partial(model.set_attn_implementation, name) for name in names}
+    return cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
 
 
 def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """GPT-2's last hidden states, [S, T, width].
+    """Compute GPT-2's last hidden states, [S, T, width].
 
-    As its own forward computes them, which looks for documents in the positions, on the host: it waits for the device in every
-    micro-batch.
+    They are the same as its own forward's. That one looks for documents in the positions on the host, and so waits for the
+    device in every micro-batch.
 
     Args:
         gpt2: transformers' GPT2Model.
@@ -100,9 +117,9 @@ def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
     length, kernel = input_ids.shape[1], attention_kernel(gpt2.config)
     places = torch.arange(length, device=input_ids.device)
     hidden = gpt2.drop(gpt2.wte(input_ids) + gpt2.wpe(places[None] if position_ids is None else position_ids))
-    mask = None  # sdpa looks left by itself
+    mask = None  # sdpa is causal by itself
     if position_ids is not None or kernel == "eager":
-        mask = (places <= places[:, None])[None, None]
+        mask = (places <= places[:, None])[None, None]  # [1, 1, T, T], or [S, 1, T, T] with documents
         if position_ids is not None:
             document = (position_ids == 0).cumsum(1)[:, None]
             mask = mask & (document[..., None] == document[:, :, None])
@@ -117,16 +134,16 @@ def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
 def continue_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int, seed: int
 ) -> str:
-    """`prompt` and what `model` writes after it, drawn at temperature 0.8 until the text ends or num_tokens are drawn.
+    """Return `prompt` and its continuation by `model`, sampled at temperature 0.8 until the text ends or has num_tokens more.
 
-    Beyond the model's positions it goes on from the second half of what they hold.
+    A text longer than the model's positions is continued from its last tokens, half as many as there are positions.
 
     Args:
         model: a causal language model with `config.max_position_embeddings`; left in evaluation mode.
         tokenizer: its eos_token begins and ends texts.
         prompt: may be empty.
-        num_tokens: most tokens to draw.
-        seed: of the draws.
+        num_tokens: the largest number of tokens to sample.
+        seed: of the sampling.
     """
     set_seed(seed)
     size = model.config.max_position_embeddings
@@ -135,7 +152,7 @@ def continue_text(
     model.eval()
     while len(tokens) < num_tokens:
         window = torch.tensor([tokens if len(tokens) < size else tokens[-(size // 2) :]], device=model.device)
-        drawn = model.generate(
+        generated = model.generate(
             window,
             attention_mask=torch.ones_like(window),
             max_new_tokens=min(num_tokens - len(tokens), size - window.shape[1]),
@@ -143,7 +160,7 @@ def continue_text(
             temperature=0.8,
             pad_token_id=tokenizer.eos_token_id,
         )
-        tokens += drawn[0, window.shape[1] :].tolist()
+        tokens += generated[0, window.shape[1] :].tolist()
         if tokens[-1] == tokenizer.eos_token_id:
             break
     return tokenizer.decode(tokens, skip_special_tokens=True)
