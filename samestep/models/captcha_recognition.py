@@ -1,4 +1,4 @@
-"""A reader of captchas: a CaptchaReader that returns sums over a micro-batch."""
+"""Read captchas: a CaptchaReader that returns sums over a micro-batch."""
 
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ class ReadingSums(SummedLosses):
 
     def __init__(self, reader: CaptchaReader):
         super().__init__()
-        self.reader, self.of_pixels = reader, torch.contiguous_format
+        self.reader, self.memory_format = reader, torch.contiguous_format
 
     @classmethod
     def from_recipe(cls, recipe: CaptchaRecognition, source: Any = None) -> Self:
@@ -30,12 +30,12 @@ class ReadingSums(SummedLosses):
 
     def forward(self, pixel_values, labels) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the losses and, when evaluating, count correct predictions: [characters, strings]. See Captchas.collate."""
-        logits = self.reader(pixel_values.to(self.reader.heads.weight.dtype, memory_format=self.of_pixels))
+        logits = self.reader(pixel_values.to(self.reader.heads.weight.dtype, memory_format=self.memory_format))
         # -log p of a string is the sum of its characters': the second loss is the first, per string.
         loss_sum = losses.cross_entropy_sum(logits.flatten(0, 1), labels.flatten())
-        right = logits.argmax(-1) == labels
+        is_right = logits.argmax(-1) == labels  # bool [images, characters]
         return torch.stack([loss_sum, loss_sum]), None if self.training else torch.stack(
-            [right.sum(), right.all(1).sum()]
+            [is_right.sum(), is_right.all(1).sum()]
         )
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: RunSettings) -> dict:

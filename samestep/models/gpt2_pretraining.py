@@ -1,4 +1,4 @@
-"""GPT-2 pretraining: GPT2LMHeadModel that returns the sum over a micro-batch, and never holds the logits of all its tokens."""
+"""Pretrain GPT-2: GPT2LMHeadModel that returns the sum over a micro-batch, and never holds the logits of all its tokens."""
 
 from typing import Any, Self
 

@@ -1,4 +1,4 @@
-"""A classifier of images: transformers' ResNet that returns the sum over a micro-batch."""
+"""Classify images: transformers' ResNet that returns the sum over a micro-batch."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -30,12 +30,12 @@ class ClassificationSums(SummedLosses):
 
     def __init__(self, resnet: ResNetForImageClassification, label_smoothing: float):
         super().__init__()
-        self.resnet, self.of_pixels, self.label_smoothing = resnet, torch.contiguous_format, label_smoothing
+        self.resnet, self.memory_format, self.label_smoothing = resnet, torch.contiguous_format, label_smoothing
 
     @classmethod
     def from_recipe(cls, recipe: ImageClassification, source: Any) -> Self:
-        some = [str(number) for number in range(recipe.num_labels)]
-        return cls(build_model(recipe, some if source is None else source.classes), recipe.label_smoothing)
+        numbers = [str(number) for number in range(recipe.num_labels)]
+        return cls(build_model(recipe, numbers if source is None else source.classes), recipe.label_smoothing)
 
     @classmethod
     def example(cls, recipe: ImageClassification, num_samples: int) -> dict[str, torch.Tensor | None]:
@@ -44,7 +44,7 @@ class ClassificationSums(SummedLosses):
 
     def forward(self, pixel_values, labels) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the loss and, when evaluating, count correct predictions, both [1]. See Images.collate."""
-        logits = self.resnet(pixel_values.to(self.resnet.dtype, memory_format=self.of_pixels)).logits
+        logits = self.resnet(pixel_values.to(self.resnet.dtype, memory_format=self.memory_format)).logits
         loss_sum = losses.cross_entropy_sum(logits, labels, self.label_smoothing)
         return torch.stack([loss_sum]), None if self.training else losses.num_correct(logits, labels)[None]
 

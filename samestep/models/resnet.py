@@ -1,4 +1,4 @@
-"""ResNet with group normalisation: the one model class of our own that transformers saves and loads.
+"""Define ResNet with group normalisation, the only model class here that transformers saves and loads.
 
 `save_pretrained` copies this file beside the weights, so that `AutoModelForImageClassification.from_pretrained(FOLDER,
 trust_remote_code=True)` needs nothing else of this repository.
@@ -8,17 +8,17 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 GROUPS = 32
-"""Of group normalisation (Wu and He, 2018, arXiv:1803.08494); fewer where the channels are no multiple of it."""
+"""Groups of group normalisation (Wu and He, 2018, arXiv:1803.08494); fewer where the channels are no multiple of it."""
 
 
 class GroupNormResNetConfig(ResNetConfig):
-    """As `ResNetConfig`."""
+    """Configures `GroupNormResNet`, like `ResNetConfig`."""
 
     model_type = "group_norm_resnet"
 
 
 class GroupNormResNet(ResNetForImageClassification):
-    """ResNet whose batch normalisations are group normalisations: samples do not see each other."""
+    """Replaces the batch normalisations of ResNet by group normalisations: no sample depends on the others."""
 
     config_class = GroupNormResNetConfig
 
@@ -31,7 +31,7 @@ class GroupNormResNet(ResNetForImageClassification):
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Group normalisation of feature maps of so many channels."""
+    """Make a group normalisation of feature maps with so many channels."""
     return nn.GroupNorm(next(groups for groups in range(GROUPS, 0, -1) if channels % groups == 0), channels)
 
 

@@ -12,11 +12,11 @@ from samestep.recipe.run_settings import RunSettings
 
 
 class SummedLosses(nn.Module):
-    """A model that returns the sums of its losses over a micro-batch, one per term: means must not be added up.
+    """Returns the sums of a model's losses over a micro-batch, one per term: means must not be added up.
 
-    `forward(**micro_batch)` returns `(sums, seen)`: `sums` is floating [terms], in the order of the recipe's `loss_weights`,
-    and no view, so that its graph can be freed when memory runs out;
-    `seen` is what an evaluation needs of the micro-batch, None while training: correct predictions int64 [terms], or logits.
+    `forward(**micro_batch)` returns `(sums, predictions)`: `sums` is floating [terms], in the order of the recipe's
+    `loss_weights`, and no view, so that its graph can be freed when memory runs out; `predictions` is what an evaluation needs
+    of the micro-batch: the number of correct predictions int64 [terms], or logits; it may be None while training.
 
     Attributes:
         _no_split_modules: names of the classes that FSDP2 shards one by one.
@@ -31,26 +31,35 @@ class SummedLosses(nn.Module):
 
         Args:
             recipe: decides the shapes.
-            source: the training data, which may decide the number of classes or the vocabulary; None: as the planner takes it.
+            source: the training data, which may decide the number of classes or the vocabulary; None: the recipe decides, as
+                for the planner.
         """
         return cls()
 
     @classmethod
     def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
-        """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing."""
+        """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing.
+
+        Args:
+            recipe: decides the shapes.
+            num_samples: of the micro-batch.
+        """
         raise NotImplementedError
 
     def kernel_candidates(
         self, device: torch.device, mixed_precision: str, settings: RunSettings
     ) -> Mapping[str, Callable[[], object]]:
-        """Name the ways to compute the model that may be the fastest, all the same function, the safe one first."""
+        """Return, by name, functions that make the model use the kernels that may be the fastest; the safe ones come first.
+
+        All kernels compute the same function.
+        """
         return {"torch": lambda: None}
 
     def recompute_activations(self) -> None:
         """Keep few activations for the backward, which computes the others again.
 
         Raises:
-            UsageError: the model cannot.
+            UsageError: the model cannot do this.
         """
         raise UsageError(
             f"gradient_checkpointing is true, but {type(self).__name__} cannot recompute its activations: set it to false"

@@ -1,4 +1,4 @@
-"""A classifier of texts: BertForSequenceClassification that returns the sum over a micro-batch."""
+"""Classify texts: BertForSequenceClassification that returns the sum over a micro-batch."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -16,8 +16,8 @@ from samestep.recipe.run_settings import FineTuningSettings
 from samestep.step import losses
 
 HEADS = ("classifier.", "cls.", "bert.pooler.")
-"""Beginnings of the names of weights that a pretrained model may lack or have in vain: ours; what pretraining leaves; what not
-all of it has."""
+"""Prefixes of the names of weights that a pretrained model may lack, or may have without use: the classifier; pretraining's
+heads; the pooler, which not every pretrained model has."""
 
 
 def build_model(recipe: TextClassification, classes: Sequence[str] | None) -> BertForSequenceClassification:
@@ -41,20 +41,20 @@ class ClassificationSums(SummedLosses):
 
     @classmethod
     def from_recipe(cls, recipe: TextClassification, source: Any) -> Self:
-        some = [str(number) for number in range(recipe.num_labels or 2)]
-        return cls(build_model(recipe, some if source is None else source.classes))
+        numbers = [str(number) for number in range(recipe.num_labels or 2)]
+        return cls(build_model(recipe, numbers if source is None else source.classes))
 
     @classmethod
     def example(cls, recipe: TextClassification, num_samples: int) -> dict[str, torch.Tensor | None]:
         tokens = [np.zeros(recipe.max_seq_length, np.int64)] * num_samples
-        first = [recipe.max_seq_length] * num_samples
+        num_first = [recipe.max_seq_length] * num_samples
         labels = torch.zeros(num_samples, dtype=torch.int64)
-        return {**make_micro_batch(tokens, first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
+        return {**make_micro_batch(tokens, num_first, [np.zeros(1, np.int64)] * num_samples), "labels": labels}
 
     def forward(self, labels, **tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum the loss, [1], and, when evaluating, give the logits [samples, classes]. See LabelledTexts.collate."""
-        first = attention.last_hidden_at(self.bert.bert, **tokens)[: len(labels)]
-        logits = self.bert.classifier(self.bert.dropout(self.bert.bert.pooler(first[:, None])))
+        hidden = attention.last_hidden_at(self.bert.bert, **tokens)[: len(labels)]  # [samples, width], first tokens
+        logits = self.bert.classifier(self.bert.dropout(self.bert.bert.pooler(hidden[:, None])))
         loss_sum = losses.squared_error_sum if labels.is_floating_point() else losses.cross_entropy_sum
         return torch.stack([loss_sum(logits, labels)]), None if self.training else logits
 
