@@ -47,7 +47,7 @@ def loss(model: nn.Module, recipe: Recipe, num_samples: int = NUM_SAMPLES) -> to
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return optim.adamw(model, trace.USUAL, 0.0)
+    return optim.adamw(model, trace.USUAL_HYPERPARAMETERS, 0.0)
 
 
 def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:

@@ -1,11 +1,11 @@
-"""What an optimizer step of a model allocates and computes, traced without computing it: no GPU, no weights, no data.
+"""Trace what an optimizer step of a model allocates and computes, without computing it: no GPU, no weights, no data.
 
-The step runs on fake tensors (torch's FakeTensorMode): shapes, types and lifetimes are the real ones, numbers there are none.
+The step runs on fake tensors (torch's FakeTensorMode): shapes, types and lifetimes are the real ones, there are no numbers.
 Every storage is counted from its first tensor to its last reference. torch.distributed._tools.MemTracker counts the same;
 it also keeps statistics of every module, which nobody reads here, so the few lines that count are our own.
 
-The tensors are fake *CPU* tensors, because a torch built without CUDA makes no others. What CUDA allocates otherwise is
-taken in by `imitate_cuda`. Never counted: the CUDA context, workspaces of cuBLAS and cuDNN, what a kernel allocates and frees
+The tensors are fake *CPU* tensors, because a torch built without CUDA makes no others. `imitate_cuda` adjusts them where CUDA
+allocates differently. Never counted: the CUDA context, workspaces of cuBLAS and cuDNN, what a kernel allocates and frees
 inside itself, fragmentation, the allocator's rounding to 512 bytes.
 """
 
@@ -36,17 +36,17 @@ AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a step allocates and computes on one process, in bytes and floating-point operations.
+    """Holds what a step allocates and computes on one process, in bytes and floating-point operations.
 
     Attributes:
         num_parameters: all parameters, shared ones once.
         flops: of the forward and backward of one micro-batch, a multiply-add as two. Matrix products, convolutions and
             attention count (attention in full, not only its causal half); recomputing does not.
-        kernels: operators of the same, but views and allocations.
+        kernels: number of operators of the same, without views and allocations.
         parameters: bytes.
         gradients: bytes.
         moments: bytes of the optimizer's state, its counters included.
-        forward: most bytes at once during the forward of a micro-batch that is not the first, when gradients exist already.
+        forward: peak memory during the forward of a micro-batch that is not the first, when gradients exist already, in bytes.
             All is in it: parameters, buffers, gradients, moments, input.
         backward: the same, during its backward.
         optimizer_step: the same, during the optimizer's step.
@@ -64,13 +64,13 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Most bytes at once, in bytes."""
+        """Peak memory of the step, in bytes."""
         return max(self.forward, self.backward, self.optimizer_step)
 
 
 aten = torch.ops.aten
-# What torch does not count: products that are added in place, and the CPU's attention kernel, which is two products forward
-# and four backward. Those that the kernel computes again are not counted.
+# torch does not count products that are added in place, nor the CPU's attention kernel, which is two products forward and four
+# backward. Products that the kernel computes again are not counted.
 FLOPS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
@@ -95,9 +95,10 @@ class _Tracer(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now = self.flops = self.kernels = self._most = 0
+        self.now = self.flops = self.kernels = self._peak = 0
         self._alive: dict[int, int] = {}  # bytes, by address
-        self._sum: tuple[int, int] | None = None  # the last operator was one: address of its first addend, bytes then
+        # After a sum that may have been in place: address of its first addend, bytes before the next operator.
+        self._sum: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -109,7 +110,7 @@ class _Tracer(TorchDispatchMode):
         if func is aten.add.Tensor and not torch.is_grad_enabled() and not torch_tracing.is_view(args[0]):
             self._sum = torch_tracing.address(args[0].untyped_storage()), self.now
         else:
-            self._most = max(self._most, self.now)
+            self._peak = max(self._peak, self.now)
         self.kernels += func.namespace == "aten" and not func.is_view and torch_tracing.name(func) != "empty"
         if count := FLOPS.get(torch_tracing.packet(func)):
             self.flops += count(*args, **kwargs, out_val=returned)
@@ -127,15 +128,15 @@ class _Tracer(TorchDispatchMode):
 
     def _close_sum(self) -> None:
         if self._sum is not None:
-            first, then = self._sum
-            self._most = max(self._most, then if first in self._alive else self.now)
+            addend, num_bytes = self._sum
+            self._peak = max(self._peak, num_bytes if addend in self._alive else self.now)
             self._sum = None
 
     def peak(self) -> int:
-        """Most bytes at once since the last call."""
+        """Return the most bytes at once since the last call."""
         self._close_sum()
-        most, self._most = self._most, self.now
-        return most
+        peak, self._peak = self._peak, self.now
+        return peak
 
 
 def trace_step(
@@ -149,16 +150,16 @@ def trace_step(
 ) -> Trace:
     """Trace a micro-batch and the optimizer's step after it, as they are once gradients and moments exist.
 
-    As on a CPU; within `imitate_cuda` as on a GPU. Each of the callables is called with fake tensors in force: tensors that it
-    makes are fake, and no number may be read from one.
+    Memory is allocated as on a CPU, within `imitate_cuda` as on a GPU. The callables run under FakeTensorMode: tensors that
+    they make are fake, and no number may be read from one.
 
     Args:
-        build: makes the model; it is trained as it is, in float32 unless it says otherwise.
-        loss: of the model on so many samples, which it makes; runs under autocast. What it keeps alive is counted.
+        build: makes the model, which is trained in the dtypes that it has.
+        loss: computes the model's loss on so many samples, which it makes; runs under autocast. What it keeps alive counts.
         num_samples: in one forward.
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute activations, for transformers' models.
-        make_optimizer: of the model.
+        make_optimizer: makes the optimizer of a model.
 
     Raises:
         UsageError: the model cannot recompute its activations.
@@ -180,12 +181,12 @@ def trace_step(
             _checkpoint(model)
         tracer.peak()
         total = forward()
-        in_forward = tracer.peak()
+        forward_peak = tracer.peak()
         total.backward()
         del total
-        in_backward = tracer.peak()
+        backward_peak = tracer.peak()
         optimizer.step()
-        in_step = tracer.peak()
+        step_peak = tracer.peak()
         parameters = list(model.parameters())
         state = [value for values in optimizer.state.values() for value in values.values()]
         return Trace(
@@ -195,9 +196,9 @@ def trace_step(
             parameters=_bytes(parameters),
             gradients=_bytes([parameter.grad for parameter in parameters if parameter.grad is not None]),
             moments=_bytes([value for value in state if isinstance(value, Tensor)]),
-            forward=in_forward,
-            backward=in_backward,
-            optimizer_step=in_step,
+            forward=forward_peak,
+            backward=backward_peak,
+            optimizer_step=step_peak,
         )
 
 
@@ -256,8 +257,8 @@ def trace_recipe(
             model = model_class.from_recipe(recipe, None)
         if issubclass(settings_class, LanguageModelSettings):
             settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
-            (take,) = model.kernel_candidates(torch.device("cuda"), mixed_precision, settings).values()
-            take()
+            (use_kernels,) = model.kernel_candidates(torch.device("cuda"), mixed_precision, settings).values()
+            use_kernels()
         return model
 
     with imitate_cuda():
@@ -279,15 +280,15 @@ def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
 # ---------------------------------------------------------------------------------------------------------------------
 # Any model of transformers
 
-# Where a config's `architectures` names no class: the first that takes the config.
+# Where a config's `architectures` names no class, the first of these that takes the config does.
 MAPPINGS = (
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 )
-ONE_LABEL = ("SequenceClassification", "ImageClassification", "NextSentencePrediction")  # per sample, not per token
-USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
+SAMPLE_LABEL_CLASSES = ("SequenceClassification", "ImageClassification", "NextSentencePrediction")  # a label per sample
+USUAL_HYPERPARAMETERS = Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
 
 
 def trace_config(
@@ -307,7 +308,7 @@ def trace_config(
 
     Args:
         name_or_path: a folder with a config.json, such a file, or a name on the hub. Its `architectures` names the class;
-            if it does not, the class is the one for masked tokens, next tokens, images or sequences, the first that there is.
+            if it does not, the class is the first of those for masked tokens, next tokens, images and sequences that exists.
         num_samples: in one forward.
         length: tokens of a sample; of an image, pixels per side.
         mixed_precision: no, bf16 or fp16.
@@ -345,8 +346,8 @@ def trace_config(
         else:
             inputs = {"pixel_values": torch.zeros(num_samples, getattr(config, "num_channels", 3), length, length)}
         for label in labels:
-            is_one = label != "labels" or any(kind in name for kind in ONE_LABEL)
-            inputs[label] = torch.zeros(num_samples if is_one else per_token, dtype=torch.int64)
+            is_per_sample = label != "labels" or any(kind in name for kind in SAMPLE_LABEL_CLASSES)
+            inputs[label] = torch.zeros(num_samples if is_per_sample else per_token, dtype=torch.int64)
         try:
             return model(**inputs).loss
         except Exception as error:  # of any kind: the code is not ours
@@ -362,7 +363,9 @@ def trace_config(
             mixed_precision=mixed_precision,
             gradient_checkpointing=gradient_checkpointing,
             make_optimizer=lambda model: (
-                optim.sgd(model, 0.1, 0.9, 0.0) if optimizer == "sgd" else optim.adamw(model, USUAL, 0.0)
+                optim.sgd(model, 0.1, 0.9, 0.0)
+                if optimizer == "sgd"
+                else optim.adamw(model, USUAL_HYPERPARAMETERS, 0.0)
             ),
         )
 
@@ -381,9 +384,10 @@ def _config(name_or_path: str) -> PreTrainedConfig:
 
 
 def _model_class(name_or_path: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    named = [getattr(transformers, str(name), None) for name in config.architectures or []]
+    architectures = [getattr(transformers, str(name), None) for name in config.architectures or []]
     mappings = [getattr(transformers, mapping) for mapping in MAPPINGS]
-    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and find_labels(cls)]
+    classes = [cls for cls in architectures if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    classes = [cls for cls in classes if find_labels(cls)]
     classes += [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     if not classes:
         raise UsageError(f"{config.model_type} of {name_or_path} has no class with a loss for text or images")
@@ -395,7 +399,7 @@ def _line(error: Exception) -> str:
 
 
 class Line(NamedTuple):
-    """Bytes beyond the states: fixed + b per_sample."""
+    """Holds the bytes beyond the states as a line in the micro-batch size b: fixed + b per_sample."""
 
     fixed: int
     per_sample: int
@@ -403,17 +407,17 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedModel:
-    """A model of transformers as the planner takes it, from traces of few and of many samples. Neither recomputed nor sharded.
+    """Describes a transformers model for the planner, from traces of few and of many samples. Neither recomputed nor sharded.
 
     Attributes:
         num_parameters: N.
         flops_per_sample: forward and backward.
         length: tokens of a sample; 1 for an image.
         unit: token or image.
-        kernels: eager or channels_last: which traffic of timing.CALIBRATION.
-        kernels_per_layer: of a whole micro-batch; there is one layer.
-        forward, backward: in float32 and under autocast, lines whose largest is the peak: a peak is the largest of several
-            moments, each of which is a line.
+        kernels: eager or channels_last: selects the traffic in timing.CALIBRATION.
+        kernels_per_layer: operators of a whole micro-batch; there is one layer.
+        forward, backward: peak memory in float32 and under autocast, as lines of which the largest counts: a peak is the
+            largest of several moments, each of which is a line.
     """
 
     num_parameters: int
@@ -431,15 +435,15 @@ class TracedModel:
 
     @property
     def gathered(self) -> int:
-        """All parameters."""
+        """Number of parameters that are gathered at once: all."""
         return self.num_parameters
 
     def saved_bytes(self, *, autocast: bool) -> int:
-        """Bytes that the forward of a sample leaves for its backward, logits included."""
+        """Return the bytes that the forward of a sample leaves for its backward, logits included."""
         return self.forward[autocast][-1].per_sample
 
     def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
-        """The forward and the backward, all of it as activations.
+        """Return the forward and the backward as moments, whose memory all counts as activations.
 
         Raises:
             ValueError: gradient_checkpointing.
@@ -447,14 +451,14 @@ class TracedModel:
         if gradient_checkpointing:
             raise ValueError("a traced model is not recomputed")
         lines = self.forward[autocast], self.backward[autocast]
-        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in of), 0) for of in lines)
+        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in part), 0) for part in lines)
 
 
-TRACED = ((1, 2), (32, 64))  # pairs of micro-batches, a line through each
+TRACED_SIZES = ((1, 2), (32, 64))  # pairs of micro-batch sizes; a line goes through each pair
 
 
 def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdpa") -> TracedModel:
-    """The model of a config, traced.
+    """Trace the model of a config for the planner.
 
     Args:
         name_or_path, length, attn_implementation: as in `trace_config`.
@@ -463,37 +467,40 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
         UsageError: as `trace_config`.
     """
 
-    def beyond_states(mixed_precision: str, b: int) -> tuple[int, int]:
+    def measure_activations(mixed_precision: str, b: int) -> tuple[int, int]:
         trace = trace_config(
             name_or_path, b, length, mixed_precision=mixed_precision, attn_implementation=attn_implementation
         )
         states = trace.parameters + trace.gradients + trace.moments
         return trace.forward - states, trace.backward - states
 
-    def line(few: int, many: int, pair: tuple[int, int]) -> Line:
-        slope = (many - few) // (pair[1] - pair[0])
-        return Line(few - pair[0] * slope, slope)
+    def fit_line(small: int, large: int, pair: tuple[int, int]) -> Line:
+        slope = (large - small) // (pair[1] - pair[0])
+        return Line(small - pair[0] * slope, slope)
 
     lines = []
     for mixed_precision in ("no", "bf16"):
-        peaks = [[beyond_states(mixed_precision, b) for b in pair] for pair in TRACED]
+        peaks = [[measure_activations(mixed_precision, b) for b in pair] for pair in TRACED_SIZES]
         lines.append(
-            [tuple(line(*ends, pair) for ends, pair in zip(of, TRACED, strict=True)) for of in _by_pass(peaks)]
+            [
+                tuple(fit_line(*ends, pair) for ends, pair in zip(pass_peaks, TRACED_SIZES, strict=True))
+                for pass_peaks in _group_by_pass(peaks)
+            ]
         )
-    one = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
+    trace = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
     is_text = _model_class(name_or_path, _config(name_or_path)).main_input_name == "input_ids"
     return TracedModel(
-        num_parameters=one.num_parameters,
-        flops_per_sample=one.flops,
+        num_parameters=trace.num_parameters,
+        flops_per_sample=trace.flops,
         length=length if is_text else 1,
         unit="token" if is_text else "image",
         kernels="eager" if is_text else "channels_last",
-        kernels_per_layer=one.kernels,
+        kernels_per_layer=trace.kernels,
         forward=tuple(forward for forward, _ in lines),
         backward=tuple(backward for _, backward in lines),
     )
 
 
-def _by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-    """[pair][end][pass] -> [pass][pair][end]."""
-    return [[tuple(end[which] for end in pair) for pair in peaks] for which in (0, 1)]
+def _group_by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Reorder [pair][end][pass] to [pass][pair][end]; the passes are forward and backward."""
+    return [[tuple(end[index] for end in pair) for pair in peaks] for index in (0, 1)]
