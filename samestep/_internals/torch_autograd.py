@@ -23,6 +23,6 @@ def is_mean_of_losses(node: Node) -> bool:
 
 
 def pin_memory(value: Any) -> Any:
-    """Copy collated values, nested or not, to page-locked memory, as a DataLoader with pin_memory does (torch 2.13,
+    """Return collated values, nested or not, copied to page-locked memory, as a DataLoader with pin_memory does (torch 2.13,
     `torch.utils.data._utils.pin_memory`)."""
     return _pinning.pin_memory(value)
