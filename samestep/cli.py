@@ -24,10 +24,10 @@ from samestep.planner.workload import Workload, from_model, from_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
 from samestep.recipe.extras import require
-from samestep.recipe.reading import named
+from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
-from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, at_most, build, one_of, program_name, setting
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, build, choice, limit, program_name, setting
 from samestep.training.plots import plot_growth
 
 UP_TO = 4096
@@ -58,7 +58,7 @@ class HardwareSettings(OutputSettings):
 class PlanSettings(HardwareSettings):
     """Choose the processes, the cut of the step, and what else decides the memory of one process"""
 
-    num_processes: int | None = setting("processes (N); none: 1; not with --on", at_most(MOST), default=None)
+    num_processes: int | None = setting("processes (N); none: 1; not with --on", limit(MOST), default=None)
     per_device_train_batch_size: int | None = setting(
         "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
     )
@@ -67,13 +67,13 @@ class PlanSettings(HardwareSettings):
     )
     mixed_precision: str | None = setting(
         "precision of the launch; none: the best that the hardware has, or bf16",
-        one_of("no", "bf16", "fp16"),
+        choice("no", "bf16", "fp16"),
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     attn_implementation: str = setting(
         "attention of transformers: sdpa, or eager, which stores every pair of tokens",
-        one_of("sdpa", "eager"),
+        choice("sdpa", "eager"),
         default="sdpa",
     )
     sharded: bool = setting(
@@ -99,12 +99,12 @@ class ModelSettings:
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
     global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
-    optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
+    optimizer: str = setting("adamw, or sgd with momentum", choice(*MOMENTS), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(
         "global batch that it was tuned at; none: this one", POSITIVE, default=None
     )
-    lr_scaling_rule: str = setting("how the learning rate changes for another batch", one_of(*RULES), default="none")
+    lr_scaling_rule: str = setting("how the learning rate changes for another batch", choice(*RULES), default="none")
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
     num_train_epochs: float | None = setting(
         "length of training in epochs of num_train_samples", POSITIVE, default=None
@@ -125,7 +125,7 @@ class ScaleSettings(OutputSettings):
     """Choose the devices, all of one kind"""
 
     on: str = setting("device: a name (t4, a100-80, h100), or a .yaml file of your own")
-    up_to: int = setting("largest number of devices", at_most(MOST), default=UP_TO)
+    up_to: int = setting("largest number of devices", limit(MOST), default=UP_TO)
     plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
 
@@ -188,7 +188,7 @@ def plan(name: str, argv: list[str]) -> None:
         critical_batch_size=settings.critical_batch_size,
     )
     known = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source, "expect": recipe.expect}
-    known |= {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled())
+    known |= {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled_hyperparameters())
     _plan(workload, settings, known, lambda *arguments, **options: _trace().trace_recipe(recipe, *arguments, **options))
 
 
@@ -252,7 +252,7 @@ def _config(name: str) -> dict[str, Any]:
         return read_config(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UsageError(
-            f"model_name_or_path {named(name)} is no file here, and the hub does not give its config.json: "
+            f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
 
@@ -361,7 +361,7 @@ def _read(command: str, name: str, argv: list[str], settings_class: type) -> tup
     recipe = recipes.load(name)
     own = {field.name for field in dataclasses.fields(recipe)}
     classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
-    parser = _parser(command, named(name))
+    parser = _parser(command, format_name(name))
     for cls in classes:
         parser.add_settings(cls)
     parser.add_settings(type(recipe), recipe, "recipe")
@@ -374,11 +374,11 @@ def _read(command: str, name: str, argv: list[str], settings_class: type) -> tup
 def _write(flag: str, name: str, content: str | bytes) -> None:
     path = Path(name)
     if os.path.exists(path):
-        raise UsageError(f"--{flag} {named(name)}: it exists already, and is left alone: give another name")
+        raise UsageError(f"--{flag} {format_name(name)}: it exists already, and is left alone: give another name")
     try:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
-        raise UsageError(f"--{flag} {named(name)}: {error.strerror}") from None
+        raise UsageError(f"--{flag} {format_name(name)}: {error.strerror}") from None
 
 
 def main() -> int | None:
@@ -409,7 +409,7 @@ def main() -> int | None:
 
             return audit_script(argv, prog=f"{program_name()} audit-script")
         case [word, *_]:
-            raise UsageError(f"{program_name()} {named(word)}: {nearest(word, SUMMARIES)}")
+            raise UsageError(f"{program_name()} {format_name(word)}: {nearest(word, SUMMARIES)}")
     return None
 
 

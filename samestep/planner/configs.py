@@ -10,7 +10,7 @@ from samestep.errors import UsageError
 from samestep.planner import convnet, transformer
 from samestep.planner.memory import Model
 from samestep.planner.transformer import Transformer
-from samestep.recipe.reading import named, read_json, shown
+from samestep.recipe.reading import format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
 
 
@@ -22,7 +22,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = Path(path)
     file = file / "config.json" if os.path.isdir(file) else file
-    what = f"model_name_or_path {named(path)}"
+    what = f"model_name_or_path {format_name(path)}"
     config = read_json(file, f"{what} (a folder with a config.json, or such a file)")
     if "model_type" not in config:
         raise UsageError(f"{what} is not a configuration of transformers: it has no model_type")
@@ -59,7 +59,7 @@ def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Mod
     kind = _class(config)
     if kind not in _SHAPES:
         raise UsageError(
-            f"{name} is a {named(kind)} (model_type {named(config['model_type'])}), for which there is no "
+            f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
             f"formula: known are {', '.join(_SHAPES)}; --trace finds its memory with torch"
         )
     is_text = kind != "ResNetForImageClassification"
@@ -103,7 +103,7 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     """Raise UsageError for the first field that is no size, no activation, or no rate."""
 
     def refuse(field: str, value: Any, rule: str) -> None:
-        raise UsageError(f"{name}: {field} is {shown(value)} in its configuration, must be {rule}")
+        raise UsageError(f"{name}: {field} is {format_value(value)} in its configuration, must be {rule}")
 
     for field, most in SIZES.items():
         value = config.get(field)
@@ -115,7 +115,7 @@ def _check(config: Mapping[str, Any], name: str) -> None:
         if not is_list or not all(_is_size(of, most) for of in value):
             refuse(field, value, f"up to {MOST_STAGES} whole numbers from 1 to {most:,}")
     if len(config.get("hidden_sizes", [1])) != len(config.get("depths", config.get("hidden_sizes", [1]))):
-        refuse("depths", config["depths"], f"as many numbers as hidden_sizes {shown(config['hidden_sizes'])}")
+        refuse("depths", config["depths"], f"as many numbers as hidden_sizes {format_value(config['hidden_sizes'])}")
     for field in ("hidden_act", "activation_function"):
         value = config.get(field)
         if value is not None and (not isinstance(value, str) or value not in ACTIVATIONS):

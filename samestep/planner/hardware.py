@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 from samestep.errors import UsageError, nearest
-from samestep.recipe.reading import named, read_yaml, shown
-from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, at_most, build, setting
+from samestep.recipe.reading import format_name, format_value, read_yaml
+from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, build, limit, setting
 
 DEVICES = Path(__file__).parent / "devices"
-MEASURED = at_most(LARGEST, 1e-6)
+QUANTITY = limit(LARGEST, 1e-6)
 PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
 MOST = 2**17
 """Devices that are planned for; more than any machine has."""
@@ -21,21 +21,21 @@ class Device:
 
     name: str = setting("the file's name")
     description: str = setting("vendor, model, memory, form")
-    memory_mib: float = setting("memory that the driver reports, MiB", MEASURED)
-    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", MEASURED)
-    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
-    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    memory_mib: float = setting("memory that the driver reports, MiB", QUANTITY)
+    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", QUANTITY)
+    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
+    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
     reachable: float = setting("part of the 16-bit peak that large matrix products reach", PART)
-    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", MEASURED)
+    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", QUANTITY)
     link: str = setting("what connects the devices of one node")
-    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", MEASURED)
+    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", QUANTITY)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", MEASURED, default=25.0)
+    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", QUANTITY, default=25.0)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
-    watts: float = setting("power limit, W", MEASURED)
-    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", at_most(2**20), default=None)
+    watts: float = setting("power limit, W", QUANTITY)
+    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:
@@ -90,13 +90,13 @@ def parse(text: str) -> Hardware:
         name = name[match.end() :]
     if len(counts) > 2 or not name:
         raise UsageError(
-            f"hardware {shown(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
+            f"hardware {format_value(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
         )
     if 0 in counts:
-        raise UsageError(f"hardware {shown(text)} counts 0 devices or nodes: give 1 or more")
+        raise UsageError(f"hardware {format_value(text)} counts 0 devices or nodes: give 1 or more")
     nodes, devices = [1, 1, *counts][-2:]
     if nodes * devices > MOST:
-        raise UsageError(f"hardware {shown(text)} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
+        raise UsageError(f"hardware {format_value(text)} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
     return Hardware(load_device(name), devices, nodes)
 
 
@@ -109,8 +109,8 @@ def load_device(name_or_file: str) -> Device:
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in device_names():
         raise UsageError(
-            f"unknown device {shown(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+            f"unknown device {format_value(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
         )
     path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
-    values = read_yaml(path, f"device {named(path)}")
-    return build(Device, {"name": path.stem} | values, f"device {named(name_or_file)}")
+    values = read_yaml(path, f"device {format_name(path)}")
+    return build(Device, {"name": path.stem} | values, f"device {format_name(name_or_file)}")

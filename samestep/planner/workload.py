@@ -131,7 +131,7 @@ def from_recipe(
     if num_samples is not None:
         exact = plan.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
         num_steps, per_epoch = num_steps or plan.num_steps(exact, recipe.num_train_epochs), float(exact)
-    counts_epochs = (recipe.warmup_epochs, recipe.scaled().warmup_epochs) != (None, None)
+    counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
     return Workload(
         name=recipe.name,
