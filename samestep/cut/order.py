@@ -87,9 +87,7 @@ class Order:
     epoch_end: str = "carry"
 
     def __post_init__(self):
-        steps_per_epoch(
-            self.num_samples, self.global_batch_size, self.epoch_end
-        )  # raises UsageError if a rule is broken
+        steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # checks the rules
 
     @property
     def steps_per_epoch(self) -> fractions.Fraction:
