@@ -25,7 +25,7 @@ from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, as_cuda, tree_leaves
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
-from samestep.planner.transformer import Moment
+from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
@@ -425,12 +425,12 @@ class TracedModel:
     forward: tuple[tuple[Line, ...], tuple[Line, ...]]
     backward: tuple[tuple[Line, ...], tuple[Line, ...]]
 
-    layered = False
+    has_equal_layers = False
     num_layers = 1
     num_logits = 0  # they are among the bytes of the forward
 
     @property
-    def gathered(self) -> int:
+    def num_gathered(self) -> int:
         """All parameters."""
         return self.num_parameters
 
@@ -438,7 +438,7 @@ class TracedModel:
         """Bytes that the forward of a sample leaves for its backward, logits included."""
         return self.forward[autocast][-1].per_sample
 
-    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
+    def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
         """The forward and the backward, all of it as activations.
 
         Raises:
@@ -447,7 +447,7 @@ class TracedModel:
         if gradient_checkpointing:
             raise ValueError("a traced model is not recomputed")
         lines = self.forward[autocast], self.backward[autocast]
-        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in of), 0) for of in lines)
+        return tuple(Peak(0, max(fixed + num_samples * slope for fixed, slope in of), 0) for of in lines)
 
 
 TRACED = ((1, 2), (32, 64))  # pairs of micro-batches, a line through each

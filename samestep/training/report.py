@@ -147,7 +147,7 @@ class RunLog:
             if ("dropout" in name or "pdrop" in name) and value
         ]
         if self.recipe.accumulation == "optimizer":
-            self.accelerator.print(text.accumulation(self.recipe.second_moment))
+            self.accelerator.print(text.explain_accumulation(self.recipe.second_moment))
         if noise:
             self.accelerator.print(
                 f"{', '.join(noise)}: the noise is drawn per process and micro-batch, so that another layout's losses differ "
