@@ -33,11 +33,11 @@ class Convolution:
 
     @property
     def elements(self) -> int:
-        """Elements of its output."""
+        """Elements of the convolution's output."""
         return self.channels * self.pixels
 
     def saved_bytes(self, width: int, *, group_norm: bool) -> int:
-        """Count the bytes that it saves for its backward, beyond its input, in elements of `width` bytes.
+        """Count the bytes that the forward saves for its backward, beyond its input, in elements of `width` bytes.
 
         The normalisation keeps the convolution's output, relu its own output, the pooling the place of each maximum (8 bytes)
         and its output, which is the next input. Group normalisation computes in float32 under autocast: it keeps a cast of

@@ -159,7 +159,7 @@ class Transformer:
         h, layer = self.hidden_size, self.layer_bytes(autocast=autocast)
         tokens, cast_bytes = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
         if self.num_queries is not None:
-            return self._unpadded(num_samples, layer, autocast, gradient_checkpointing)
+            return self._unpadded_peaks(num_samples, layer, autocast, gradient_checkpointing)
         saved_bytes = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
         recomputed_bytes = tokens * (layer - 4 * h) if gradient_checkpointing else 0
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
@@ -172,7 +172,7 @@ class Transformer:
         num_cached = (num_cast, num_cast)
         if gradient_checkpointing:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
-        forward, backward = self._head(num_samples, autocast)
+        forward, backward = self._head_bytes(num_samples, autocast)
         tied_bytes = 8 if autocast or self.chunked_head else 12
         layer_peak = saved_bytes + recomputed_bytes + inputs + tokens * temporary
         return (
@@ -182,7 +182,9 @@ class Transformer:
             Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
-    def _unpadded(self, num_samples: int, layer: int, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
+    def _unpadded_peaks(
+        self, num_samples: int, layer: int, autocast: bool, gradient_checkpointing: bool
+    ) -> tuple[Peak, ...]:
         """Count the bytes of `peaks` for a model that `samestep.models.attention` computes.
 
         With a' = `layer_bytes`, tokens n' and samples b' rounded up as in that module, and Q = num_queries
@@ -220,7 +222,7 @@ class Transformer:
         num_cached = (num_cast, num_cast)
         if gradient_checkpointing:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
-        forward, backward = self._head(num_samples, autocast)
+        forward, backward = self._head_bytes(num_samples, autocast)
         tied_bytes = 8 if autocast else 12
         return (
             Peak(cast_bytes * num_cast, whole + outside_bytes, forward),
@@ -229,7 +231,7 @@ class Transformer:
             Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
-    def _head(self, num_samples: int, autocast: bool) -> tuple[int, int]:
+    def _head_bytes(self, num_samples: int, autocast: bool) -> tuple[int, int]:
         """Count the bytes of the head at the end of the forward and in its backward, as in `peaks`."""
         rows, matrix = num_samples * self.num_predicted, self.vocab_size * self.hidden_size
         logits = rows * self.vocab_size
