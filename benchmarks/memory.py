@@ -15,7 +15,7 @@ import transformers
 from samestep.cut.layout import solve_layout
 from samestep.models.trace import Trace, trace_recipe
 from samestep.planner import hardware
-from samestep.planner.memory import model_of
+from samestep.planner.memory import model_from_recipe
 from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
 
@@ -43,7 +43,7 @@ def distinct(names: list[str]) -> dict[str, Recipe]:
     """Recipes by name, one for each shape of a model and its samples."""
     found = {}
     for recipe in map(load, names):
-        found.setdefault(model_of(recipe), recipe)
+        found.setdefault(model_from_recipe(recipe), recipe)
     assert len({recipe.task for recipe in found.values()}) == len(TASKS)
     return {recipe.name: recipe for recipe in found.values()}
 
@@ -116,7 +116,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = []
     for name, recipe in distinct(catalog_names()).items():
-        for way in WAYS if model_of(recipe).layered else [(precision, False, "sdpa") for precision in ("no", "bf16")]:
+        ways = [(precision, False, "sdpa") for precision in ("no", "bf16")]
+        for way in WAYS if model_from_recipe(recipe).has_equal_layers else ways:
             for b in micro_batch_sizes(recipe, *way):
                 rows.append(compare(name, recipe, b, *way))
                 row = rows[-1]

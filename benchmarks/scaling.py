@@ -199,7 +199,7 @@ def predict(
 ) -> tuple[float, float]:
     """Seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
     work = timing.Work(flops=0, saved_bytes=0, num_parameters=num_parameters, num_layers=LAYERS)
-    software = timing.software_of("no")
+    software = timing.default_software("no")
     return timing._communication(work, software, hardware(n, latency, bandwidth), k, micro_step, False, is_every, AS_IS)
 
 

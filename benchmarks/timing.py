@@ -73,14 +73,14 @@ def work_of(shape: dict, row: dict) -> Work:
     """
     mixed_precision = row["mixed_precision"]
     if "recipe" in shape:
-        model = memory.model_of(load(shape["recipe"]))
+        model = memory.model_from_recipe(load(shape["recipe"]))
         assert model.length == row["length"]
-        return timing.work_of(model, mixed_precision)
+        return timing.count_work(model, mixed_precision)
     size = {"num_parameters": shape["parameters"], "num_layers": shape["layers"]}
     if "flops" in shape:
         loaded = 1 if "cores" in row else 0
         saved = shape["saved_bytes"][mixed_precision]
-        return Work(shape["flops"], saved, **size, kernels_per_layer=shape["kernels_per_layer"], loaded=loaded)
+        return Work(shape["flops"], saved, **size, kernels_per_layer=shape["kernels_per_layer"], num_photographs=loaded)
     vocab, h, layers, length = shape["vocabulary"], shape["hidden"], shape["layers"], row["length"]
     linear, square = (66, 9) if mixed_precision == "no" else (34, 5)
     return Work(

@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import answer, text
-from samestep.planner.configs import IMAGE, has_formula, read_config, shape_of
-from samestep.planner.hardware import MOST, load_device, parse
+from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
+from samestep.planner.hardware import MAX_DEVICES, load_device, parse
 from samestep.planner.memory import MOMENTS
 from samestep.planner.page import page
 from samestep.planner.placement import place
@@ -24,14 +25,16 @@ from samestep.planner.workload import Workload, from_model, from_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
 from samestep.recipe.extras import require
-from samestep.recipe.reading import named
+from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
-from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, at_most, build, one_of, program_name, setting
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, build, choice, limit, program_name, setting
 from samestep.training.plots import plot_growth
 
-UP_TO = 4096
-CRITICAL = "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
+DEFAULT_MAX_DEVICES = 4096
+CRITICAL_BATCH_HELP = (
+    "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class OutputSettings:
     """Choose what is printed"""
 
     json: bool = setting("print one JSON object", default=False)
-    critical_batch_size: float | None = setting(CRITICAL, POSITIVE, default=None)
+    critical_batch_size: float | None = setting(CRITICAL_BATCH_HELP, POSITIVE, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class HardwareSettings(OutputSettings):
 class PlanSettings(HardwareSettings):
     """Choose the processes, the cut of the step, and what else decides the memory of one process"""
 
-    num_processes: int | None = setting("processes (N); none: 1; not with --on", at_most(MOST), default=None)
+    num_processes: int | None = setting("processes (N); none: 1; not with --on", limit(MAX_DEVICES), default=None)
     per_device_train_batch_size: int | None = setting(
         "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
     )
@@ -67,13 +70,13 @@ class PlanSettings(HardwareSettings):
     )
     mixed_precision: str | None = setting(
         "precision of the launch; none: the best that the hardware has, or bf16",
-        one_of("no", "bf16", "fp16"),
+        choice("no", "bf16", "fp16"),
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
     attn_implementation: str = setting(
         "attention of transformers: sdpa, or eager, which stores every pair of tokens",
-        one_of("sdpa", "eager"),
+        choice("sdpa", "eager"),
         default="sdpa",
     )
     sharded: bool = setting(
@@ -99,12 +102,12 @@ class ModelSettings:
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
     global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
-    optimizer: str = setting("adamw, or sgd with momentum", one_of(*MOMENTS), default="adamw")
+    optimizer: str = setting("adamw, or sgd with momentum", choice(*MOMENTS), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(
         "global batch that it was tuned at; none: this one", POSITIVE, default=None
     )
-    lr_scaling_rule: str = setting("how the learning rate changes for another batch", one_of(*RULES), default="none")
+    lr_scaling_rule: str = setting("how the learning rate changes for another batch", choice(*RULES), default="none")
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
     num_train_epochs: float | None = setting(
         "length of training in epochs of num_train_samples", POSITIVE, default=None
@@ -125,7 +128,7 @@ class ScaleSettings(OutputSettings):
     """Choose the devices, all of one kind"""
 
     on: str = setting("device: a name (t4, a100-80, h100), or a .yaml file of your own")
-    up_to: int = setting("largest number of devices", at_most(MOST), default=UP_TO)
+    up_to: int = setting("largest number of devices", limit(MAX_DEVICES), default=DEFAULT_MAX_DEVICES)
     plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
 
@@ -160,7 +163,7 @@ def _epilog(*commands: str) -> str:
     return "\n".join(["examples:", *(f"  {program_name()} {line}" for line in lines)])
 
 
-def _overview() -> Parser:
+def _make_overview() -> Parser:
     description = (
         "Plans the training of recipes, and audits training programs: one recipe, the same step on any hardware."
     )
@@ -187,53 +190,65 @@ def plan(name: str, argv: list[str]) -> None:
         num_train_samples=data.num_train_samples,
         critical_batch_size=settings.critical_batch_size,
     )
-    known = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source, "expect": recipe.expect}
-    known |= {"fingerprint": recipe.fingerprint} | dataclasses.asdict(recipe.scaled())
-    _plan(workload, settings, known, lambda *arguments, **options: _trace().trace_recipe(recipe, *arguments, **options))
+    subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
+    subject |= {"expect": recipe.expect, "fingerprint": recipe.fingerprint}
+    subject |= dataclasses.asdict(recipe.scaled_hyperparameters())
+
+    def trace(b: int, **options: Any) -> Any:
+        return _import_trace().trace_recipe(recipe, b, **options)
+
+    _plan(workload, settings, subject, trace)
 
 
-def _trace():
+def _import_trace() -> ModuleType:
     from samestep.models import trace  # here: it imports torch
 
     return trace
 
 
 def plan_model(argv: list[str]) -> None:
-    settings, of = _read_model("plan", argv, PlanSettings)
-    workload = _workload_of_model(of, settings.critical_batch_size, settings.attn_implementation, traced=settings.trace)
-    known: dict[str, Any] = {"recipe": workload.name, "description": of.model_name_or_path}
-    known |= {"source": "the model's configuration, and what was given with it"}
-    if of.learning_rate is not None:
-        adam = (0.9, 0.999, 1e-8) if of.optimizer == "adamw" else (None, None, None)
-        tuned = Hyperparameters(of.learning_rate, *adam)
-        batch = of.learning_rate_batch_size or of.global_batch_size
-        known |= dataclasses.asdict(scaling.scale(of.lr_scaling_rule, tuned, batch, of.global_batch_size))
+    settings, training = _read_model("plan", argv, PlanSettings)
+    workload = _make_workload(
+        training, settings.critical_batch_size, settings.attn_implementation, may_trace=settings.trace
+    )
+    subject: dict[str, Any] = {"recipe": workload.name, "description": training.model_name_or_path}
+    subject |= {"source": "the model's configuration, and what was given with it"}
+    if training.learning_rate is not None:
+        adam = (0.9, 0.999, 1e-8) if training.optimizer == "adamw" else (None, None, None)
+        tuned = Hyperparameters(training.learning_rate, *adam)
+        batch = training.learning_rate_batch_size or training.global_batch_size
+        scaled = scaling.scale(training.lr_scaling_rule, tuned, batch, training.global_batch_size)
+        subject |= dataclasses.asdict(scaled)
 
     def trace(b: int, **options: Any) -> Any:
-        length = of.seq_len or IMAGE
-        return _trace().trace_config(of.model_name_or_path, b, length, optimizer=of.optimizer, **options)
+        length = training.seq_len or IMAGE
+        return _import_trace().trace_config(
+            training.model_name_or_path, b, length, optimizer=training.optimizer, **options
+        )
 
-    _plan(workload, settings, known, trace)
+    _plan(workload, settings, subject, trace)
 
 
-def _workload_of_model(
-    of: ModelSettings, critical_batch_size: float | None, attention: str = "sdpa", *, traced: bool = False
+def _make_workload(
+    training: ModelSettings, critical_batch_size: float | None, attention: str = "sdpa", *, may_trace: bool = False
 ) -> Workload:
-    config, name = _config(of.model_name_or_path), Path(of.model_name_or_path).name or of.model_name_or_path
-    if traced and not has_formula(config):
-        model = _trace().traced_model(of.model_name_or_path, of.seq_len or IMAGE, attention)
+    """Make the workload of a model without a recipe; with `may_trace` a model without a formula is traced."""
+    path = training.model_name_or_path
+    config, name = _load_config(path), Path(path).name or path
+    if may_trace and not has_formula(config):
+        model = _import_trace().traced_model(path, training.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
-        model = shape_of(config, of.seq_len, name=name)
-    per_epoch, num_steps = None, of.max_train_steps
-    if of.num_train_samples is not None:
-        per_epoch = layouts.steps_per_epoch(of.num_train_samples, of.global_batch_size, "carry")
-        num_steps = num_steps or (of.num_train_epochs and layouts.num_steps(per_epoch, of.num_train_epochs))
+        model = model_from_config(config, training.seq_len, name=name)
+    per_epoch, num_steps = None, training.max_train_steps
+    if training.num_train_samples is not None:
+        per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
+        num_steps = num_steps or (training.num_train_epochs and layouts.num_steps(per_epoch, training.num_train_epochs))
     return from_model(
         model,
         name,
-        global_batch_size=of.global_batch_size,
-        optimizer=of.optimizer,
+        global_batch_size=training.global_batch_size,
+        optimizer=training.optimizer,
         num_steps=num_steps,
         steps_per_epoch=None if per_epoch is None else float(per_epoch),
         attention=attention,
@@ -241,8 +256,8 @@ def _workload_of_model(
     )
 
 
-def _config(name: str) -> dict[str, Any]:
-    """The configuration of a model here, or on the hub."""
+def _load_config(name: str) -> dict[str, Any]:
+    """Load the configuration of a model here, or on the hub."""
     if os.path.exists(name) or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return read_config(name)
     from huggingface_hub import hf_hub_download  # here: it takes its time
@@ -252,13 +267,20 @@ def _config(name: str) -> dict[str, Any]:
         return read_config(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise UsageError(
-            f"model_name_or_path {named(name)} is no file here, and the hub does not give its config.json: "
+            f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
 
 
-def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], trace: Callable[..., Any]) -> None:
-    """Answer `plan`, beginning with what is known already; `trace` traces so many samples."""
+def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any]) -> None:
+    """Answer `plan`.
+
+    Args:
+        workload: the computation.
+        settings: the flags.
+        subject: first fields of the answer: recipe or model, and hyperparameters.
+        trace: traces a micro-batch of so many samples.
+    """
     cut = {
         "per_device_train_batch_size": settings.per_device_train_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -276,7 +298,7 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], tra
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
         memory = workload.memory(layout, **options)
-        found = known | answer.planned(workload, layout, memory, options)
+        result = subject | answer.describe_plan(workload, layout, memory, options)
         placement = None
     else:
         if settings.num_processes is not None:
@@ -286,20 +308,21 @@ def _plan(workload: Workload, settings: PlanSettings, known: dict[str, Any], tra
             _write("write_config", settings.write_config, placement.config)
         options = {option: getattr(placement, option) for option in options}
         layout = placement.layout
-        found = known | answer.planned(workload, layout, placement.memory, options)
-        found |= answer.placed(placement, placement.command(settings.write_config))
+        result = subject | answer.describe_plan(workload, layout, placement.memory, options)
+        result |= answer.describe_placement(placement, placement.command(settings.write_config))
     if settings.trace:
-        asked = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
+        trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
         b = min(layout.per_device_train_batch_size, layout.shares[0])
-        traced = trace(b, **asked, attn_implementation=settings.attn_implementation)
-        found |= answer.traced(traced, workload, layout, options)
+        peaks = trace(b, **trace_options, attn_implementation=settings.attn_implementation)
+        result |= answer.describe_trace(peaks, workload, layout, options)
     if placement is not None and settings.html is not None:
-        growth = answer.scaled(workload, placement.hardware.device, max(UP_TO, placement.hardware.num_processes))
-        _write("html", settings.html, page(found | {"scale": growth}))
+        max_devices = max(DEFAULT_MAX_DEVICES, placement.hardware.num_processes)
+        growth = answer.describe_growth(workload, placement.hardware.device, max_devices)
+        _write("html", settings.html, page(result | {"scale": growth}))
     if settings.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        print("\n".join(text.plan_lines(found)))
+        print("\n".join(text.write_plan(result)))
 
 
 def scale(name: str, argv: list[str]) -> None:
@@ -308,32 +331,32 @@ def scale(name: str, argv: list[str]) -> None:
 
 
 def scale_model(argv: list[str]) -> None:
-    settings, of = _read_model("scale", argv, ScaleSettings)
-    _scale(_workload_of_model(of, settings.critical_batch_size), settings)
+    settings, training = _read_model("scale", argv, ScaleSettings)
+    _scale(_make_workload(training, settings.critical_batch_size), settings)
 
 
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
     if settings.plot is not None:
         require("plots", "--plot")
-    found = answer.scaled(workload, load_device(settings.on), settings.up_to)
+    result = answer.describe_growth(workload, load_device(settings.on), settings.up_to)
     if settings.plot is not None:
-        _write("plot", settings.plot, plot_growth(found))
+        _write("plot", settings.plot, plot_growth(result))
     if settings.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        print("\n".join(text.scale_lines(found)))
+        print("\n".join(text.write_scale(result)))
 
 
-def _parser(command: str, *subjects: str) -> Parser:
-    """The parser of a command, whose first words are one of `subjects`."""
+def _make_parser(command: str, *subjects: str) -> Parser:
+    """Make the parser of a command, whose first words are one of `subjects`."""
     words = [f"{subject} {HARDWARE[command]} [--FLAG VALUE ...]" for subject in subjects]
     usage = f"\n       {program_name()} {command} ".join(words)
     return Parser(f"{program_name()} {command}", usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
 
 
 def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any, ModelSettings]:
-    """The settings of a command, and those of a model without a recipe."""
-    parser = _parser(command, "RECIPE", "--model_name_or_path MODEL --global_batch_size B")
+    """Read the settings of a command, and the settings of a model without a recipe."""
+    parser = _make_parser(command, "RECIPE", "--model_name_or_path MODEL --global_batch_size B")
     parser.epilog += (
         f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
     )
@@ -348,37 +371,37 @@ def _read_model(command: str, argv: list[str], settings_class: type) -> tuple[An
 
 
 def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
-    """One settings object of each class, from their flags."""
-    names = [{field.name for field in dataclasses.fields(kind)} for kind in classes]
+    """Make a settings object of each class, from the flags of its fields."""
+    names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
     return [
-        build(kind, {key: flags[key] for key in flags.keys() & of}, "flags")
-        for kind, of in zip(classes, names, strict=True)
+        build(cls, {key: flags[key] for key in flags.keys() & fields}, "flags")
+        for cls, fields in zip(classes, names, strict=True)
     ]
 
 
 def _read(command: str, name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
-    """The recipe with its flags, the settings of a command, and the settings that the recipe does not have itself."""
+    """Read the recipe with its flags, the settings of a command, and the settings of the data that the recipe lacks."""
     recipe = recipes.load(name)
-    own = {field.name for field in dataclasses.fields(recipe)}
-    classes = [settings_class] + [DataSettings] * ("num_train_samples" not in own)
-    parser = _parser(command, named(name))
+    recipe_fields = {field.name for field in dataclasses.fields(recipe)}
+    classes = [settings_class] + [DataSettings] * ("num_train_samples" not in recipe_fields)
+    parser = _make_parser(command, format_name(name))
     for cls in classes:
         parser.add_settings(cls)
     parser.add_settings(type(recipe), recipe, "recipe")
     flags = parser.parse(argv)
-    built = _build(flags, classes)
-    recipe = recipes.load(name, {key: value for key, value in flags.items() if key in own})
-    return recipe, *built, *([DataSettings()] * (2 - len(built)))
+    objects = _build(flags, classes)
+    recipe = recipes.load(name, {key: value for key, value in flags.items() if key in recipe_fields})
+    return recipe, *objects, *([DataSettings()] * (2 - len(objects)))
 
 
 def _write(flag: str, name: str, content: str | bytes) -> None:
     path = Path(name)
     if os.path.exists(path):
-        raise UsageError(f"--{flag} {named(name)}: it exists already, and is left alone: give another name")
+        raise UsageError(f"--{flag} {format_name(name)}: it exists already, and is left alone: give another name")
     try:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
-        raise UsageError(f"--{flag} {named(name)}: {error.strerror}") from None
+        raise UsageError(f"--{flag} {format_name(name)}: {error.strerror}") from None
 
 
 def main() -> int | None:
@@ -393,7 +416,7 @@ def main() -> int | None:
     """
     match sys.argv[1:]:
         case [] | ["-h" | "--help", *_]:
-            _overview().print_help()
+            _make_overview().print_help()
         case ["list", *argv]:
             list_recipes(argv)
         case ["plan", name, *argv] if not name.startswith("-"):
@@ -409,7 +432,7 @@ def main() -> int | None:
 
             return audit_script(argv, prog=f"{program_name()} audit-script")
         case [word, *_]:
-            raise UsageError(f"{program_name()} {named(word)}: {nearest(word, SUMMARIES)}")
+            raise UsageError(f"{program_name()} {format_name(word)}: {nearest(word, SUMMARIES)}")
     return None
 
 

@@ -12,15 +12,15 @@ from stepaudit.errors import UsageError, nearest
 
 __all__ = ["RunError", "UsageError", "exit_code", "is_utf8", "nearest", "reason"]
 
-SECONDS_FOR_PROCESS_0 = 3
+PROCESS_0_SECONDS = 3
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, through no mistake in its settings: what happened, and what to do, in one line."""
+    """A run that cannot go on, through no mistake in its settings. The message names the event and the remedy in one line."""
 
 
 def reason(error: BaseException) -> str:
-    r"""What an error of a library says, in one line of 300 characters at most, in no colour; its kind where it says nothing.
+    r"""Write the message of a library's error in one line of at most 300 characters, without colours; its class if it has none.
 
     >>> reason(OSError("no such\n  file")), reason(KeyError())
     ('no such file', 'KeyError')
@@ -30,7 +30,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_utf8(name: str) -> bool:
-    r"""Whether a name, of a file perhaps, can be written into a text.
+    r"""Tell whether a name, for example of a file, can be written into a text.
 
     >>> is_utf8("é"), is_utf8(b"\xff".decode("utf-8", "surrogateescape"))
     (True, False)
@@ -47,10 +47,16 @@ def _printable(text: str) -> str:
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
-    """Run a program: what it returns (None: 0); 2 after a `UsageError`, 1 after a `RunError`, which go to stderr line by line.
+    """Run a program and return its exit code; write a `UsageError` or `RunError` to stderr, a line for each problem.
 
-    Process 0 speaks for all. The others wait for the launcher to end them, and speak only if it does not, because the
-    mistake is theirs alone (a file that one machine lacks).
+    Process 0 reports for all. The other processes wait until the launcher ends them, and report only if it does not, because
+    then the mistake is theirs alone (a file that one machine lacks).
+
+    Args:
+        main: the program; it returns its exit code, or None for 0.
+
+    Returns:
+        The exit code of `main`; 2 after a `UsageError`, 1 after a `RunError`.
     """
     try:
         try:
@@ -59,23 +65,23 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if error.errno == errno.ENAMETOOLONG:
                 raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
             raise
-        except SystemExit as done:
-            if done.code:
+        except SystemExit as error:
+            if error.code:
                 raise
             code = 0  # argparse has printed the help
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has had enough: `recipes list | head`
+    except BrokenPipeError:  # the reader has closed the pipe: `recipes list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UsageError, RunError) as error:
         problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
         if rank:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's: there is no step to finish
-            time.sleep(SECONDS_FOR_PROCESS_0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end it: there is no step to finish
+            time.sleep(PROCESS_0_SECONDS)
         if isinstance(error, RunError):
-            print(file=sys.stderr)  # a progress bar may stand there
+            print(file=sys.stderr)  # a progress bar may be on the line
         for problem in problems:
             print(f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}", file=sys.stderr, flush=True)
         if "RANK" in os.environ:

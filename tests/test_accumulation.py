@@ -14,7 +14,7 @@ from torch import nn
 from samestep.cut.layout import solve_layout
 from samestep.errors import RunError, UsageError
 from samestep.models.trace import trace_recipe
-from samestep.planner.memory import model_of
+from samestep.planner.memory import model_from_recipe
 from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
@@ -169,5 +169,5 @@ def test_four_bytes_per_parameter_are_saved(name, b):
         num_processes=1, global_batch_size=recipes[0].global_batch_size, per_device_train_batch_size=b
     )
     planned = [from_recipe(recipe).memory(layout, mixed_precision="bf16") for recipe in recipes]
-    assert planned[0].total - planned[1].total == 4 * model_of(recipes[0]).num_parameters
+    assert planned[0].total - planned[1].total == 4 * model_from_recipe(recipes[0]).num_parameters
     assert planned[1].total == pytest.approx(traces[1].peak, rel=0.1)

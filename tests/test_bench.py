@@ -198,7 +198,7 @@ def test_every_number_of_micro_steps_has_a_recipe(module, tmp_path):
         (tmp_path / "recipe.yaml").write_text(json.dumps(linear.recipe(k)))
         recipe = load(str(tmp_path / "recipe.yaml"))
         assert recipe.global_batch_size == 8 * k
-        assert recipe.scaled().adam_beta1 == recipe.adam_beta1
+        assert recipe.scaled_hyperparameters().adam_beta1 == recipe.adam_beta1
 
 
 @pytest.mark.parametrize("program", TINIES)

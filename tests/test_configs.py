@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.activations import ACT2FN
 
 from samestep.errors import UsageError
-from samestep.planner.configs import ACTIVATIONS, read_config, shape_of
+from samestep.planner.configs import ACTIVATIONS, model_from_config, read_config
 
 
 @pytest.mark.parametrize("kind", SMALL_CONFIGS)
@@ -18,7 +18,7 @@ def test_parameters_and_flops_are_the_real_models(kind, tmp_path):
     config = save(tmp_path, kind)
     config._attn_implementation = "eager"
     is_image = kind.startswith("ResNet")
-    shape = shape_of(read_config(str(tmp_path)), None if is_image else 24, name=kind)
+    shape = model_from_config(read_config(str(tmp_path)), None if is_image else 24, name=kind)
     model = getattr(transformers, kind)(config)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     if hasattr(shape, "layer"):
@@ -39,9 +39,9 @@ def test_parameters_and_flops_are_the_real_models(kind, tmp_path):
 def test_published_sizes():
     llama = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     llama |= {"num_attention_heads": 32, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    assert shape_of(llama, 2048, name="llama").num_parameters == 6_738_415_616
+    assert model_from_config(llama, 2048, name="llama").num_parameters == 6_738_415_616
     mistral = llama | {"intermediate_size": 14336, "num_key_value_heads": 8, "architectures": ["MistralForCausalLM"]}
-    assert shape_of(mistral, 2048, name="mistral").num_parameters == 7_241_732_096
+    assert model_from_config(mistral, 2048, name="mistral").num_parameters == 7_241_732_096
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_mistakes(tmp_path, content, length, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=message):
-        shape_of(read_config(str(tmp_path)), length, name="it")
+        model_from_config(read_config(str(tmp_path)), length, name="it")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_field_that_is_no_size_is_named(tmp_path, field, value):
     save(tmp_path, "BertForMaskedLM")
     config = read_config(str(tmp_path)) | {field: value}
     with pytest.raises(UsageError, match=f"it: {field} is .* in its configuration, must"):
-        shape_of(config, 8, name="it")
+        model_from_config(config, 8, name="it")
 
 
 def test_activations_are_those_of_transformers():
@@ -95,5 +95,5 @@ def test_activations_are_those_of_transformers():
 def test_a_length_beyond_the_positions_is_refused(tmp_path):
     save(tmp_path, "BertForMaskedLM")
     with pytest.raises(UsageError, match="seq_len is 65, but it has 64 positions: use 64 or less"):
-        shape_of(read_config(str(tmp_path / "config.json")), 65, name="it")
+        model_from_config(read_config(str(tmp_path / "config.json")), 65, name="it")
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"

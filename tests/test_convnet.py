@@ -11,7 +11,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from samestep.models.networks import CaptchaReader
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.planner.convnet import ConvNet
-from samestep.planner.memory import model_of
+from samestep.planner.memory import model_from_recipe
 from samestep.recipe.recipe import ImageRecipe, catalog_names, load
 
 IMAGES = [name for name in catalog_names() if isinstance(load(name), ImageRecipe)]
@@ -50,11 +50,11 @@ def logits(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def test_parameters_are_the_real_models(name):
     with torch.device("meta"):
         model = build(load(name))
-    assert model_of(load(name)).num_parameters == sum(p.numel() for p in model.parameters())
+    assert model_from_recipe(load(name)).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_published_sizes():
-    network = model_of(load("resnet50_1xv100"))
+    network = model_from_recipe(load("resnet50_1xv100"))
     assert network.num_parameters == 25_557_032
     assert [round(network.saved_bytes(autocast=on) / 1e6, 1) for on in (False, True)] == [85.9, 43.8]
     first = (
@@ -66,7 +66,7 @@ def test_published_sizes():
 @pytest.mark.parametrize("kind", [*SMALL, "captcha"])
 def test_parameters_and_flops_are_those_that_torch_counts(kind):
     recipe = small(kind)
-    model, shape = build(recipe), model_of(recipe)
+    model, shape = build(recipe), model_from_recipe(recipe)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     with FlopCounterMode(display=False) as counter:
         logits(model, images(recipe)).sum().backward()
@@ -97,40 +97,40 @@ def test_what_the_forward_saves(kind, autocast):
 
     recipe = small(kind, normalization="batch")
     measured = (saved(6) - saved(3)) / 3
-    expected = model_of(recipe).saved_bytes(autocast=autocast)
+    expected = model_from_recipe(recipe).saved_bytes(autocast=autocast)
     assert expected <= measured <= 1.02 * expected
 
 
 def test_group_normalisation_keeps_float32_under_autocast():
-    batch, group = (model_of(small("captcha", normalization=kind)) for kind in ("batch", "group"))
+    batch, group = (model_from_recipe(small("captcha", normalization=kind)) for kind in ("batch", "group"))
     assert batch.num_parameters == group.num_parameters
     assert batch.saved_bytes(autocast=False) == group.saved_bytes(autocast=False)
     assert batch.saved_bytes(autocast=True) < group.saved_bytes(autocast=True) <= group.saved_bytes(autocast=False)
 
 
 def test_a_step_of_the_captcha_reader_by_hand():
-    network = model_of(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 8}))
+    network = model_from_recipe(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 8}))
     e, pooled = 64 * 60 * 160, 64 * 30 * 80
     saved = 4 * 3 * 60 * 160 + 4 * (2 * e + pooled) + 8 * pooled
     assert network.saved_bytes(autocast=False) == saved
-    forward, backward = network.moments(10, autocast=False, gradient_checkpointing=False)
+    forward, backward = network.peaks(10, autocast=False, gradient_checkpointing=False)
     assert forward == (0, 10 * saved, 0)
     assert backward == (0, 10 * (saved + 4 * 2 * e) + 4 * 9 * 3 * 64, 0)
-    wide = model_of(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 16}))
-    alone = wide.moments(1, autocast=False, gradient_checkpointing=False)[1]
+    wide = model_from_recipe(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 16}))
+    alone = wide.peaks(1, autocast=False, gradient_checkpointing=False)[1]
     assert alone.activations == saved + 4 * pooled * 16 > saved + 4 * 2 * e
     assert (
-        network.moments(10, autocast=True, gradient_checkpointing=False)[0].autocast_cache == 2 * network.num_parameters
+        network.peaks(10, autocast=True, gradient_checkpointing=False)[0].autocast_cache == 2 * network.num_parameters
     )
     with pytest.raises(ValueError, match="not recomputed"):
-        network.moments(1, autocast=False, gradient_checkpointing=True)
+        network.peaks(1, autocast=False, gradient_checkpointing=True)
 
 
 def test_the_reader_reads_each_character():
     recipe = small("captcha")
     model = CaptchaReader(**recipe.architecture)
     assert logits(model, images(recipe)).shape == (3, 4, 3)
-    assert isinstance(model_of(recipe), ConvNet)
+    assert isinstance(model_from_recipe(recipe), ConvNet)
     assert [type(module).__name__ for module in model.features[:4]] == ["Conv2d", "GroupNorm", "ReLU", "MaxPool2d"]
     assert model.features[1].num_groups == 8  # of 8 channels
     assert model.features[5].num_groups == 12
@@ -146,4 +146,4 @@ def test_with_group_normalisation_samples_do_not_see_each_other():
     kinds = {type(module).__name__ for module in model.modules() if "Norm2d" in type(module).__name__}
     assert not kinds
     assert torch.allclose(logits(model, batch)[:2], logits(model, batch[:2]), rtol=1e-4, atol=1e-6)
-    assert sum(p.numel() for p in model.parameters()) == model_of(recipe).num_parameters
+    assert sum(p.numel() for p in model.parameters()) == model_from_recipe(recipe).num_parameters

@@ -190,7 +190,7 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
         torch.manual_seed(recipe.seed)
         model = script.build_model(recipe, source.end_of_text)
     model = script.PretrainingSums(model).double().train()
-    optimizer = optim.adamw(model, recipe.scaled(), recipe.weight_decay)
+    optimizer = optim.adamw(model, recipe.scaled_hyperparameters(), recipe.weight_decay)
     order = Order(len(source), recipe.global_batch_size, recipe.seed)
     schedule = recipe.schedule(10, float(order.steps_per_epoch))
     logged = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
-from samestep.planner.growth import grow, remarks
+from samestep.planner.growth import grow, make_remarks
 from samestep.planner.hardware import device_names, load_device
 from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import catalog_names, load
@@ -34,17 +34,17 @@ def test_gpt2_xl_from_one_device_to_thousands():
     first, *later = (row for row in grow(from_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
     assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
     assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
-    found = remarks(rows)
+    found = make_remarks(rows)
     assert found[0].startswith("k falls to 1 at 32 devices")
     assert found[-1] == "more than 512 devices do not help: the step has 512 samples"
 
 
 def test_where_the_batch_passes_the_critical_size():
     rows = grow(from_recipe(load("bert_base"), critical_batch_size=1000), load_device("a100-80"), 32)
-    (found,) = (remark for remark in remarks(rows) if "critical" in remark)
+    (found,) = (remark for remark in make_remarks(rows) if "critical" in remark)
     assert found.endswith("passes the critical size of 1000 samples at 4 devices (1024 samples)")
     rows = grow(from_recipe(load("bert_base"), critical_batch_size=1e6), load_device("a100-80"), 32)
-    assert not any("critical" in remark for remark in remarks(rows))
+    assert not any("critical" in remark for remark in make_remarks(rows))
 
 
 @given(name=st.sampled_from(catalog_names()), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))

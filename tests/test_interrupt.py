@@ -102,7 +102,7 @@ def test_the_same_request_may_come_twice_and_the_second_ends_the_process():
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
-    time.sleep(interrupt.ONE_REQUEST)
+    time.sleep(interrupt.REPEAT_SECONDS)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=5) == 128 + signal.SIGINT

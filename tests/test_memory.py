@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.planner import transformer
-from samestep.planner.memory import Memory, model_of, planned_memory
+from samestep.planner.memory import Memory, model_from_recipe, planned_memory
 from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import Recipe, TextPretraining, catalog_names, load
 from samestep.step import losses
@@ -29,7 +29,7 @@ def build(recipe: Recipe) -> torch.nn.Module:
 
 def padded(recipe: Recipe) -> Transformer:
     """The shape of transformers' own model: its last layer is computed for all tokens."""
-    shape = model_of(recipe)
+    shape = model_from_recipe(recipe)
     if recipe.task != "bert_pretraining":
         return shape
     return transformer.bert(recipe.architecture, recipe.max_seq_length, shape.num_predicted)
@@ -67,7 +67,7 @@ def test_parameters_are_the_real_models(name):
     with torch.device("meta"):
         model = build(recipe)
     layers = model.transformer.h if recipe.task == "gpt2_pretraining" else model.bert.encoder.layer
-    shape = model_of(recipe)
+    shape = model_from_recipe(recipe)
     assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     assert shape.layer.num_parameters == sum(p.numel() for p in layers[0].parameters())
 
@@ -75,17 +75,20 @@ def test_parameters_are_the_real_models(name):
 def test_an_unusual_shape_is_counted_too():
     for recipe in (small("gpt2"), small("bert")):
         with torch.device("meta"):
-            assert model_of(recipe).num_parameters == sum(p.numel() for p in build(recipe).parameters())
+            assert model_from_recipe(recipe).num_parameters == sum(p.numel() for p in build(recipe).parameters())
 
 
 def test_published_sizes():
-    sizes = {name: model_of(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "gpt2_124m", "bert_large_phase1")}
+    sizes = {
+        name: model_from_recipe(load(name)).num_parameters
+        for name in ("gpt2_xl_8xa100", "gpt2_124m", "bert_large_phase1")
+    }
     assert sizes == {"gpt2_xl_8xa100": 1_557_611_200, "gpt2_124m": 124_439_808, "bert_large_phase1": 336_226_108}
 
 
 def test_a_task_without_a_formula_is_named():
     with pytest.raises(UsageError, match="task audio has no formula"):
-        model_of(SimpleNamespace(task="audio", parts=SimpleNamespace(shape=None)))
+        model_from_recipe(SimpleNamespace(task="audio", parts=SimpleNamespace(shape=None)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,8 +96,8 @@ def test_a_task_without_a_formula_is_named():
 
 
 def test_flops_of_gpt2_are_those_of_palm_without_positions():
-    assert model_of(load("gpt2_124m")).flops_per_sample / 1024 / 1e9 == pytest.approx(0.855, abs=5e-4)
-    assert model_of(load("gpt2_xl_8xa100")).flops_per_sample / 1024 / 1e9 == pytest.approx(10.28, abs=5e-3)
+    assert model_from_recipe(load("gpt2_124m")).flops_per_sample / 1024 / 1e9 == pytest.approx(0.855, abs=5e-4)
+    assert model_from_recipe(load("gpt2_xl_8xa100")).flops_per_sample / 1024 / 1e9 == pytest.approx(10.28, abs=5e-3)
 
 
 def test_flops_of_bert_large():
@@ -102,14 +105,14 @@ def test_flops_of_bert_large():
         assert transformer.bert_flops(30522, 1024, 4096, 24, length, num_predicted) / 1e9 == pytest.approx(
             gigaflops, abs=0.05
         )
-    phase2 = model_of(load("bert_large_phase2"))
-    assert (phase2.num_predicted, model_of(load("bert_large_phase1")).num_predicted) == (76, 19)
+    phase2 = model_from_recipe(load("bert_large_phase2"))
+    assert (phase2.num_predicted, model_from_recipe(load("bert_large_phase1")).num_predicted) == (76, 19)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_flops_are_those_that_torch_counts(kind):
     recipe = small(kind)
-    shape = model_of(recipe)
+    shape = model_from_recipe(recipe)
     model = build(recipe)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
@@ -169,7 +172,7 @@ def test_with_few_characters_the_backward_is_the_fullest_moment():
     for mixed_precision, layer, gradients, cache in (("no", 66, 4 + 16, 0), ("bf16", 38, 6 + 8, 2)):
         ours = plan(recipe, 64, mixed_precision=mixed_precision)
         assert (ours.activations, ours.head) == (tokens * h * (6 * layer + gradients), 4 * v * h)
-        assert ours.autocast_cache == cache * model_of(recipe).num_parameters
+        assert ours.autocast_cache == cache * model_from_recipe(recipe).num_parameters
         ours = plan(recipe, 64, mixed_precision=mixed_precision, gradient_checkpointing=True)
         assert (ours.activations, ours.head) == (tokens * h * (5 * 4 + layer + gradients), 4 * v * h)
         assert ours.autocast_cache == cache * (12 * h * h + 13 * h)
@@ -197,8 +200,8 @@ def test_a_micro_batch_never_exceeds_the_share_of_the_process():
 
 def test_activation_functions_and_dropout():
     def units(activation, autocast, **changes):
-        model = model_of(load("gpt2_124m", {"activation_function": activation, **changes}))
-        return model.per_layer(autocast=autocast) / model.hidden_size
+        model = model_from_recipe(load("gpt2_124m", {"activation_function": activation, **changes}))
+        return model.layer_bytes(autocast=autocast) / model.hidden_size
 
     assert [units("gelu", on) for on in (False, True)] == [64, 36]
     assert [units("relu", on) for on in (False, True)] == [48, 28]
@@ -223,11 +226,11 @@ SIZES = {
 @given(**SIZES)
 @settings(deadline=None)
 def test_memory_grows_with_the_micro_batch_and_never_with_k(name, b, k, mixed_precision, recomputed, n, eager):
-    model = model_of(load(name))
-    if not model.layered:
+    model = model_from_recipe(load(name))
+    if not model.has_equal_layers:
         recomputed = False
     elif eager:
-        model = dataclasses.replace(model, eager=True)
+        model = dataclasses.replace(model, eager_attention=True)
 
     def total(b: int, k: int, sharded: bool = False) -> int:
         layout = solve_layout(num_processes=n, per_device_train_batch_size=b, gradient_accumulation_steps=k)
@@ -238,9 +241,9 @@ def test_memory_grows_with_the_micro_batch_and_never_with_k(name, b, k, mixed_pr
 
     assert total(b, 1) == total(b, k)
     assert total(b, k) <= total(b + 1, k) < total(10 * b + 300, k)
-    if model.layered and n > 1:
+    if model.has_equal_layers and n > 1:
         whole, shared = 16 * model.num_parameters, 16 * -(-model.num_parameters // n)
-        assert total(b, k, sharded=True) == total(b, k) - whole + shared + 4 * model.gathered
+        assert total(b, k, sharded=True) == total(b, k) - whole + shared + 4 * model.num_gathered
 
 
 @given(**SIZES, more=st.integers(1, 200))
@@ -258,9 +261,9 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
     of = {"mixed_precision": mixed_precision}
     assert plan(short, b, n, **of).total <= plan(long, b, n, **of).total
     autocast = mixed_precision != "no"
-    kept = [model_of(each).saved_bytes(autocast=autocast) for each in (short, long)]
+    kept = [model_from_recipe(each).saved_bytes(autocast=autocast) for each in (short, long)]
     assert kept[0] < kept[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
-    assert model_of(short).flops_per_sample <= model_of(long).flops_per_sample
+    assert model_from_recipe(short).flops_per_sample <= model_from_recipe(long).flops_per_sample
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +297,7 @@ def test_what_a_layer_saves(kind, activation, autocast):
     shape = padded(small(kind, 2, activation))
     weights = 2 * (shape.layer.num_parameters - 4 * shape.hidden_size) if autocast else 0  # norms are not cast
     measured = ((saved(3) - saved(1)) / 2 - weights) / (NUM_SAMPLES * shape.length)
-    expected = shape.per_layer(autocast=autocast)
+    expected = shape.layer_bytes(autocast=autocast)
     if activation == "gelu_new" and autocast:  # the CPU computes its power in bfloat16 where CUDA takes float32
         expected -= 6 * 4 * shape.hidden_size
     assert expected <= measured <= 1.015 * expected
@@ -339,7 +342,7 @@ def test_the_peak_does_not_grow_with_the_accumulation_steps(train, tmp_path):
     for k in (1, 4, 8):
         flags = f"--global_batch_size {48 * k} --per_device_train_batch_size 48 --max_train_steps 2 {shape}"
         peaks[k] = peak(partial(train, f"k{k}", flags, program="pretrain_gpt2"), tmp_path)
-    num_parameters = model_of(
+    num_parameters = model_from_recipe(
         load("gpt2_small_cpu", {"n_embd": 128, "vocab_size": 1000, "n_positions": 48, "block_size": 48})
     )
     num_parameters = num_parameters.num_parameters

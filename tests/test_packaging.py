@@ -203,7 +203,7 @@ def test_the_wheel_holds_what_the_checkout_holds(installed):
 
     for name in OURS:
         assert held(ROOT / name) <= held(installed / name)
-    for name, folder in reading.IN_CHECKOUT.items():
+    for name, folder in reading.CHECKOUT_FOLDERS.items():
         assert held(ROOT / folder) - {"__init__.py", "__main__.py"} == held(installed / "samestep" / name)
     assert not (installed / "recipes").exists()
     points = configparser.ConfigParser()

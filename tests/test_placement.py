@@ -47,7 +47,7 @@ def test_a_micro_batch_is_as_large_as_fits_and_evened_out():
     long = {"max_seq_length": 512}
     placement = on("bert_large_3090", "1x2080ti", long)
     b, k = placement.layout.per_device_train_batch_size, placement.layout.gradient_accumulation_steps
-    assert placement.needed <= placement.hardware.device.memory_bytes
+    assert placement.needed_bytes <= placement.hardware.device.memory_bytes
     assert k > 1
     assert b == -(-32 // k)
     with pytest.raises(UsageError, match=r"needs .* GB for 256 samples in a forward.*or set it to \d+ or less"):
@@ -116,7 +116,7 @@ def test_what_fits_leaves_its_error_band(name, device, num, batch):
         placement = on(name, f"{num}x{device}", {"global_batch_size": batch})
     except UsageError:
         return
-    assert placement.memory.total < placement.needed <= placement.hardware.device.memory_bytes
+    assert placement.memory.total < placement.needed_bytes <= placement.hardware.device.memory_bytes
     layout = placement.layout
     assert layout.shares == shares(batch, num)
     assert layout.per_device_train_batch_size * layout.gradient_accumulation_steps >= layout.shares[0]

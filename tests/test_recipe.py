@@ -60,8 +60,8 @@ def test_published_bert_numbers():
     assert two(0) == one(900_000) == pytest.approx(1e-4 * 100_000 / 990_000)
     assert two(99_999) == pytest.approx(1e-4 / 990_000)
     assert (load("bert_large_3090").global_batch_size, load("bert_large_2080ti").global_batch_size) == (32, 128)
-    assert load("bert_large_3090").scaled().learning_rate == pytest.approx(1e-4 / 8**0.5)
-    assert load("bert_large_3090").scaled().adam_beta1 == pytest.approx(1 - 0.1 / 8)
+    assert load("bert_large_3090").scaled_hyperparameters().learning_rate == pytest.approx(1e-4 / 8**0.5)
+    assert load("bert_large_3090").scaled_hyperparameters().adam_beta1 == pytest.approx(1 - 0.1 / 8)
 
 
 def test_published_gpt2_numbers():
@@ -76,8 +76,8 @@ def test_published_gpt2_numbers():
     assert (schedule(1999), schedule(599_999)) == (6e-4, pytest.approx(6e-5, rel=1e-4))
     layout = solve_layout(num_processes=8, global_batch_size=xl.global_batch_size, per_device_train_batch_size=4)
     assert (xl.block_size, layout.gradient_accumulation_steps) == (1024, 16)
-    assert xl.scaled().learning_rate == pytest.approx(6e-4 / 2**0.5)
-    assert xl.scaled().adam_beta1 == pytest.approx(1 - 0.1 / 2)
+    assert xl.scaled_hyperparameters().learning_rate == pytest.approx(6e-4 / 2**0.5)
+    assert xl.scaled_hyperparameters().adam_beta1 == pytest.approx(1 - 0.1 / 2)
     char = load("gpt2_shakespeare_char_cpu")
     assert (char.global_batch_size, char.block_size, char.max_train_steps, char.num_warmup_steps) == (12, 64, 2000, 100)
     assert (char.learning_rate, char.adam_beta2, char.n_layer, char.n_head, char.n_embd) == (1e-3, 0.99, 4, 4, 128)
@@ -205,7 +205,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
 def test_a_mistake_is_one_clear_line(flags, message):
     def everything():
         recipe, _ = parse(flags)
-        recipe.scaled()
+        recipe.scaled_hyperparameters()
 
     (found,) = problems(everything)
     assert message in found

@@ -13,7 +13,7 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.planner import timing
 from samestep.planner.hardware import Hardware, device_names, load_device, parse
-from samestep.planner.memory import model_of
+from samestep.planner.memory import model_from_recipe
 from samestep.planner.timing import (
     ALL_REDUCE,
     BUCKET,
@@ -21,14 +21,14 @@ from samestep.planner.timing import (
     StepTime,
     all_gather,
     all_reduce,
-    software_of,
+    default_software,
     step_time,
 )
 from samestep.recipe.recipe import catalog_names, load
 
 benchmark = load_benchmark("timing")
 
-BERT = timing.work_of(model_of(load("bert_large_phase1")), "fp16")
+BERT = timing.count_work(model_from_recipe(load("bert_large_phase1")), "fp16")
 
 
 def step(hardware: str | Hardware, b: int = 8, k: int | None = None, batch: int | None = None, **options) -> StepTime:
@@ -39,7 +39,7 @@ def step(hardware: str | Hardware, b: int = 8, k: int | None = None, batch: int 
         per_device_train_batch_size=b,
         gradient_accumulation_steps=k,
     )
-    work, software = options.pop("work", BERT), options.pop("software", software_of("fp16"))
+    work, software = options.pop("work", BERT), options.pop("software", default_software("fp16"))
     return step_time(work, layout, hardware, options.pop("mixed_precision", "fp16"), software, **options)
 
 
@@ -92,8 +92,8 @@ def test_several_nodes_sum_inside_and_between():
 
 def test_a_step_of_gpt2_xl_on_eight_a100():
     recipe = load("gpt2_xl_8xa100")
-    model, n = model_of(recipe), 1_557_611_200
-    work = timing.work_of(model, "bf16")
+    model, n = model_from_recipe(recipe), 1_557_611_200
+    work = timing.count_work(model, "bf16")
     assert work.flops == model.flops_per_sample
     assert work.saved_bytes == 1024 * (48 * 36 + 8) * 1600
     assert work.num_logits == 1024 * 50257
@@ -134,12 +134,12 @@ def test_communication_hides_behind_the_backward_but_its_last_bucket():
     backward = 2 / 3 * (ours.products + ours.memory_traffic + ours.weights + ours.launches)
     bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
     assert ours.exposed_communication == pytest.approx(ours.communication - backward + bucket)
-    late = step(slow, b=64, k=1, software=dataclasses.replace(software_of("fp16"), overlapped=False))
+    late = step(slow, b=64, k=1, software=dataclasses.replace(default_software("fp16"), overlapped=False))
     assert late.exposed_communication == late.communication
 
 
 def test_recomputing_is_a_second_forward():
-    ours, again = step("8xa100-80", k=2), step("8xa100-80", k=2, recomputed=True)
+    ours, again = step("8xa100-80", k=2), step("8xa100-80", k=2, gradient_checkpointing=True)
     for name in ("products", "weights", "launches"):
         assert getattr(again, name) == pytest.approx(4 / 3 * getattr(ours, name))
     traffic = 16 * BERT.saved_bytes * CALIBRATION.traffic_eager / 2039e9
@@ -162,7 +162,7 @@ def test_sharding_gathers_weights_in_every_micro_step():
 
 
 def test_photographs_must_be_loaded_in_time():
-    images = timing.Work(24.5e9, 43.8e6, 25_557_032, 53, 8, loaded=1)
+    images = timing.Work(24.5e9, 43.8e6, 25_557_032, 53, 8, num_photographs=1)
     software = timing.Software("channels_last", 30, 20)
     ours = [step("1xa100-80", b=256, k=1, work=images, software=software, cores=cores) for cores in (1, 4, 64)]
     computing = ours[0].total - ours[0].loading - ours[0].optimizer
@@ -176,7 +176,7 @@ def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fu
     convolutional = timing.Software("channels_last", 30, 20)
     stalled, free = (step("1xt4", k=1, software=convolutional, calibration=of) for of in (CALIBRATION, without))
     assert stalled.memory_traffic - free.memory_traffic == pytest.approx(8 * BERT.saved_bytes * CALIBRATION.stall)
-    compiled = step("1xt4", k=1, software=software_of("fp16", kernels="compiled"))
+    compiled = step("1xt4", k=1, software=default_software("fp16", kernels="compiled"))
     assert compiled.launches == 0 < step("1xt4", k=1).launches
     assert compiled.memory_traffic < step("1xt4", k=1).memory_traffic
 
@@ -186,7 +186,7 @@ def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fu
 def test_every_recipe_has_a_time(name, hardware):
     recipe = load(name)
     for precision in ("no", "fp16"):
-        work = timing.work_of(model_of(recipe), precision)
+        work = timing.count_work(model_from_recipe(recipe), precision)
         ours = step(hardware, 1, batch=recipe.global_batch_size, work=work, mixed_precision=precision)
         assert 0 < ours.share_of_peak < 1
 
@@ -196,7 +196,7 @@ def test_what_cannot_be():
         step("4xt4", k=1, mixed_precision="bf16")
     layout = solve_layout(num_processes=2, global_batch_size=8)
     with pytest.raises(UsageError, match=r"4xt4 has 4 process\(es\), the layout 2"):
-        step_time(BERT, layout, parse("4xt4"), "fp16", software_of("fp16"))
+        step_time(BERT, layout, parse("4xt4"), "fp16", default_software("fp16"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_time_grows_with_the_micro_batch(name, nodes, count, b, k, sharded):
 @given(**sizes)
 def test_communication_is_once_per_step_or_k_times(name, nodes, count, b, k, sharded):
     hardware = Hardware(load_device(name), count, nodes)
-    once, every = (step(hardware, b, k, reduced_every_micro_step=of) for of in (False, True))
+    once, every = (step(hardware, b, k, reduce_every_micro_batch=of) for of in (False, True))
     assert once.communication == step(hardware, b, 1).communication
     assert every.communication == pytest.approx(k * once.communication)
     assert once.exposed_communication <= once.communication
@@ -252,7 +252,7 @@ def test_communication_is_once_per_step_or_k_times(name, nodes, count, b, k, sha
 
 
 def test_no_sync_at_k_4_saves_three_quarters_against_every_micro_step_and_nothing_against_itself():
-    every, once = (step("4xt4", k=4, reduced_every_micro_step=of).communication for of in (True, False))
+    every, once = (step("4xt4", k=4, reduce_every_micro_batch=of).communication for of in (True, False))
     assert 1 - once / every == pytest.approx(0.75)
     assert once == step("4xt4", k=1).communication
 

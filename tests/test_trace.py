@@ -16,9 +16,9 @@ from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.models import trace
 from samestep.models.trace import Trace, imitate_cuda, trace_config, trace_recipe, trace_step, traced_model
-from samestep.planner.configs import read_config, shape_of
-from samestep.planner.memory import model_of, planned_memory
-from samestep.planner.timing import work_of
+from samestep.planner.configs import model_from_config, read_config
+from samestep.planner.memory import model_from_recipe, planned_memory
+from samestep.planner.timing import count_work
 from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe, catalog_names, load
 from samestep.step import optim
@@ -225,7 +225,7 @@ def test_flops_of_a_convolution():
 # The formula
 
 
-@pytest.mark.parametrize("name", {model_of(load(name)): name for name in catalog_names()}.values())
+@pytest.mark.parametrize("name", {model_from_recipe(load(name)): name for name in catalog_names()}.values())
 def test_the_formula_meets_the_trace(name):
     recipe = load(name)
     berts = {task: {"num_hidden_layers": 3} for task in ("bert_pretraining", "text_classification")}
@@ -237,7 +237,7 @@ def test_the_formula_meets_the_trace(name):
     for b, mixed_precision, recomputed in ((1, "bf16", False), (8, "no", False), (32, "bf16", True)):
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
-        if recomputed and not workload.model.layered:
+        if recomputed and not workload.model.has_equal_layers:
             options["gradient_checkpointing"] = False
         planned = workload.memory(layout, **options)
         assert planned.total == pytest.approx(trace_recipe(recipe, b, **options).peak, rel=0.05), (b, options)
@@ -251,7 +251,7 @@ def test_the_formula_of_group_normalisation():
     )
     assert group.forward > 1.5 * batch.forward  # float32 under autocast
     layout = solve_layout(num_processes=1, global_batch_size=16, per_device_train_batch_size=16)
-    planned = planned_memory(model_of(recipe), layout, mixed_precision="bf16", moment_bytes=4)
+    planned = planned_memory(model_from_recipe(recipe), layout, mixed_precision="bf16", moment_bytes=4)
     assert planned.total == pytest.approx(group.peak, rel=0.05)
 
 
@@ -299,12 +299,12 @@ def larger(kind: str) -> dict:
 def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
     save(tmp_path, kind, **larger(kind))
     is_image = kind.startswith("ResNet")
-    shape = shape_of(read_config(str(tmp_path)), None if is_image else 96, name=kind)
+    shape = model_from_config(read_config(str(tmp_path)), None if is_image else 96, name=kind)
     ways = ((1, "bf16", False, "sdpa"), (16, "no", False, "eager"), (16, "bf16", True, "sdpa"))
     for b, mixed_precision, recomputed, attention in ways[: 1 if is_image else 3]:
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
-        model = shape if is_image else dataclasses.replace(shape, eager=attention == "eager")
+        model = shape if is_image else dataclasses.replace(shape, eager_attention=attention == "eager")
         planned = planned_memory(model, layout, **options).total
         traced = trace_config(str(tmp_path), b, 224 if is_image else 96, attn_implementation=attention, **options)
         assert planned == pytest.approx(traced.peak, rel=0.05 if kind.startswith("Bert") else 0.025), (b, options)
@@ -316,7 +316,7 @@ def test_where_eager_attention_is_the_most(tmp_path):
     for mixed_precision, dropout in (("no", 0.0), ("bf16", 0.0), ("no", 0.1), ("bf16", 0.1)):
         more = {"attention_probs_dropout_prob": dropout, "architectures": ["BertForMaskedLM"]}
         transformers.BertConfig(**shape, **more, vocab_size=100).save_pretrained(tmp_path)
-        model = dataclasses.replace(shape_of(read_config(str(tmp_path)), 512, name="it"), eager=True)
+        model = dataclasses.replace(model_from_config(read_config(str(tmp_path)), 512, name="it"), eager_attention=True)
         layout = solve_layout(num_processes=1, global_batch_size=4, per_device_train_batch_size=4)
         traced = trace_config(str(tmp_path), 4, 512, mixed_precision=mixed_precision, attn_implementation="eager")
         planned = planned_memory(model, layout, mixed_precision=mixed_precision)
@@ -333,14 +333,14 @@ def test_a_traced_model_is_planned_for(tmp_path):
         traced = trace_config(str(tmp_path), b, 96, mixed_precision=mixed_precision)
         assert ours.total == pytest.approx(traced.peak, rel=0.02)
         assert (ours.forward, ours.optimizer_step) == pytest.approx((traced.forward, traced.optimizer_step), rel=0.02)
-    shape = shape_of(read_config(str(tmp_path)), 96, name="it")
+    shape = model_from_config(read_config(str(tmp_path)), 96, name="it")
     assert (model.num_parameters, model.flops_per_sample) == (shape.num_parameters, shape.flops_per_sample)
-    ours, by_formula = (work_of(each, "bf16") for each in (model, shape))
+    ours, by_formula = (count_work(each, "bf16") for each in (model, shape))
     assert ours.kernels_per_layer == pytest.approx(by_formula.num_layers * by_formula.kernels_per_layer, rel=0.5)
     with pytest.raises(ValueError, match="not recomputed"):
-        model.moments(1, autocast=True, gradient_checkpointing=True)
+        model.peaks(1, autocast=True, gradient_checkpointing=True)
     assert (model.unit, model.length, model.kernels) == ("token", 96, "eager")
-    assert model.gathered == model.num_parameters
+    assert model.num_gathered == model.num_parameters
 
 
 def test_sgd_remembers_half_as_much(tmp_path):

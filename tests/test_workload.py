@@ -6,7 +6,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.planner import timing
-from samestep.planner.configs import shape_of
+from samestep.planner.configs import model_from_config
 from samestep.planner.hardware import parse
 from samestep.planner.placement import place
 from samestep.planner.workload import from_model, from_recipe
@@ -24,7 +24,7 @@ def test_what_an_optimizer_remembers_and_moves():
     assert [workload.optimizer_bytes for workload in found.values()] == [40, 20, 28]
     clipped = from_recipe(load("resnet50_1xv100", {"max_grad_norm": 1.0}))
     assert clipped.optimizer_bytes == 32
-    shape = shape_of(BERT, 16, name="it")
+    shape = model_from_config(BERT, 16, name="it")
     assert [from_model(shape, "it", global_batch_size=8, optimizer=name).moment_bytes for name in ("adamw", "sgd")] == [
         8,
         4,
@@ -52,9 +52,9 @@ def test_batch_normalization_and_attention():
         False,
     ]
     assert not from_recipe(load("resnet50_1xv100", {"exact_batch_norm": True})).batch_normalization
-    shape = shape_of(BERT, 16, name="it")
+    shape = model_from_config(BERT, 16, name="it")
     assert from_model(shape, "it", global_batch_size=8, attention="eager").model == dataclasses.replace(
-        shape, eager=True
+        shape, eager_attention=True
     )
     assert not from_model(shape, "it", global_batch_size=8).batch_normalization
     with pytest.raises(UsageError, match="captcha_3xa100 has no attention"):

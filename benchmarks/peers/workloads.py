@@ -51,7 +51,7 @@ class Workload:
     @property
     def optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Its class and settings."""
-        recipe, scaled = self.recipe, self.recipe.scaled()
+        recipe, scaled = self.recipe, self.recipe.scaled_hyperparameters()
         settings = {"lr": scaled.learning_rate, "weight_decay": recipe.weight_decay, "fused": True}
         if recipe.optimizer_name == "sgd":
             return torch.optim.SGD, settings | {"momentum": recipe.sgd_momentum}

@@ -20,7 +20,7 @@ class Layout:
     Attributes:
         global_batch_size: B, samples per optimizer step.
         num_processes: N.
-        per_device_train_batch_size: b, the most samples one forward may hold.
+        per_device_train_batch_size: b, the most samples that one forward may hold.
         gradient_accumulation_steps: k, micro-batches of the process with the largest share: ceil(ceil(B / N) / b).
     """
 
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each process in one step."""
+        """Samples of each process in one step; they add up to B."""
         return shares(self.global_batch_size, self.num_processes)
 
 
@@ -60,7 +60,7 @@ def solve_layout(
     per_device_train_batch_size: int | None = None,
     gradient_accumulation_steps: int | None = None,
 ) -> Layout:
-    """The layout that follows from two of B, b and k, or from B alone (each process's share in one piece).
+    """Find the layout from two of B, b and k, or from B alone (each process's share in one piece).
 
         k = ceil(ceil(B / N) / b),   b = ceil(ceil(B / N) / k),   B = N b k
 
@@ -75,14 +75,14 @@ def solve_layout(
         UsageError: a value below 1, too few values, or three that contradict each other, with the arithmetic.
     """
     n, b_total, b, k = num_processes, global_batch_size, per_device_train_batch_size, gradient_accumulation_steps
-    named = {
+    sizes = {
         "num_processes": n,
         "global_batch_size": b_total,
         "per_device_train_batch_size": b,
         "gradient_accumulation_steps": k,
     }
     problems = [
-        f"{name} is {value}, must be 1 or more" for name, value in named.items() if value is not None and value < 1
+        f"{name} is {value}, must be 1 or more" for name, value in sizes.items() if value is not None and value < 1
     ]
     if problems:
         raise UsageError(problems)
@@ -96,26 +96,26 @@ def solve_layout(
     share = -(-b_total // n)
     if b is None:
         b = -(-share // (k or 1))
-    needed = -(-share // b)
-    if k is not None and k != needed:
+    num_micro_batches = -(-share // b)
+    if k is not None and k != num_micro_batches:
         raise UsageError(
             f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {n} process(es) is {share} samples "
-            f"each, and micro-batches of at most {b} need {needed} micro-batch(s) ({n} x {b} x {k} = {n * b * k}): "
+            f"each, and micro-batches of at most {b} need {num_micro_batches} micro-batch(s) ({n} x {b} x {k} = {n * b * k}): "
             f"leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
         )
-    return Layout(b_total, n, b, needed)
+    return Layout(b_total, n, b, num_micro_batches)
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) -> fractions.Fraction:
-    """Optimizer steps per epoch; not whole for `carry` when B does not divide the samples.
+    """Compute the optimizer steps per epoch; not a whole number for `carry` when B does not divide the samples.
 
     Args:
-        num_samples: of an epoch.
+        num_samples: samples of an epoch.
         global_batch_size: B.
         epoch_end: carry, keep or drop, as in `order.Order`.
 
     Raises:
-        UsageError: numbers below 1, another end, or `drop` with a batch that no epoch fills.
+        UsageError: numbers below 1, an unknown `epoch_end`, or `drop` with a batch that no epoch fills.
 
     >>> [float(steps_per_epoch(50_030, 3072, end)) for end in ("keep", "drop")]
     [17.0, 16.0]
@@ -132,12 +132,12 @@ def steps_per_epoch(num_samples: int, global_batch_size: int, epoch_end: str) ->
             "epoch_end drop leaves every incomplete batch out: use carry or keep, or a smaller batch"
         )
     exact = fractions.Fraction(num_samples, global_batch_size)
-    whole = {"keep": math.ceil, "drop": math.floor}.get(epoch_end)
-    return exact if whole is None else fractions.Fraction(whole(exact))
+    rounding = {"keep": math.ceil, "drop": math.floor}.get(epoch_end)
+    return exact if rounding is None else fractions.Fraction(rounding(exact))
 
 
 def num_steps(per_epoch: fractions.Fraction, num_epochs: float) -> int:
-    """Steps that so many epochs take, rounded up.
+    """Count the steps of `num_epochs` epochs, rounded up.
 
     >>> num_steps(steps_per_epoch(50_030, 3072, "drop"), 150)
     2400
@@ -146,10 +146,11 @@ def num_steps(per_epoch: fractions.Fraction, num_epochs: float) -> int:
 
 
 def round_up(number: int, bits: int) -> int:
-    """Give the least number that is no smaller and has at most so many significant bits: at most 2^(1 - bits) more.
+    """Round `number` up to the next number with at most `bits` significant bits: by a share of at most 2^(1 - bits).
 
-    For the sizes of tensors. oneDNN, which computes bf16 on a CPU, generates code for every size that it meets, 0.7 ms of
-    it for a product of 0.1 ms; so do others for a GPU. Sizes that differ in every step would never be met again.
+    It is for the sizes of tensors. oneDNN, which computes bf16 on a CPU, generates code for every size that it meets, which
+    takes 0.7 ms for a product of 0.1 ms; other libraries do so for a GPU. Sizes that differ in every step would never be met
+    again.
 
     >>> [round_up(number, 3) for number in (7, 8, 9, 12, 13, 33)]
     [7, 8, 10, 12, 14, 40]

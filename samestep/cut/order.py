@@ -1,7 +1,7 @@
-"""Which samples a step holds: a pure function of (seed, step, dataset length), any step at once, no state.
+"""The samples of each step: a pure function of (seed, step, dataset length), any step at once, no state.
 
-An epoch's order is a seeded bijection of [0, n), evaluated only at the places that are asked for, so it costs the same at
-step 0 and at step 10^7, and for 10^3 and 10^9 samples.
+An epoch's order is a seeded bijection of [0, n), evaluated only at the places that are needed, so it costs the same at step 0
+and at step 10^7, and for 10^3 and 10^9 samples.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ GROUP = 2048  # samples whose order is computed at once
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection with full avalanche."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection with full avalanche."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def permute(index: np.ndarray, num_samples: int, seed: int, epoch: np.ndarray | int) -> np.ndarray:
-    """The seeded bijection of [0, num_samples) of each epoch, at the given places.
+    """Compute the seeded bijection of [0, num_samples) of each epoch, at some places.
 
     A generalised Feistel network over a x b places, a b >= n, with cycle walking: a place outside [0, n) is permuted
     again until it falls inside (Black and Rogaway 2002, https://doi.org/10.1007/3-540-45760-7_9). a and b are about
@@ -37,7 +37,7 @@ def permute(index: np.ndarray, num_samples: int, seed: int, epoch: np.ndarray | 
         index: places in the epoch, integers in [0, num_samples), any shape.
         num_samples: n, at least 1.
         seed: any integer.
-        epoch: epoch of each place, or one for all.
+        epoch: epoch of each place, integers that broadcast to `index`, or one epoch for all places.
 
     Returns:
         Sample ids, int64, same shape as `index`.
@@ -48,10 +48,12 @@ def permute(index: np.ndarray, num_samples: int, seed: int, epoch: np.ndarray | 
     index, epoch = np.broadcast_arrays(np.asarray(index, np.int64), np.asarray(epoch, np.int64))
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # products of uint64 are meant modulo 2^64
         key = _mix(_mix(np.uint64(seed % 2**64) + np.uint64(0x9E3779B97F4A7C15)) ^ epoch.astype(np.uint64))
         result, active = index.copy(), np.ones(index.shape, bool)
         while active.any():
+            # A place p in [0, a b) is the pair (left, right) = (p // b, p % b), each [active places]. A round adds noise from
+            # one half to the other, modulo the size of that other half. A subtraction would undo it: the round is a bijection.
             left, right, keys = result[active] // b, result[active] % b, key[active]
             for number in range(ROUNDS):
                 source, size = (right, a) if number % 2 == 0 else (left, b)
@@ -73,10 +75,10 @@ class Order:
     Attributes:
         num_samples: n, length of the dataset.
         global_batch_size: B.
-        seed: seeds the order of every epoch.
-        epoch_end: what happens when B does not divide n. `carry`: the stream of epochs is cut every B samples, so a step
-            may hold the last samples of one epoch and the first of the next. `keep`: the epoch's last step is smaller.
-            `drop`: the rest of the epoch is left out (other samples in each epoch).
+        seed: seed of the order of every epoch.
+        epoch_end: treatment of the rest when B does not divide n. `carry`: the stream of epochs is cut every B samples, so a
+            step may hold the last samples of one epoch and the first samples of the next. `keep`: the epoch's last step is
+            smaller. `drop`: the rest of the epoch is left out (other samples in each epoch).
     """
 
     num_samples: int
@@ -85,7 +87,7 @@ class Order:
     epoch_end: str = "carry"
 
     def __post_init__(self):
-        steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # raises what breaks a rule
+        steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # checks the rules
 
     @property
     def steps_per_epoch(self) -> fractions.Fraction:
@@ -93,14 +95,14 @@ class Order:
         return steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)
 
     def num_steps(self, num_epochs: float) -> int:
-        """Steps that `num_epochs` epochs take, rounded up."""
+        """Count the steps of `num_epochs` epochs, rounded up."""
         return num_steps(self.steps_per_epoch, num_epochs)
 
     def samples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of a step (0 is the first).
+        """Find the samples of a step (0 is the first).
 
         Returns:
-            epoch, int64 [S], and sample id, int64 [S]; S = B but for the last step of an epoch under `keep`.
+            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`.
 
         >>> order = Order(num_samples=5, global_batch_size=3, seed=0)
         >>> [order.samples(step)[0].tolist() for step in range(3)]
@@ -108,43 +110,51 @@ class Order:
         """
         # A permutation costs about the same for one place and for a thousand: small steps are computed many at a time.
         per_group = max(1, GROUP // self.global_batch_size)
-        epoch, ids, ends = _samples_of_group(self, step // per_group, per_group)
+        epoch, ids, ends = _compute_group(self, step // per_group, per_group)
+        # ends [per_group + 1] holds the borders of the group's steps
         place = step % per_group
         return epoch[ends[place] : ends[place + 1]], ids[ends[place] : ends[place + 1]]
 
-    def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and place in the epoch's order of each sample of a step, both int64 [S]."""
+    def _find_places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Find epoch and place in the epoch's order of each sample of a step, both int64 [S]."""
         n, size = self.num_samples, self.global_batch_size
         if self.epoch_end == "carry":
             first = step * size
             return np.divmod(np.arange(first, first + size, dtype=np.int64), n)
-        number, step_of_epoch = divmod(step, int(self.steps_per_epoch))
-        first = step_of_epoch * size
+        number, epoch_step = divmod(step, int(self.steps_per_epoch))
+        first = epoch_step * size
         index = np.arange(first, min(first + size, n), dtype=np.int64)
         return np.full(index.shape, number, np.int64), index
 
 
 @functools.lru_cache(maxsize=4)
-def _samples_of_group(order: Order, group: int, per_group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Epoch and sample id of all samples of steps [group * per_group, (group + 1) * per_group), and where each step ends."""
-    places = [order._places(step) for step in range(group * per_group, (group + 1) * per_group)]
+def _compute_group(order: Order, group: int, per_group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute epoch and sample id of all samples of steps [group * per_group, (group + 1) * per_group).
+
+    Returns:
+        epoch and sample id, both int64 [samples of the group], and ends, int64 [per_group + 1]: step i of the group has the
+        samples [ends[i], ends[i + 1]).
+    """
+    places = [order._find_places(step) for step in range(group * per_group, (group + 1) * per_group)]
     epoch, index = (np.concatenate(parts) for parts in zip(*places, strict=True))
     ends = np.cumsum([0] + [len(index) for _, index in places])
     ids = permute(index, order.num_samples, order.seed, epoch)
     for array in (epoch, ids):
-        array.setflags(write=False)  # the cache's own
+        array.setflags(write=False)  # they belong to the cache
     return epoch, ids, ends
 
 
 def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.Generator:
-    """The random numbers of one sample in one epoch: the same on every machine and process, whatever was drawn before.
+    """Make the generator of one sample's random numbers in one epoch.
+
+    The numbers are the same on every machine and process, whatever random numbers were drawn earlier.
 
     Philox4x64 keyed by (seed, stream) and counted by (epoch, sample_id): distinct arguments give disjoint sequences
     (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405).
 
     Args:
         seed: the recipe's seed.
-        stream: what the numbers are for (masks, pairs, ...), so that uses do not share numbers.
+        stream: number of the purpose (masks, pairs, ...), so that two purposes do not share random numbers.
         epoch: 0 or more.
         sample_id: 0 or more.
     """
@@ -153,7 +163,7 @@ def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.
 
 
 class _Key(np.random.bit_generator.ISeedSequence):
-    """The key itself, where numpy would hash a seed into one.
+    """A key that Philox takes unchanged, where numpy would hash a seed into a key.
 
     `Philox(key=...)` does the same in 8 microseconds instead of 3: it asks the system for a random seed first.
     """

@@ -1,4 +1,4 @@
-"""Cut one step's samples into micro-batches: which process computes which sample in which of its micro-batches."""
+"""Cuts a step's samples into micro-batches: which process computes which sample in which of its micro-batches."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ def partition(
     """Cut a global batch into micro-batches, a pure function of its arguments, so that all processes agree without talking.
 
     The samples are sorted by length, longest first (ties by place), and dealt to the processes to and fro (2 1 0 0 1 2
-    2 ...), the last round forwards: sizes are those of `plan.shares`, tokens differ by at most one sample's length. Each
-    process's share, sorted as it is, is filled into micro-batches up to the caps, so that samples of one micro-batch have
-    about the same length and little is padded.
+    2 ...), the last round forwards: shares have the sizes of `layout.shares`, and their tokens differ by at most one sample's
+    length. Each process's share, still sorted, is filled into micro-batches up to the caps, so that samples of one
+    micro-batch have about the same length and need little padding.
 
     Args:
         lengths: tokens of each sample of the global batch, [B].
         num_processes: N.
-        max_samples: most samples in a micro-batch.
-        max_tokens: most tokens in a micro-batch, padding included (samples x longest length); None: no such cap.
+        max_samples: largest number of samples in a micro-batch.
+        max_tokens: largest number of tokens in a micro-batch, padding included (samples x longest length); None: no such cap.
 
     Returns:
         For each process a list of micro-batches; a micro-batch is an int64 array of places in the global batch. Every place is
@@ -45,6 +45,8 @@ def partition(
         raise UsageError(
             f"max_tokens is {max_tokens}, but a sample has {lengths.max()} tokens: raise it to that or more"
         )
+    # Sample i in order of length [B] is dealt in round i // N; every second round goes backwards, and the last, perhaps
+    # incomplete one forwards, so that the first processes have the larger shares.
     by_length = np.argsort(-lengths, kind="stable")
     turn, offset = np.divmod(np.arange(len(lengths)), num_processes)
     forwards = (turn[-1:] - turn) % 2 == 0
@@ -53,9 +55,10 @@ def partition(
 
 
 def _fill(share: np.ndarray, lengths: np.ndarray, max_samples: int, max_tokens: int | None) -> list[np.ndarray]:
-    """Micro-batches of one process: `share` (places, longest sample first) cut where a cap is reached."""
+    """Cut one process's `share` (places, longest sample first) into micro-batches where a cap is reached."""
     micro_batches, first = [], 0
     while first < len(share):
+        # The first sample of a micro-batch is its longest, to which the others are padded
         size = max_samples if max_tokens is None else min(max_samples, max_tokens // max(1, lengths[share[first]]))
         micro_batches.append(share[first : first + size])
         first += size

@@ -181,7 +181,7 @@ class Steps(Dataset):
                     sampler=range(first, last),
                     num_workers=num_workers,
                     pin_memory=pinned,
-                    worker_init_fn=interrupt.ignore,
+                    worker_init_fn=interrupt.ignore_stop_signals,
                 )
             for data in ahead:
                 yield data

@@ -25,7 +25,7 @@ from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, imitate_cuda, tree_leaves
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
-from samestep.planner.transformer import Moment
+from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
@@ -429,12 +429,12 @@ class TracedModel:
     forward: tuple[tuple[Line, ...], tuple[Line, ...]]
     backward: tuple[tuple[Line, ...], tuple[Line, ...]]
 
-    layered = False
+    has_equal_layers = False
     num_layers = 1
     num_logits = 0  # they are among the bytes of the forward
 
     @property
-    def gathered(self) -> int:
+    def num_gathered(self) -> int:
         """Number of parameters that are gathered at once: all."""
         return self.num_parameters
 
@@ -442,8 +442,8 @@ class TracedModel:
         """Return the bytes that the forward of a sample leaves for its backward, logits included."""
         return self.forward[autocast][-1].per_sample
 
-    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
-        """Return the forward and the backward as moments, whose memory all counts as activations.
+    def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
+        """Return the forward and the backward as peaks, whose memory all counts as activations.
 
         Raises:
             ValueError: gradient_checkpointing.
@@ -451,7 +451,7 @@ class TracedModel:
         if gradient_checkpointing:
             raise ValueError("a traced model is not recomputed")
         lines = self.forward[autocast], self.backward[autocast]
-        return tuple(Moment(0, max(fixed + num_samples * slope for fixed, slope in part), 0) for part in lines)
+        return tuple(Peak(0, max(fixed + num_samples * slope for fixed, slope in part), 0) for part in lines)
 
 
 TRACED_SIZES = ((1, 2), (32, 64))  # pairs of micro-batch sizes; a line goes through each pair

@@ -1,36 +1,44 @@
-"""What `plan` and `scale` answer, as plain JSON values: the numbers behind the text, the page and the plot."""
+"""The answers of `plan` and `scale` as plain JSON values: the numbers behind the text, the page and the plot."""
 
 import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
-from samestep.planner.growth import Row, grow, remarks
+from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device
 from samestep.planner.memory import Memory
 from samestep.planner.placement import Placement
 from samestep.planner.workload import Workload
 
 POINTS = 100
-"""Of the learning rate's curve."""
+"""Points of the learning rate's curve."""
+PHASES = ("forward", "backward", "optimizer_step")
 
 
-def planned(workload: Workload, layout: Layout, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
-    """How the step is cut, the model, and the memory of one process; `options` are precision, checkpointing, sharding."""
-    peaks = {moment: getattr(memory, moment) for moment in ("forward", "backward", "optimizer_step")}
-    answer = dataclasses.asdict(layout) | {"shares": layout.shares} | _modelled(workload) | options
+def describe_plan(workload: Workload, layout: Layout, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
+    """Describe the cut of the step, the model, and the memory of one process.
+
+    Args:
+        workload: the computation.
+        layout: the cut of its step.
+        memory: planned memory of one process.
+        options: mixed_precision, gradient_checkpointing and sharded.
+    """
+    peaks = {phase: getattr(memory, phase) for phase in PHASES}
+    answer = dataclasses.asdict(layout) | {"shares": layout.shares} | _describe_model(workload) | options
     return answer | {"memory": memory.items | {"total": memory.total}, "memory_peaks": peaks}
 
 
-def traced(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
-    """What a `trace.Trace` of one process with whole weights says, and how far the plan is from it."""
-    planned = workload.memory(layout, **options | {"sharded": False})
-    peaks = {moment: getattr(trace, moment) for moment in ("forward", "backward", "optimizer_step")}
+def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    """Describe a `trace.Trace` of one process with whole weights, and the relative error of the plan."""
+    memory = workload.memory(layout, **options | {"sharded": False})
+    peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
-    return {"trace": answer | {"planned": planned.total, "error": planned.total / trace.peak - 1}}
+    return {"trace": answer | {"planned": memory.total, "error": memory.total / trace.peak - 1}}
 
 
-def placed(placement: Placement, command: str | None) -> dict[str, Any]:
-    """What the hardware adds to a plan. Seconds, bytes, samples; `time` and `memory` by item."""
+def describe_placement(placement: Placement, command: str | None) -> dict[str, Any]:
+    """Describe what the hardware adds to a plan: seconds, bytes, samples; `time` and `memory` by item."""
     time, hardware, workload = placement.time, placement.hardware, placement.workload
     batch, seconds = workload.global_batch_size, placement.seconds_to_end
     energy = None if seconds is None else seconds / 3600 * hardware.num_processes * hardware.device.watts / 1000
@@ -40,7 +48,7 @@ def placed(placement: Placement, command: str | None) -> dict[str, Any]:
         "strategy": placement.strategy,
         "reason": placement.reason,
         "warnings": list(placement.warnings),
-        "memory_needed": placement.needed,
+        "memory_needed": placement.needed_bytes,
         "memory_of_device": hardware.device.memory_bytes,
         "time": dataclasses.asdict(time) | {"total": time.total},
         "all_reduce_seconds": placement.all_reduce_seconds if hardware.num_processes > 1 else None,
@@ -52,12 +60,12 @@ def placed(placement: Placement, command: str | None) -> dict[str, Any]:
         "seconds_to_end": seconds,
         "energy_kwh": energy,
         "command": command,
-        "micro_batches": _micro_batches(placement),
+        "micro_batches": _describe_micro_batches(placement),
     }
 
 
-def _modelled(workload: Workload) -> dict[str, Any]:
-    """The model, what a sample computes and keeps, and the schedule."""
+def _describe_model(workload: Workload) -> dict[str, Any]:
+    """Describe the model, FLOPs and activations of a sample, and the schedule."""
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
     answer = {
         "num_parameters": model.num_parameters,
@@ -65,7 +73,7 @@ def _modelled(workload: Workload) -> dict[str, Any]:
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
         "second_moment": workload.second_moment,
         "flops_per_sample": model.flops_per_sample,
-        "saved_bytes_per_sample": {on: model.saved_bytes(autocast=on != "no") for on in ("no", "bf16")},
+        "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
         "steps_per_epoch": workload.steps_per_epoch,
         "num_warmup_steps": None,
@@ -84,27 +92,27 @@ def _modelled(workload: Workload) -> dict[str, Any]:
     return answer
 
 
-def _micro_batches(placement: Placement) -> list[dict[str, Any]]:
-    """Memory and seconds with other micro-batches: powers of two up to the process's share, and the one that was chosen."""
-    layout, found = placement.layout, []
-    chosen, share = min(layout.per_device_train_batch_size, layout.shares[0]), layout.shares[0]
-    for b in sorted({chosen, share, *(2**i for i in range(share.bit_length()))}):
+def _describe_micro_batches(placement: Placement) -> list[dict[str, Any]]:
+    """Describe memory and seconds of other micro-batches: powers of two, the process's share, and the placement's own."""
+    layout, micro_batches = placement.layout, []
+    own_size, share = min(layout.per_device_train_batch_size, layout.shares[0]), layout.shares[0]
+    for b in sorted({own_size, share, *(2**i for i in range(share.bit_length()))}):
         other = placement.with_micro_batch(b)
-        found.append(
+        micro_batches.append(
             {
                 "per_device_train_batch_size": b,
                 "gradient_accumulation_steps": other.layout.gradient_accumulation_steps,
                 "memory": other.memory.items | {"total": other.memory.total},
-                "needed": other.needed,
+                "needed": other.needed_bytes,
                 "fits": other.fits,
                 "seconds": other.time.total if other.fits else None,
             }
         )
-    return found
+    return micro_batches
 
 
-def scaled(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:
-    """The rows of `scale`.
+def describe_growth(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:
+    """Describe a workload on 1, 2, 4, ... up to `up_to` devices: the rows of `scale`, and remarks.
 
     Raises:
         UsageError: as `growth.grow`.
@@ -114,13 +122,13 @@ def scaled(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:
         "recipe": workload.name,
         "device": device.name,
         "global_batch_size": workload.global_batch_size,
-        "remarks": remarks(rows),
-        "rows": [_row(row) for row in rows],
+        "remarks": make_remarks(rows),
+        "rows": [_describe_row(row) for row in rows],
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
-    def numbers(placement: Placement | None, efficiency: float | None) -> dict[str, Any] | None:
+def _describe_row(row: Row) -> dict[str, Any]:
+    def describe(placement: Placement | None, efficiency: float | None) -> dict[str, Any] | None:
         if placement is None:
             return None
         layout, time = placement.layout, placement.time
@@ -135,6 +143,6 @@ def _row(row: Row) -> dict[str, Any]:
 
     return {
         "num_devices": row.num_devices,
-        "strong": numbers(row.strong, row.strong_efficiency),
-        "weak": numbers(row.weak, row.weak_efficiency),
+        "strong": describe(row.strong, row.strong_efficiency),
+        "weak": describe(row.weak, row.weak_efficiency),
     }

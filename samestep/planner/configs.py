@@ -1,4 +1,4 @@
-"""Models of Hugging Face that no recipe describes: their shape from a configuration, without transformers."""
+"""Shapes of models of Hugging Face that no recipe describes, from a configuration, without transformers."""
 
 import dataclasses
 import os
@@ -10,22 +10,22 @@ from samestep.errors import UsageError
 from samestep.planner import convnet, transformer
 from samestep.planner.memory import Model
 from samestep.planner.transformer import Transformer
-from samestep.recipe.reading import named, read_json, shown
+from samestep.recipe.reading import format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The configuration in a folder with a config.json, or in a .json file.
+    """Read the configuration in a folder with a config.json, or in a .json file.
 
     Raises:
-        UsageError: missing, unreadable, or not a configuration of transformers.
+        UsageError: the file is missing, unreadable, or not a configuration of transformers.
     """
     file = Path(path)
     file = file / "config.json" if os.path.isdir(file) else file
-    what = f"model_name_or_path {named(path)}"
-    config = read_json(file, f"{what} (a folder with a config.json, or such a file)")
+    origin = f"model_name_or_path {format_name(path)}"
+    config = read_json(file, f"{origin} (a folder with a config.json, or such a file)")
     if "model_type" not in config:
-        raise UsageError(f"{what} is not a configuration of transformers: it has no model_type")
+        raise UsageError(f"{origin} is not a configuration of transformers: it has no model_type")
     return config
 
 
@@ -34,47 +34,47 @@ IMAGE = 224
 
 
 def has_formula(config: Mapping[str, Any]) -> bool:
-    """Whether `shape_of` knows its class."""
-    return _class(config) in _SHAPES
+    """Tell whether `model_from_config` has a formula for the configuration's class."""
+    return _find_class(config) in _SHAPES
 
 
-def _class(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures")
-    return named[0][:60] if isinstance(named, list) and named and isinstance(named[0], str) else "?"
+def _find_class(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return names[0][:60] if isinstance(names, list) and names and isinstance(names[0], str) else "?"
 
 
-def shape_of(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
-    """The model of a configuration, as its own class computes it: the loss of its head, all logits at once.
+def model_from_config(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
+    """Return the shape of a configuration's model, as its own class computes it: the loss of its head, all logits at once.
 
     Args:
-        config: of `read_config`.
+        config: configuration of transformers, for example from `read_config`.
         length: tokens of a sample; None for images.
-        name: for messages.
+        name: the model's name, for messages.
 
     Raises:
-        UsageError: a class without a formula, a field that is missing, a length that the model does not have.
+        UsageError: a class without a formula, a missing field, a length above the model's number of positions.
     """
     _check(config, name)
     config = {field: value for field, value in config.items() if value is not None}
-    kind = _class(config)
+    kind = _find_class(config)
     if kind not in _SHAPES:
         raise UsageError(
-            f"{name} is a {named(kind)} (model_type {named(config['model_type'])}), for which there is no "
+            f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
             f"formula: known are {', '.join(_SHAPES)}; --trace finds its memory with torch"
         )
     is_text = kind != "ResNetForImageClassification"
     if is_text and length is None:
         raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
-    most = config.get("max_position_embeddings", config.get("n_positions"))
-    if is_text and most is not None and length > most:
-        raise UsageError(f"seq_len is {length}, but {name} has {most} positions: use {most} or less")
+    num_positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if is_text and num_positions is not None and length > num_positions:
+        raise UsageError(f"seq_len is {length}, but {name} has {num_positions} positions: use {num_positions} or less")
     try:
         return _SHAPES[kind](config, length)
     except KeyError as error:
         raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
 
 
-# Field -> the largest that is believed, as in recipes.
+# Field -> its largest value that is accepted, as in recipes.
 SIZES = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -95,27 +95,27 @@ SIZES = {
     "num_labels": 2**24,
 }
 LISTS = {"hidden_sizes": 2**17, "depths": 1000}
-MOST_STAGES = 64
+MAX_STAGES = 64
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "attention_dropout")
 
 
 def _check(config: Mapping[str, Any], name: str) -> None:
-    """Raise UsageError for the first field that is no size, no activation, or no rate."""
+    """Raise UsageError for the first field that is no valid size, activation or rate."""
 
     def refuse(field: str, value: Any, rule: str) -> None:
-        raise UsageError(f"{name}: {field} is {shown(value)} in its configuration, must be {rule}")
+        raise UsageError(f"{name}: {field} is {format_value(value)} in its configuration, must be {rule}")
 
-    for field, most in SIZES.items():
+    for field, largest in SIZES.items():
         value = config.get(field)
-        if value is not None and not _is_size(value, most):
-            refuse(field, value, f"a whole number from 1 to {most:,}")
-    for field, most in LISTS.items():
+        if value is not None and not _is_size(value, largest):
+            refuse(field, value, f"a whole number from 1 to {largest:,}")
+    for field, largest in LISTS.items():
         value = config.get(field, [1])
-        is_list = isinstance(value, list) and 0 < len(value) <= MOST_STAGES
-        if not is_list or not all(_is_size(of, most) for of in value):
-            refuse(field, value, f"up to {MOST_STAGES} whole numbers from 1 to {most:,}")
+        is_list = isinstance(value, list) and 0 < len(value) <= MAX_STAGES
+        if not is_list or not all(_is_size(size, largest) for size in value):
+            refuse(field, value, f"up to {MAX_STAGES} whole numbers from 1 to {largest:,}")
     if len(config.get("hidden_sizes", [1])) != len(config.get("depths", config.get("hidden_sizes", [1]))):
-        refuse("depths", config["depths"], f"as many numbers as hidden_sizes {shown(config['hidden_sizes'])}")
+        refuse("depths", config["depths"], f"as many numbers as hidden_sizes {format_value(config['hidden_sizes'])}")
     for field in ("hidden_act", "activation_function"):
         value = config.get(field)
         if value is not None and (not isinstance(value, str) or value not in ACTIVATIONS):
@@ -132,34 +132,34 @@ def _check(config: Mapping[str, Any], name: str) -> None:
         refuse("layer_type", config["layer_type"], "basic or bottleneck")
 
 
-def _is_size(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+def _is_size(value: Any, largest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
 
 
-def _num_labels(config: Mapping[str, Any]) -> int:
-    """transformers keeps their names, and leaves them out where there are two."""
+def _count_labels(config: Mapping[str, Any]) -> int:
+    """Count the labels: transformers keeps their names, and leaves the names out where there are two."""
     return len(config.get("id2label") or {}) or config.get("num_labels", 2)
 
 
 def _masked_language_model(config: Mapping[str, Any], length: int) -> Transformer:
-    """BERT without pooler and next-sentence head, logits at every place."""
-    whole, h = transformer.bert(config, length, length), config["hidden_size"]
-    missing = (h * h + h) + (2 * h + 2)
-    flops = whole.flops_per_sample - 3 * (2 * h * h + 4 * h)
-    return dataclasses.replace(whole, num_outside=whole.num_outside - missing, flops_per_sample=flops)
+    """Return the shape of BERT without pooler and next-sentence head, with logits at every place."""
+    pretraining, h = transformer.bert(config, length, length), config["hidden_size"]
+    num_outside = pretraining.num_outside - (h * h + h) - (2 * h + 2)  # pooler, next-sentence head
+    flops = pretraining.flops_per_sample - 3 * (2 * h * h + 4 * h)
+    return dataclasses.replace(pretraining, num_outside=num_outside, flops_per_sample=flops)
 
 
 def _resnet(config: Mapping[str, Any], _: int | None) -> convnet.ConvNet:
-    return convnet.resnet({**config, "num_labels": _num_labels(config)}, IMAGE, IMAGE)
+    return convnet.resnet({**config, "num_labels": _count_labels(config)}, IMAGE, IMAGE)
 
 
 _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
     "BertForSequenceClassification": lambda config, length: transformer.bert(
-        {**config, "num_labels": _num_labels(config)}, length, None
+        {**config, "num_labels": _count_labels(config)}, length, None
     ),
-    "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked=False),
+    "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
     "LlamaForCausalLM": transformer.llama,
     "MistralForCausalLM": transformer.llama,
     "Qwen2ForCausalLM": lambda config, length: transformer.llama(config, length, qkv_bias=True),

@@ -1,50 +1,50 @@
-"""What hardware can do: devices, how many of them, and what connects them. Facts with their sources, no measurement."""
+"""Hardware: devices, their number, and the links between them. Facts with their sources, no measurement."""
 
 import dataclasses
 import re
 from pathlib import Path
 
 from samestep.errors import UsageError, nearest
-from samestep.recipe.reading import named, read_yaml, shown
-from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, at_most, build, setting
+from samestep.recipe.reading import format_name, format_value, read_yaml
+from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, build, limit, setting
 
 DEVICES = Path(__file__).parent / "devices"
-MEASURED = at_most(LARGEST, 1e-6)
+QUANTITY = limit(LARGEST, 1e-6)
 PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
-MOST = 2**17
-"""Devices that are planned for; more than any machine has."""
+MAX_DEVICES = 2**17
+"""Largest number of devices of a plan; more than any machine has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one process computes on: an accelerator, or cores of a CPU. Rates are decimal (1e9, 1e12), without sparsity."""
+    """The device of one process: an accelerator, or cores of a CPU. Rates are decimal (1e9, 1e12), without sparsity."""
 
     name: str = setting("the file's name")
     description: str = setting("vendor, model, memory, form")
-    memory_mib: float = setting("memory that the driver reports, MiB", MEASURED)
-    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", MEASURED)
-    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
-    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", MEASURED)
+    memory_mib: float = setting("memory that the driver reports, MiB", QUANTITY)
+    fp32_tflops: float = setting("peak of float32 products, TFLOP/s", QUANTITY)
+    fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
+    bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
     reachable: float = setting("part of the 16-bit peak that large matrix products reach", PART)
-    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", MEASURED)
+    memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", QUANTITY)
     link: str = setting("what connects the devices of one node")
-    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", MEASURED)
+    link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", QUANTITY)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", MEASURED, default=25.0)
+    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", QUANTITY, default=25.0)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
-    watts: float = setting("power limit, W", MEASURED)
-    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", at_most(2**20), default=None)
+    watts: float = setting("power limit, W", QUANTITY)
+    cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:
-        """Peak of products in a mixed precision ("no" is float32); None if the hardware has none."""
+        """Return the peak of products in a mixed precision ("no" is float32), TFLOP/s; None if the device has none."""
         return {"no": self.fp32_tflops, "fp16": self.fp16_tflops, "bf16": self.bf16_tflops}[precision]
 
     @property
     def memory_bytes(self) -> int:
-        """memory_mib in bytes."""
+        """Memory in bytes: memory_mib x 2^20."""
         return int(self.memory_mib * 2**20)
 
 
@@ -74,15 +74,15 @@ class Hardware:
 
 
 def device_names() -> list[str]:
-    """Devices that ship with the package."""
+    """List the names of the devices that ship with the package."""
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
 
 
 def parse(text: str) -> Hardware:
-    """[NODESx]COUNTxNAME, or COUNTx and the .yaml file of a device of your own.
+    """Read hardware that is written as [NODESx]COUNTxNAME; NAME is a device, or the .yaml file of a device of your own.
 
     Raises:
-        UsageError: spelt otherwise, an unknown device, numbers below 1, a file that breaks a rule.
+        UsageError: another spelling, an unknown device, numbers below 1, a file that breaks a rule.
     """
     counts, name = [], text
     while match := re.match(r"([0-9]{1,9})x(?=.)", name):
@@ -90,27 +90,29 @@ def parse(text: str) -> Hardware:
         name = name[match.end() :]
     if len(counts) > 2 or not name:
         raise UsageError(
-            f"hardware {shown(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
+            f"hardware {format_value(text)} is not [NODESx]COUNTxNAME: for example 4xt4, 2x8xa100-80, 1xmine.yaml"
         )
     if 0 in counts:
-        raise UsageError(f"hardware {shown(text)} counts 0 devices or nodes: give 1 or more")
+        raise UsageError(f"hardware {format_value(text)} counts 0 devices or nodes: give 1 or more")
     nodes, devices = [1, 1, *counts][-2:]
-    if nodes * devices > MOST:
-        raise UsageError(f"hardware {shown(text)} counts {nodes * devices:,} devices, must be {MOST:,} or fewer")
+    if nodes * devices > MAX_DEVICES:
+        raise UsageError(
+            f"hardware {format_value(text)} counts {nodes * devices:,} devices, must be {MAX_DEVICES:,} or fewer"
+        )
     return Hardware(load_device(name), devices, nodes)
 
 
 def load_device(name_or_file: str) -> Device:
-    """A device of the package, or of a YAML file with the same fields.
+    """Load a device of the package, or of a YAML file with the same fields.
 
     Raises:
-        UsageError: unknown, unreadable, or breaking a rule; all problems in one error.
+        UsageError: the device is unknown, the file unreadable, or a value breaks a rule; all problems in one error.
     """
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in device_names():
         raise UsageError(
-            f"unknown device {shown(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+            f"unknown device {format_value(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
         )
     path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
-    values = read_yaml(path, f"device {named(path)}")
-    return build(Device, {"name": path.stem} | values, f"device {named(name_or_file)}")
+    values = read_yaml(path, f"device {format_name(path)}")
+    return build(Device, {"name": path.stem} | values, f"device {format_name(name_or_file)}")

@@ -1,6 +1,6 @@
-"""How large a recipe's model is, and the memory that one process is planned to need.
+"""The size of a recipe's model, and the memory that one process is planned to need.
 
-All of it is arithmetic on the recipe's `architecture`: nothing is built, torch is not imported. GB are 1e9 bytes, N is the
+Everything is arithmetic on the recipe's `architecture`: no model is built, torch is not imported. GB are 1e9 bytes, N is the
 number of parameters.
 """
 
@@ -23,78 +23,78 @@ from samestep.recipe.recipe import (
 
 Model = Transformer | ConvNet
 MOMENTS = {"adamw": 8, "sgd": 4}
-"""Bytes per parameter that an optimizer remembers, in float32: Adam two moments, SGD its momentum."""
+"""Bytes per parameter that an optimizer remembers, in float32: Adam's two moments, SGD's momentum."""
 
 
-def model_of(recipe: Recipe) -> Model:
-    """The model that a recipe trains.
+def model_from_recipe(recipe: Recipe) -> Model:
+    """Return the shape of the model that a recipe trains.
 
     Raises:
         UsageError: a task without a formula.
 
     >>> from samestep.recipe.recipe import load
-    >>> [model_of(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "bert_large_phase1", "resnet50_1xv100")]
+    >>> [model_from_recipe(load(name)).num_parameters for name in ("gpt2_xl_8xa100", "bert_large_phase1", "resnet50_1xv100")]
     [1557611200, 336226108, 25557032]
-    >>> [round(model_of(load(name)).flops_per_sample / 1024 / 1e9, 3) for name in ("gpt2_124m", "gpt2_xl_8xa100")]
+    >>> [round(model_from_recipe(load(name)).flops_per_sample / 1024 / 1e9, 3) for name in ("gpt2_124m", "gpt2_xl_8xa100")]
     [0.855, 10.28]
     """
     if recipe.parts.shape is None:
-        known = ", ".join(task for task, recipe_class in TASKS.items() if recipe_class.parts.shape is not None)
-        raise UsageError(f"task {recipe.task} has no formula for its size, compute and memory: known are {known}")
+        tasks = ", ".join(task for task, recipe_class in TASKS.items() if recipe_class.parts.shape is not None)
+        raise UsageError(f"task {recipe.task} has no formula for its size, compute and memory: known are {tasks}")
     return recipe.parts.find("shape")(recipe)
 
 
 def bert_pretraining(recipe: BertPretraining) -> Transformer:
-    """Give the shape of BERT with both heads."""
+    """Return the shape of BERT with both heads."""
     num_predicted = max(
         1, round((recipe.max_seq_length - 3) * recipe.mlm_probability)
     )  # [CLS], two [SEP]: never masked
-    return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted, unpadded=True)
+    return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted, is_unpadded=True)
 
 
 def gpt2_pretraining(recipe: Gpt2Pretraining) -> Transformer:
-    """Give the shape of GPT-2."""
+    """Return the shape of GPT-2."""
     return transformer.gpt2(recipe.architecture, recipe.block_size)
 
 
 def text_classification(recipe: TextClassification) -> Transformer:
-    """Give the shape of BERT with a classifier, of two classes where the data decide."""
+    """Return the shape of BERT with a classifier, of two classes where the data decide their number."""
     shape = recipe.architecture | {"num_labels": recipe.num_labels or 2}
-    return transformer.bert(shape, recipe.max_seq_length, None, unpadded=True)
+    return transformer.bert(shape, recipe.max_seq_length, None, is_unpadded=True)
 
 
 def image_classification(recipe: ImageClassification) -> ConvNet:
-    """Give the shape of a ResNet."""
-    grouped = recipe.normalization == "group"
-    return convnet.resnet(recipe.architecture, recipe.image_height, recipe.image_width, grouped=grouped)
+    """Return the shape of a ResNet."""
+    group_norm = recipe.normalization == "group"
+    return convnet.resnet(recipe.architecture, recipe.image_height, recipe.image_width, group_norm=group_norm)
 
 
 def captcha_recognition(recipe: CaptchaRecognition) -> ConvNet:
-    """Give the shape of a reader of captchas."""
+    """Return the shape of a reader of captchas."""
     return convnet.captcha_reader(
         *(recipe.image_height, recipe.image_width, recipe.num_channels, recipe.conv_channels, recipe.hidden_size),
         recipe.num_characters * len(recipe.alphabet),
-        grouped=recipe.normalization == "group",
+        group_norm=recipe.normalization == "group",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Planned memory of one process at the fullest moment of a step, in bytes.
+    """Planned memory of one process at the peak of a step, in bytes.
 
-    A plan, not a promise. Not in it: the CUDA context and NCCL (about 1 GB), fragmentation, the input, buffers in which
-    collectives wait.
+    It is a plan, not a promise. It leaves out the CUDA context and NCCL (about 1 GB), fragmentation, the input, and buffers in
+    which collectives wait.
 
     Attributes:
         parameters: 4 N (float32).
-        gradients: 4 N; kept between micro-batches. Under DDP its buckets come on top while k > 1, 4 N that are not counted. 0
-            where they accumulate in the optimizer.
-        moments: 8 N, Adam's two, or 4 N, SGD's momentum; the fused optimizers need nothing more at the step.
-        autocast_cache: 16-bit copies of the weights while a forward and its backward last; 0 in float32.
-        gathered: parameters gathered from the other processes, sharded runs only.
-        activations: what one micro-batch saves for its backward, and a layer's temporaries.
-        head: logits and what is computed from them, the gradients of the vocabulary matrix and of the hidden states.
-        forward, backward, optimizer_step: the sums at the fullest moment of each; the largest is what the items add up to.
+        gradients: 4 N between micro-batches; 0 where they accumulate in the optimizer. Under DDP with k > 1 its buckets come on
+            top, 4 N that are not counted.
+        moments: 8 N for Adam's two, 4 N for SGD's momentum; the fused optimizers need nothing more at the step.
+        autocast_cache: 16-bit copies of the weights during a forward and its backward; 0 in float32.
+        gathered: parameters gathered from the other processes, in sharded runs only.
+        activations: activations that one micro-batch saves for its backward, and a layer's temporaries.
+        head: logits and the results computed from them, the gradients of the vocabulary matrix and of the hidden states.
+        forward, backward, optimizer_step: the sums at the peak of each; the largest is the sum of the items.
     """
 
     parameters: int
@@ -110,7 +110,7 @@ class Memory:
 
     @property
     def items(self) -> dict[str, int]:
-        """What the total is made of."""
+        """The items of the total, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
 
     @property
@@ -129,23 +129,26 @@ def planned_memory(
     moment_bytes: int = MOMENTS["adamw"],
     gradient_bytes: int = 4,
 ) -> Memory:
-    """The memory that one process is planned to need for a model's step, cut by a layout.
+    """Plan the memory that one process needs for a model's step, cut by a layout.
 
     States     4 N parameters + 4 N gradients + 8 N moments (Adam), in float32.
-    Sharded    (FSDP2) these divided by the processes, and gathered in float32 one layer and all outside the layers. Autocast's
-               copies are whole all the same. Not counted: a layer gathered ahead of its use, a layer's gradient that
+    Sharded    (FSDP2) the states divided by the processes, and gathered in float32 one layer and all parameters outside the
+               layers. Autocast's copies stay whole. Not counted: a layer gathered ahead of its use, a layer's gradient that
                waits for its reduction. Not measured.
-    To them    comes the largest of the model's `moments`: benchmarks/results/memory.md has them beside the peaks that torch
-               traces.
+    Peak       the largest of the model's `peaks` comes on top: benchmarks/results/memory.md has them beside the peaks that
+               torch traces.
 
     Args:
-        model: `model_of` a recipe.
+        model: shape of the model, for example from `model_from_recipe`.
         layout: N and b; a micro-batch never exceeds a process's share.
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
-        moment_bytes: per parameter, what the optimizer remembers.
-        gradient_bytes: per parameter, gradients between micro-batches; 0 where they accumulate in the optimizer.
+        moment_bytes: bytes per parameter that the optimizer remembers.
+        gradient_bytes: bytes per parameter of gradients between micro-batches; 0 where they accumulate in the optimizer.
+
+    Returns:
+        The planned memory of one process, in bytes.
 
     Raises:
         UsageError: gradient_checkpointing or sharding of a model without equal layers.
@@ -153,20 +156,20 @@ def planned_memory(
     >>> from samestep.cut.layout import solve_layout
     >>> from samestep.recipe.recipe import load
     >>> layout = solve_layout(num_processes=8, global_batch_size=512, per_device_train_batch_size=4)
-    >>> memory = planned_memory(model_of(load("gpt2_xl_8xa100")), layout, mixed_precision="bf16")
+    >>> memory = planned_memory(model_from_recipe(load("gpt2_xl_8xa100")), layout, mixed_precision="bf16")
     >>> {name: round(num_bytes / 1e9, 1) for name, num_bytes in memory.items.items()}  # doctest: +NORMALIZE_WHITESPACE
     {'parameters': 6.2, 'gradients': 6.2, 'moments': 12.5, 'autocast_cache': 3.1, 'gathered': 0.0, 'activations': 11.4,
      'head': 1.0}
     """
-    for name, is_asked in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
-        if is_asked and not model.layered:
+    for name, is_set in {"gradient_checkpointing": gradient_checkpointing, "sharded": sharded}.items():
+        if is_set and not model.has_equal_layers:
             raise UsageError(
                 f"{name} works layer by layer; it is planned for transformers with a formula only: leave it out"
             )
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
-    gathered = 4 * model.gathered if sharded else 0
-    first, *later = model.moments(
+    gathered = 4 * model.num_gathered if sharded else 0
+    first, *later = model.peaks(
         num_samples, autocast=mixed_precision != "no", gradient_checkpointing=gradient_checkpointing
     )
     backward = max(later, key=sum)

@@ -1,6 +1,7 @@
-"""A plan as one HTML page: what fits, what takes the time, how it grows, how to launch it. Needs nothing but itself.
+"""A plan as one HTML page that needs no other file: memory, time, scaling, the learning rate, and the command that launches it.
 
-What it looks like is in templates/, for Jinja: page.html.j2, its charts, its style and its script. Here is what they show.
+The templates in templates/, for Jinja, decide how it looks: page.html.j2, its charts, its style and its script. This module
+computes the values that they show.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 TEMPLATES = Path(__file__).parent / "templates"
-BEYOND = 1.5
-"""Bars are drawn up to so many times the device's memory; what is longer is cut off and marked."""
+LONGEST_BAR = 1.5
+"""Largest length of a bar, in memories of the device; longer bars are cut off and marked."""
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "seconds_to_end", "energy_kwh", "tokens_per_second")
 OPTIONAL = (*OPTIMIZER, *STEPS, "micro_batches", "learning_rates", "scale", "warnings", "device", "expect")
@@ -32,12 +33,15 @@ WORDS = {
 
 
 def page(answer: dict[str, Any]) -> str:
-    """The page, complete: style and script inside, no address outside; no text of the answer is markup.
+    """Write the whole page: style and script inside, no address outside; no text of the answer is markup.
 
     Args:
-        answer: what `python -m recipes plan RECIPE --on HARDWARE --json` prints, and `description` and `source`. A part of
-            the page is left out where its key is missing or None: `micro_batches` (one bar is left), `learning_rates`,
-            `scale`, `warnings` and single numbers.
+        answer: the object that `python -m recipes plan RECIPE --on HARDWARE --json` prints, with `description` and `source`.
+            A part of the page is left out where its key is missing or None: `micro_batches` (one bar stays),
+            `learning_rates`, `scale`, `warnings` and single numbers.
+
+    Returns:
+        HTML.
 
     Raises:
         jinja2.UndefinedError: another key is missing.
@@ -53,7 +57,7 @@ def page(answer: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     filters = (_number, _percent, _seconds, _duration, _plural, _words, _name)
-    environment.filters |= {of.__name__.removeprefix("_"): of for of in filters} | {"count": "{:,}".format}
+    environment.filters |= {f.__name__.removeprefix("_"): f for f in filters} | {"count": "{:,}".format}
     answer = dict.fromkeys(OPTIONAL) | answer
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
     return environment.get_template("page.html.j2").render(answer=answer, **parts)
@@ -64,7 +68,7 @@ def page(answer: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Bar:
-    """One row of a chart: parts are (class of its colour, name, value, where it starts), `end` where the last one ends."""
+    """A row of a chart: parts are (class of the colour, name, value, start), `end` is the end of the last part."""
 
     name: str
     note: str
@@ -74,47 +78,50 @@ class _Bar:
 
 
 def _bar(name: str, note: str, parts: list[tuple[str, str, float]], is_chosen: bool = False) -> _Bar:
-    """Of parts that are drawn one after the other."""
+    """Make a bar of parts (class of the colour, name, value) that are drawn one after the other."""
     *starts, end = itertools.accumulate((value for _, _, value in parts), initial=0.0)
     return _Bar(name, note, [(*part, start) for part, start in zip(parts, starts, strict=True)], end, is_chosen)
 
 
 def _memory(answer: dict) -> dict[str, Any]:
-    chosen, there = answer["per_device_train_batch_size"], answer["memory_of_device"]
+    own_size, capacity = answer["per_device_train_batch_size"], answer["memory_of_device"]
     cuts = answer["micro_batches"] or [
         {
-            "per_device_train_batch_size": chosen,
+            "per_device_train_batch_size": own_size,
             "gradient_accumulation_steps": answer["gradient_accumulation_steps"],
             "memory": answer["memory"],
             "needed": answer["memory_needed"],
-            "fits": answer["memory_needed"] <= there,
+            "fits": answer["memory_needed"] <= capacity,
             "seconds": answer["time"]["total"],
         }
     ]
     items = [item for item in answer["memory"] if item != "total"]
-    used = {item: number for number, item in enumerate(items, 1) if any(cut["memory"][item] for cut in cuts)}
+    # Item -> number of its colour, for items that some micro-batch has
+    item_numbers = {item: number for number, item in enumerate(items, 1) if any(cut["memory"][item] for cut in cuts)}
     bars, rows = [], []
     for cut in cuts:
         b, k = cut["per_device_train_batch_size"], cut["gradient_accumulation_steps"]
-        parts = [(f"c{number}", _name(item), cut["memory"][item] / 1e9) for item, number in used.items()]
+        parts = [(f"c{number}", _name(item), cut["memory"][item] / 1e9) for item, number in item_numbers.items()]
         parts.append(("band", "margin", (cut["needed"] - cut["memory"]["total"]) / 1e9))
-        needed, is_chosen = _number(cut["needed"] / 1e9), b == chosen and len(cuts) > 1
-        bars.append(_bar(f"b {b:,}, k {k:,}", f"{'✓' if cut['fits'] else '✕'} {needed} GB", parts, is_chosen))
-        sizes = [_number(cut["memory"][item] / 1e9) for item in [*used, "total"]]
+        need, is_chosen = _number(cut["needed"] / 1e9), b == own_size and len(cuts) > 1
+        bars.append(_bar(f"b {b:,}, k {k:,}", f"{'✓' if cut['fits'] else '✕'} {need} GB", parts, is_chosen))
+        sizes = [_number(cut["memory"][item] / 1e9) for item in [*item_numbers, "total"]]
         seconds = "" if cut["seconds"] is None else _seconds(cut["seconds"])
         first = f"{b:,}{' (chosen)' if is_chosen else ''}"
-        rows.append((first, [f"{k:,}", *sizes, needed, "yes" if cut["fits"] else "no", seconds]))
+        rows.append((first, [f"{k:,}", *sizes, need, "yes" if cut["fits"] else "no", seconds]))
     longest = max(cut["needed"] for cut in cuts)
-    axis = _linear("GB (1e9 bytes)", min(1.03 * max(longest, there), BEYOND * there) / 1e9)
-    columns = [f"{_name(item)}, GB" for item in used]
-    return {"used": used, "axis": axis, "bars": bars, "columns": columns, "rows": rows, "is_choice": len(cuts) > 1}
+    axis = _linear("GB (1e9 bytes)", min(1.03 * max(longest, capacity), LONGEST_BAR * capacity) / 1e9)
+    columns = [f"{_name(item)}, GB" for item in item_numbers]
+    parts = {"item_numbers": item_numbers, "axis": axis, "bars": bars, "columns": columns, "rows": rows}
+    return parts | {"is_choice": len(cuts) > 1}
 
 
 def _time(answer: dict) -> dict[str, Any]:
     time = answer["time"]
-    parts = {name: of for name, of in time.items() if name not in ("communication", "at_peak", "total")}
+    parts = {name: value for name, value in time.items() if name not in ("communication", "at_peak", "total")}
     size, unit = (1, "seconds") if time["total"] >= 1 else (1e3, "milliseconds")
-    stack = [(f"c{number}", _name(name), size * of) for number, (name, of) in enumerate(parts.items(), 1) if of]
+    numbers = enumerate(parts.items(), 1)  # of colours
+    stack = [(f"c{number}", _name(name), size * value) for number, (name, value) in numbers if value]
     bars = [
         _bar("this plan", _seconds(time["total"]), stack),
         _bar("at the peak", _seconds(time["at_peak"]), [("c1", "at the peak", size * time["at_peak"])]),
@@ -134,7 +141,7 @@ def _scaling(answer: dict) -> dict[str, Any] | None:
     first, speed = curves["strong"][0]
     counts = [row["num_devices"] for row in scale["rows"]]
     ideal = [(count, speed * count / first) for count in (first, counts[-1])]
-    speeds = [of for curve in (*curves.values(), ideal) for _, of in curve]
+    speeds = [value for curve in (*curves.values(), ideal) for _, value in curve]
     columns = ["samples/s", "per step", "efficiency", "waiting"]
     return {
         "curves": curves,
@@ -157,7 +164,7 @@ def _speeds(numbers: dict | None) -> list[str]:
 
 
 def _rate(answer: dict) -> dict[str, Any] | None:
-    """Of the learning rate."""
+    """Compute the chart of the learning rate; None: no schedule."""
     points = answer["learning_rates"]
     if not points:
         return None
@@ -179,7 +186,7 @@ def _rate(answer: dict) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Axis:
-    """From low to high; ticks are (value, text)."""
+    """An axis from low to high; ticks are (value, text)."""
 
     label: str
     low: float
@@ -187,23 +194,23 @@ class _Axis:
     ticks: list[tuple[float, str]]
     is_log: bool = False
 
-    def at(self, value: float, digits: int = 3) -> str:
-        """Per cent of the way from low to high."""
-        return f"{self._at(value):.{digits}f}"
+    def position(self, value: float, digits: int = 3) -> str:
+        """Write the place of a value as per cent of the way from low to high."""
+        return f"{self._locate(value):.{digits}f}"
 
-    def below(self, value: float) -> str:
-        """Per cent of the way from high to low, as heights are counted from the top."""
-        return f"{100 - self._at(value):.3f}"
+    def top_position(self, value: float) -> str:
+        """Write the place of a value as per cent of the way from high to low, as heights are counted from the top."""
+        return f"{100 - self._locate(value):.3f}"
 
-    def _at(self, value: float) -> float:
-        ends = low, high = self.low, self.high
+    def _locate(self, value: float) -> float:
+        low, high = self.low, self.high
         if self.is_log:
-            value, low, high = (math.log(of) for of in (value, *ends))
+            value, low, high = (math.log(number) for number in (value, low, high))
         return 100 * (value - low) / (high - low) if high > low else 50.0
 
 
 def _linear(label: str, high: float, text: Callable[[float], str] | None = None) -> _Axis:
-    """From 0, with a tick for at most five steps of 1, 2 or 5 times a power of ten."""
+    """Make an axis from 0, with a tick for at most five steps of 1, 2 or 5 times a power of ten."""
     high = high or 1.0
     step = next(step for step in _round_numbers(high / 10) if step >= high / 5)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
@@ -212,19 +219,19 @@ def _linear(label: str, high: float, text: Callable[[float], str] | None = None)
 
 
 def _log(label: str, low: float, high: float, values: Sequence[float] = ()) -> _Axis:
-    """From low to high, with ticks at `values`, or else at round numbers, one below and one above included."""
+    """Make a logarithmic axis from low to high, with ticks at `values`, or at round numbers from below low to above high."""
     if not values:
         values = list(itertools.takewhile(lambda value: value < 5 * high, _round_numbers(low / 5)))
-        low, high = max(of for of in values if of <= low), min(of for of in values if of >= high)
-        values = [of for of in values if low <= of <= high]
-        tens = [of for of in values if f"{of:e}".startswith("1.0")]
+        low, high = max(v for v in values if v <= low), min(v for v in values if v >= high)
+        values = [v for v in values if low <= v <= high]
+        tens = [v for v in values if f"{v:e}".startswith("1.0")]
         values = tens if len(tens) > 3 else values
-    every = -(-len(values) // 7)
-    return _Axis(label, low, high, [(value, _short(value)) for value in values[::every]], is_log=True)
+    stride = -(-len(values) // 7)
+    return _Axis(label, low, high, [(value, _short(value)) for value in values[::stride]], is_log=True)
 
 
 def _round_numbers(start: float) -> Iterable[float]:
-    """1, 2 and 5 times the powers of ten, rising, from at most `start` on."""
+    """Yield 1, 2 and 5 times the powers of ten, rising, from a number of at most `start` on."""
     for exponent in itertools.count(math.floor(math.log10(start))):
         yield from (float(f"{digit}e{exponent}") for digit in (1, 2, 5))
 
@@ -233,8 +240,7 @@ def _round_numbers(start: float) -> Iterable[float]:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, or all before the point.
-
+    """Write three significant digits, or all digits before the point.
     >>> [_number(value) for value in (0, 0.0123456, 1.5, 83.266, 152870.3)]
     ['0', '0.0123', '1.50', '83.3', '152,870']
     """
@@ -244,7 +250,8 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """
+    """Write a share of 1 as per cent.
+
     >>> _percent(0.5438), _percent(1)
     ('54.4 %', '100.0 %')
     """
@@ -252,7 +259,8 @@ def _percent(share: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    """
+    """Write seconds in s, ms or µs.
+
     >>> [_seconds(value) for value in (0, 2e-6, 0.0123, 3.97)]
     ['0 s', '2.00 µs', '12.3 ms', '3.97 s']
     """
@@ -261,8 +269,7 @@ def _seconds(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """In two units.
-
+    """Write a duration in its two largest units.
     >>> [_duration(value) for value in (12.3, 3599.8, 5400, 254113)]
     ['12.3 s', '1 hour', '1 hour 30 minutes', '2 days 23 hours']
     """
@@ -279,7 +286,8 @@ def _plural(count: int, name: str) -> str:
 
 
 def _words(count: int) -> str:
-    """
+    """Write a large count with millions and billions as words.
+
     >>> _words(1557611200), _words(110106428), _words(4200)
     ('1.56 billion', '110 million', '4,200')
     """
@@ -290,7 +298,8 @@ def _words(count: int) -> str:
 
 
 def _short(value: float) -> str:
-    """
+    """Write the number of a tick, shortened where nothing is lost.
+
     >>> [_short(value) for value in (0, 0.5, 512, 1024, 200000.0, 1e6)]
     ['0', '0.5', '512', '1,024', '200k', '1M']
     """

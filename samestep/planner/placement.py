@@ -1,6 +1,6 @@
-"""A workload on given hardware: what it is computed in, how the step is cut, what fits, and how to launch it.
+"""A workload on some hardware: its precision, the cut of the step, the memory, the time, and the command that launches it.
 
-Nothing here changes the optimizer's steps: it chooses among ways to compute the same ones.
+Nothing here changes the optimizer's steps: it chooses among ways to compute the same steps.
 """
 
 import dataclasses
@@ -15,32 +15,35 @@ from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
 from samestep.planner.hardware import Hardware
 from samestep.planner.memory import Memory
-from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, software_of, step_time, work_of
+from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
 from samestep.planner.workload import Workload
 from samestep.recipe.reading import is_installed, shipped_folder
 
 CONFIGS = shipped_folder("accelerate_configs")
 RESERVED = 1.2e9
-"""Bytes of a device that a plan leaves alone: context, libraries' workspaces, buffers of collectives. Assumed."""
+"""Bytes of a device that a plan does not use: context, libraries' workspaces, buffers of collectives. Assumed."""
 BAND = 0.10
-"""What a plan may be too small by: formulas were 0.92 to 1.03 of what a CPU allocated; no GPU was measured."""
-WAITING = 0.05  # share of a step that is worth a word
-FEW_SAMPLES = 8  # in a forward: below it devices are rarely busy
+"""Share by which a plan may be too small: formulas were 0.92 to 1.03 of the bytes that a CPU allocated; no GPU was measured."""
+WAITING = 0.05  # share of a step that is worth a warning
+FEW_SAMPLES = 8  # samples in a forward: with fewer, devices are rarely busy
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a workload is computed on some hardware.
+    """A way to compute a workload on some hardware.
 
     Attributes:
+        workload: the computation.
+        hardware: the devices.
+        layout: the cut of the step.
         mixed_precision: no, fp16 or bf16.
-        gradient_checkpointing: activations are computed again in the backward.
-        sharded: weights, gradients and moments are divided between the processes (FSDP2).
-        memory: planned, of one process.
+        gradient_checkpointing: whether activations are computed again in the backward.
+        sharded: whether weights, gradients and moments are divided between the processes (FSDP2).
+        memory: planned memory of one process.
         strategy: direct, accumulate, data parallel, or data parallel and accumulate.
-        reason: why this one, in words.
-        warnings: what to know before it is started.
-        time: seconds of a step, by what takes them; predicted for this repository's scripts without --torch_compile.
+        reason: reason for the strategy, in words.
+        warnings: facts to know before the start.
+        time: seconds of a step, by cause; predicted for this repository's scripts without --torch_compile.
     """
 
     workload: Workload
@@ -57,25 +60,25 @@ class Placement:
 
     @property
     def seconds_to_end(self) -> float | None:
-        """To the last step; None where the number of steps depends on the data. Evaluations and saving not counted."""
+        """Seconds to the last step, without evaluations and saving; None where the number of steps depends on the data."""
         steps = self.workload.num_steps
         return None if steps is None else steps * self.time.total
 
     @property
-    def needed(self) -> float:
-        """Bytes that a device should have for it: the plan, its error band, and what is reserved."""
-        return _needed(self.memory)
+    def needed_bytes(self) -> float:
+        """Bytes that a device should have: the plan, its error band, and `RESERVED`."""
+        return _add_margins(self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has what is needed."""
-        return self.needed <= self.hardware.device.memory_bytes
+        """Whether the device has the needed bytes."""
+        return self.needed_bytes <= self.hardware.device.memory_bytes
 
     def with_micro_batch(self, b: int) -> "Placement":
-        """The same in micro-batches of b samples, whether it fits or not; strategy, reason and warnings stay."""
+        """Make the same placement in micro-batches of b samples, even if it does not fit; reason and warnings stay."""
         options = self.mixed_precision, self.gradient_checkpointing, self.sharded
         layout, memory = _cut(self.workload, self.hardware, b, *options)
-        time = _timed(self.workload, self.hardware, layout, *options)
+        time = _predict_time(self.workload, self.hardware, layout, *options)
         return dataclasses.replace(self, layout=layout, memory=memory, time=time)
 
     @property
@@ -97,28 +100,32 @@ class Placement:
         link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
         if self.hardware.num_nodes > 1:
             link = device.network_gb_per_s * 1e9, device.network_latency_us / 1e6
-        return {name: way(self.hardware.num_processes, num_bytes, *link) for name, way in ALL_REDUCE.items()}
+        processes = self.hardware.num_processes
+        return {name: algorithm(processes, num_bytes, *link) for name, algorithm in ALL_REDUCE.items()}
 
     def command(self, config_file: str | None = None) -> str | None:
-        """To paste: launches the recipe's script, with the precision where a file that ships has another one.
+        """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
 
-        None where this repository has no script. On a CPU with its threads.
+        It says the precision where the launch file of the package has another one, and on a CPU the number of threads.
+
+        Args:
+            config_file: name of the launch file; None: the package's own, or FILE.yaml if it has none for this hardware.
         """
         if self.workload.script is None:
             return None
-        file, cores, differs = config_file or "FILE.yaml", self.hardware.device.cores, False
-        if config_file is None and (ships := self.config_file) is not None:
-            file = shlex.quote(str(ships)) if is_installed() else f"accelerate_configs/{ships.name}"
-            differs = yaml.safe_load(ships.read_text())["mixed_precision"] != self.mixed_precision
+        file, cores, has_other_precision = config_file or "FILE.yaml", self.hardware.device.cores, False
+        if config_file is None and (own_file := self.config_file) is not None:
+            file = shlex.quote(str(own_file)) if is_installed() else f"accelerate_configs/{own_file.name}"
+            has_other_precision = yaml.safe_load(own_file.read_text())["mixed_precision"] != self.mixed_precision
         words = [
             *([f"OMP_NUM_THREADS={cores}"] if cores else []),
             *("accelerate launch --config_file", file),
-            *([f"--mixed_precision {self.mixed_precision}"] if differs else []),
+            *([f"--mixed_precision {self.mixed_precision}"] if has_other_precision else []),
             *(f"scripts/{self.workload.script} --recipe", self.workload.name),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
-        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager else [])])
+        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager_attention else [])])
 
     @property
     def config(self) -> str:
@@ -167,18 +174,18 @@ def place(
     gradient_checkpointing: bool = False,
     sharded: bool = False,
 ) -> Placement:
-    """The fastest way that fits: the largest micro-batch, activations kept and weights whole as long as one sample fits so.
+    """Find the fastest placement that fits: the largest micro-batch, activations kept and weights whole if a sample fits so.
 
     Args:
-        workload: what is to be computed.
-        hardware: where.
+        workload: the computation.
+        hardware: the devices.
         per_device_train_batch_size: b; None: the largest that fits, evened out over the micro-batches.
-        gradient_accumulation_steps: k; None: what b leaves.
-        mixed_precision: None: bf16, fp16 or no, the first that the hardware has.
-        gradient_checkpointing, sharded: True asks for it; False leaves it to what fits.
+        gradient_accumulation_steps: k; None: as many as b needs.
+        mixed_precision: no, bf16 or fp16; None: bf16, fp16 or no, the first that the hardware has.
+        gradient_checkpointing, sharded: True requires it; False takes it only if nothing fits without.
 
     Raises:
-        UsageError: the hardware lacks the precision, or it does not fit; the message says what would.
+        UsageError: the hardware lacks the precision, or the workload does not fit; the message says what would fit.
     """
     device, num_processes = hardware.device, hardware.num_processes
     precision = mixed_precision or next(name for name in ("bf16", "fp16", "no") if device.tflops(name))
@@ -190,44 +197,54 @@ def place(
     model, batch = workload.model, workload.global_batch_size
     share = shares(batch, num_processes)[0]
 
-    def try_out(b: int, *way: bool) -> tuple[Layout, Memory]:
-        return _cut(workload, hardware, b, precision, *way)
+    def try_batch(b: int, *options: bool) -> tuple[Layout, Memory]:
+        return _cut(workload, hardware, b, precision, *options)
 
     def fits(b: int, *options: bool) -> bool:
-        return _needed(try_out(b, *options)[1]) <= device.memory_bytes
+        return _add_margins(try_batch(b, *options)[1]) <= device.memory_bytes
 
-    asked = solve_layout(
+    request = solve_layout(
         num_processes=num_processes,
         global_batch_size=batch,
         per_device_train_batch_size=per_device_train_batch_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
     is_free = per_device_train_batch_size is None and gradient_accumulation_steps is None
-    least = 1 if is_free else asked.per_device_train_batch_size
-    ways = [
+    min_batch = 1 if is_free else request.per_device_train_batch_size
+    # Pairs (gradient checkpointing, sharding), the fastest first
+    candidates = [
         (checkpointing, is_sharded)
-        for is_sharded in ([True] if sharded else [False, True] if num_processes > 1 and model.layered else [False])
-        for checkpointing in ([True] if gradient_checkpointing else [False, True] if model.layered else [False])
+        for is_sharded in (
+            [True] if sharded else [False, True] if num_processes > 1 and model.has_equal_layers else [False]
+        )
+        for checkpointing in (
+            [True] if gradient_checkpointing else [False, True] if model.has_equal_layers else [False]
+        )
     ]
-    way = next((way for way in ways if fits(least, *way)), None)
-    if way is None:
-        needed = {b: min(_needed(try_out(b, *way)[1]) for way in ways) / 1e9 for b in (least, 1)}
-        size = f"{needed[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
-        if needed[1] * 1e9 > device.memory_bytes:
+    options = next((options for options in candidates if fits(min_batch, *options)), None)
+    if options is None:
+        need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
+        size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
+        if need[1] * 1e9 > device.memory_bytes:
             raise UsageError(f"{workload.name} needs {size} on {hardware}, at the least: take more or larger devices")
         problem = (
-            f"{workload.name} needs {needed[least]:.1f} GB for {least} samples in a forward, and {size}, on {hardware}"
+            f"{workload.name} needs {need[min_batch]:.1f} GB for {min_batch} samples in a forward, "
+            f"and {size}, on {hardware}"
         )
-        most = _largest(lambda b: any(fits(b, *way) for way in ways), share)
-        raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {most} or less")
-    b = least
+        largest = _find_largest(lambda b: any(fits(b, *options) for options in candidates), share)
+        raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {largest} or less")
+    b = min_batch
     if is_free:
-        b = _largest(lambda b: fits(b, *way), share)
-        b = -(-share // -(-share // b))
-    layout, memory = try_out(b, *way)
-    time = _timed(workload, hardware, layout, precision, *way)
-    names = {"gradient checkpointing": way[0] > gradient_checkpointing, "sharded weights (FSDP2)": way[1] > sharded}
-    strategy, reason = _strategy(layout, try_out(share, *way)[1], hardware)
+        b = _find_largest(lambda b: fits(b, *options), share)
+        b = -(-share // -(-share // b))  # the smallest b with the same k: equal micro-batches
+    layout, memory = try_batch(b, *options)
+    time = _predict_time(workload, hardware, layout, precision, *options)
+    checkpointing, is_sharded = options
+    names = {
+        "gradient checkpointing": checkpointing > gradient_checkpointing,
+        "sharded weights (FSDP2)": is_sharded > sharded,
+    }
+    strategy, reason = _choose_strategy(layout, try_batch(share, *options)[1], hardware)
     if any(names.values()):
         reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
     return Placement(
@@ -235,12 +252,12 @@ def place(
         hardware=hardware,
         layout=layout,
         mixed_precision=precision,
-        gradient_checkpointing=way[0],
-        sharded=way[1],
+        gradient_checkpointing=checkpointing,
+        sharded=is_sharded,
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(_warnings(workload, layout, precision, hardware, time)),
+        warnings=tuple(_make_warnings(workload, layout, precision, hardware, time)),
         time=time,
     )
 
@@ -248,80 +265,88 @@ def place(
 def _cut(
     workload: Workload, hardware: Hardware, b: int, precision: str, checkpointing: bool, sharded: bool
 ) -> tuple[Layout, Memory]:
-    """Layout and memory with micro-batches of b samples."""
+    """Compute layout and memory with micro-batches of b samples."""
     batch = workload.global_batch_size
     layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
     memory = workload.memory(layout, mixed_precision=precision, gradient_checkpointing=checkpointing, sharded=sharded)
     return layout, memory
 
 
-def _timed(
+def _predict_time(
     workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
 ) -> StepTime:
     model = workload.model
-    software = software_of(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
-    work = work_of(model, precision)
-    return step_time(work, layout, hardware, precision, software, recomputed=checkpointing, sharded=sharded)
+    software = default_software(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
+    work = count_work(model, precision)
+    return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
 
 
-def _strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:
-    """The decision tree: one device and it fits, direct; one and it does not, accumulate; several: data parallel, or both."""
-    share, k, is_one = layout.shares[0], layout.gradient_accumulation_steps, layout.num_processes == 1
-    size = f"{share} samples at once need {_needed(whole) / 1e9:.1f} GB of {hardware.device.memory_bytes / 1e9:.1f}"
-    what = "the step" if is_one else "a process's share"
-    if _needed(whole) <= hardware.device.memory_bytes and k > 1:
+def _choose_strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:
+    """Choose the strategy and say why; `whole` is the memory of a process's share in one forward.
+
+    One device: direct if its share fits, accumulate if not. Several devices: data parallel, or both.
+    """
+    share, k, is_single = layout.shares[0], layout.gradient_accumulation_steps, layout.num_processes == 1
+    size = (
+        f"{share} samples at once need {_add_margins(whole) / 1e9:.1f} GB of {hardware.device.memory_bytes / 1e9:.1f}"
+    )
+    subject = "the step" if is_single else "a process's share"
+    if _add_margins(whole) <= hardware.device.memory_bytes and k > 1:
         size = f"as asked; {size}"
     if k == 1:
-        return "direct" if is_one else "data parallel", f"{what} fits in one forward: {size}"
-    return "accumulate" if is_one else "data parallel and accumulate", f"{what} is cut into {k} micro-batches: {size}"
+        return "direct" if is_single else "data parallel", f"{subject} fits in one forward: {size}"
+    return (
+        "accumulate" if is_single else "data parallel and accumulate",
+        f"{subject} is cut into {k} micro-batches: {size}",
+    )
 
 
-def _warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
-    found, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
+def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware: Hardware, time: StepTime) -> list[str]:
+    warnings, b = [], min(layout.per_device_train_batch_size, layout.shares[0])
     batch, critical = layout.global_batch_size, workload.critical_batch_size
     if layout.shares[-1] == 0:
         idle = layout.shares.count(0)
-        found.append(
+        warnings.append(
             f"{idle} of {layout.num_processes} devices get none of {layout.global_batch_size} samples in a step"
         )
     if b < FEW_SAMPLES:
-        found.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+        warnings.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
     if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
-        together = min(b * layout.num_processes, batch)
-        found.append(
-            f"batch normalisation takes its statistics from the {together} samples of a micro-batch, not from {batch}: the "
+        num_samples = min(b * layout.num_processes, batch)
+        warnings.append(
+            f"batch normalisation takes its statistics from the {num_samples} samples of a micro-batch, not from {batch}: the "
             "step is not the same on other layouts (by how much: docs/exactness.md; the log measures it). Group normalisation "
             "is exact, and so is --exact_batch_norm, in 9 times the time and more"
         )
     if critical is not None and batch > critical:
-        found.append(
+        warnings.append(
             f"the global batch of {batch} is {batch / critical:.3g} times the critical one of {critical:g}: about "
             f"{1 + batch / critical:.3g} times the samples for the same loss (McCandlish et al., 2018, arXiv:1812.06162)"
         )
-    if isinstance(workload.model, ConvNet) and workload.model.photographs:
+    if isinstance(workload.model, ConvNet) and workload.model.has_photographs:
         per_device = time.samples_per_second(batch) / layout.num_processes
-        found.append(
+        warnings.append(
             f"{per_device:,.0f} photographs per second and device: to decode and crop them takes about "
             f"{per_device * CALIBRATION.loading:.1f} cores each, not counted in the time"
         )
     if precision == "fp16":
-        found.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
+        warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
     if time.exposed_communication > WAITING * time.total:
         network = "the network" if hardware.num_nodes > 1 else hardware.device.link
         waiting = time.exposed_communication / time.total
-        found.append(
+        warnings.append(
             f"{waiting:.0%} of a step is waiting for {network}: larger global batches and fewer devices wait less"
         )
-    return found
+    return warnings
 
 
-def _needed(memory: Memory) -> float:
+def _add_margins(memory: Memory) -> float:
     return memory.total * (1 + BAND) + RESERVED
 
 
-def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number in [1, most] for which `holds`, which holds for 1 and, once it fails, fails for all larger ones."""
-    low, high = 1, most
+def _find_largest(holds: Callable[[int], bool], limit: int) -> int:
+    """Find the largest number in [1, limit] for which `holds` is true; it must be true for 1, and false above a false one."""
+    low, high = 1, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

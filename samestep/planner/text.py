@@ -1,4 +1,4 @@
-"""The answers of `plan` and `scale` as lines to read."""
+"""The answers of `plan` and `scale` as lines of text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,8 +11,8 @@ OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmu
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
 
 
-def plan_lines(answer: dict[str, Any]) -> Iterator[str]:
-    """`plan`, from its JSON object."""
+def write_plan(answer: dict[str, Any]) -> Iterator[str]:
+    """Write the lines of `plan` from its JSON object."""
     yield f"{answer['recipe']}: {answer['description']}"
     for name in ("source", "expect"):
         if name in answer:
@@ -21,19 +21,19 @@ def plan_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield f"  layout     {Layout(*(answer[name] for name in names))}"
     numbers = [f"{name} {answer[name]:.6g}" for name in OPTIMIZER if answer.get(name) is not None]
     yield from [f"  optimizer  {', '.join(numbers)}"] * bool(numbers)
-    yield from _schedule_lines(answer)
-    yield from _model_lines(answer)
-    yield f"  memory     {_memory(answer)}"
+    yield from _write_schedule(answer)
+    yield from _write_model(answer)
+    yield f"  memory     {_write_memory(answer)}"
     if answer["accumulation"] == "optimizer":
-        yield f"  note       {accumulation(answer['second_moment'])}"
+        yield f"  note       {explain_accumulation(answer['second_moment'])}"
     if "trace" in answer:
-        yield _trace(answer["trace"])
+        yield _write_trace(answer["trace"])
     if "hardware" in answer:
-        yield from _hardware_lines(answer)
+        yield from _write_hardware(answer)
 
 
-def accumulation(second_moment: str | None) -> str:
-    """What accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
+def explain_accumulation(second_moment: str | None) -> str:
+    """Say what accumulation in the optimizer means for a step; `second_moment` as in a recipe."""
     exact = "the cut is exact"
     if second_moment is not None:
         exact = f"the cut is not exact, because AdamW's second moment is estimated ({second_moment})"
@@ -43,7 +43,7 @@ def accumulation(second_moment: str | None) -> str:
     )
 
 
-def _schedule_lines(answer: dict[str, Any]) -> Iterator[str]:
+def _write_schedule(answer: dict[str, Any]) -> Iterator[str]:
     if answer["num_steps"] is None:
         return
     per_epoch = answer["steps_per_epoch"]
@@ -57,7 +57,7 @@ def _schedule_lines(answer: dict[str, Any]) -> Iterator[str]:
     yield line
 
 
-def _model_lines(answer: dict[str, Any]) -> Iterator[str]:
+def _write_model(answer: dict[str, Any]) -> Iterator[str]:
     states, gradients = answer["states"], "gradients and " if answer["accumulation"] == "gradient" else ""
     yield (
         f"  model      {answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
@@ -79,17 +79,17 @@ def _model_lines(answer: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _memory(answer: dict[str, Any]) -> str:
+def _write_memory(answer: dict[str, Any]) -> str:
     items = dict(answer["memory"])
     total = items.pop("total")
     size, unit = (1e9, "GB (1e9 bytes)") if total >= 1e9 else (1e6, "MB (1e6 bytes)")
     parts = [f"{name.replace('_', ' ')} {num_bytes / size:.1f}" for name, num_bytes in items.items() if num_bytes]
-    used = [f"mixed_precision {answer['mixed_precision']}"]
-    used += [name for name in ("gradient_checkpointing", "sharded") if answer[name]]
-    return f"{total / size:.1f} {unit} per process, planned: {', '.join(parts)} ({', '.join(used)})"
+    options = [f"mixed_precision {answer['mixed_precision']}"]
+    options += [name for name in ("gradient_checkpointing", "sharded") if answer[name]]
+    return f"{total / size:.1f} {unit} per process, planned: {', '.join(parts)} ({', '.join(options)})"
 
 
-def _trace(trace: dict[str, Any]) -> str:
+def _write_trace(trace: dict[str, Any]) -> str:
     peaks = ", ".join(f"{name.replace('_', ' ')} {peak / 1e9:.3g}" for name, peak in trace["memory_peaks"].items())
     return (
         f"  trace      {trace['peak'] / 1e9:.4g} GB on fake tensors, with whole weights ({peaks}); the plan has "
@@ -98,14 +98,14 @@ def _trace(trace: dict[str, Any]) -> str:
     )
 
 
-def _hardware_lines(answer: dict[str, Any]) -> Iterator[str]:
+def _write_hardware(answer: dict[str, Any]) -> Iterator[str]:
     peaks = ", ".join(f"{name.replace('_', ' ')} {peak / 1e9:.1f}" for name, peak in answer["memory_peaks"].items())
     yield f"  peaks      {peaks} GB"
-    needed, there = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
-    yield f"  fits       {needed:.1f} GB of {there:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and"
+    need, capacity = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
+    yield f"  fits       {need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and"
     yield f"             {RESERVED / 1e9:g} GB left alone"
     yield f"  strategy   {answer['strategy']}: {answer['reason']}"
-    yield from _time_lines(answer)
+    yield from _write_time(answer)
     if answer["all_reduce_seconds"]:
         seconds = ", ".join(
             f"{name.replace('_', ' ')} {value:.3g}" for name, value in answer["all_reduce_seconds"].items()
@@ -122,12 +122,12 @@ def _hardware_lines(answer: dict[str, Any]) -> Iterator[str]:
         yield "             scripts/ is in the repository, not in the installed package: run it from a checkout"
 
 
-def _time_lines(answer: dict[str, Any]) -> Iterator[str]:
-    """Predicted speed, what takes the time, and how long the recipe takes."""
+def _write_time(answer: dict[str, Any]) -> Iterator[str]:
+    """Write the predicted speed, the parts of a step's time, and the time of the whole recipe."""
     time, total, tokens = answer["time"], answer["time"]["total"], answer["tokens_per_second"]
     speed = f"{answer['samples_per_second']:,.4g} samples/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
-    counted = ", padding counted" if tokens else ""
-    yield f"  time       {total:.3g} s per step: {speed}, {answer['share_of_peak']:.0%} of the peak; predicted{counted}"
+    note = ", padding counted" if tokens else ""
+    yield f"  time       {total:.3g} s per step: {speed}, {answer['share_of_peak']:.0%} of the peak; predicted{note}"
     parts = {name: part for name, part in time.items() if name not in NOT_IN_TOTAL and part > 0.005 * total}
     yield "             " + ", ".join(f"{name.replace('_', ' ')} {part / total:.0%}" for name, part in parts.items())
     if answer["seconds_to_end"] is not None:
@@ -139,26 +139,26 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def scale_lines(answer: dict[str, Any]) -> Iterator[str]:
-    """`scale`, from its JSON object."""
-    batch, shared = answer["global_batch_size"], "   s/step   samples/s  efficiency  waiting"
+def write_scale(answer: dict[str, Any]) -> Iterator[str]:
+    """Write the lines of `scale` from its JSON object."""
+    batch, columns = answer["global_batch_size"], "   s/step   samples/s  efficiency  waiting"
     yield (
         f"{answer['recipe']} on {answer['device']}, predicted: the global batch of {batch} (strong), and one that grows (weak)"
     )
-    yield f"devices       b    k {shared} |    batch {shared}"
+    yield f"devices       b    k {columns} |    batch {columns}"
     for row in answer["rows"]:
         strong, weak = f"{'does not fit, or leaves devices idle':>55}", ""
         if row["strong"]:
             b, k = row["strong"]["per_device_train_batch_size"], row["strong"]["gradient_accumulation_steps"]
-            strong = f"{b:7} {k:4} {_speed(row['strong'])}"
+            strong = f"{b:7} {k:4} {_write_speed(row['strong'])}"
         if row["weak"]:
-            weak = f"{row['weak']['global_batch_size']:9} {_speed(row['weak'])}"
+            weak = f"{row['weak']['global_batch_size']:9} {_write_speed(row['weak'])}"
         yield f"{row['num_devices']:7} {strong} |{weak}".rstrip()
     for remark in answer["remarks"]:
         yield f"- {remark}"
 
 
-def _speed(numbers: dict[str, Any]) -> str:
+def _write_speed(numbers: dict[str, Any]) -> str:
     waiting = numbers["exposed_communication"] / numbers["seconds"]
     speed, efficiency = numbers["samples_per_second"], numbers["efficiency"]
     return f"{numbers['seconds']:9.3g} {speed:11,.0f} {efficiency:11.0%} {waiting:8.0%}"

@@ -1,7 +1,7 @@
-"""How long one optimizer step takes on given hardware, term by term: arithmetic, no measurement, no torch.
+"""The time of an optimizer step on some hardware, term by term: arithmetic, no measurement, no torch.
 
-Letters as in `plan` and `memory`: B samples per step, N processes, b samples per forward, k micro-batches. Seconds and bytes.
-Nothing overlaps but communication with the backward and loading with everything. What arithmetic does not give is in
+Letters as in `layout` and `memory`: B samples per step, N processes, b samples per forward, k micro-batches. Seconds and bytes.
+Only communication overlaps with the backward, and loading with everything. Constants that arithmetic does not give are in
 `CALIBRATION`, fitted to published throughputs: benchmarks/results/timing.md shows every prediction beside its number.
 """
 
@@ -18,16 +18,16 @@ from samestep.planner.transformer import Transformer
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
 LOGIT_EAGER, LOGIT_COMPILED = {"no": 40, "fp16": 46, "bf16": 46}, {"no": 28, "fp16": 14, "bf16": 14}
-"""Bytes moved per logit in both passes, counted. A kernel per operator, in 16 bits: the product writes it (2), a cast (2 + 4),
-log-softmax reads it twice (4 + 4 + 4), the gradient of the labels (4), of log-softmax (4 + 4 + 4), a cast (4 + 2), two products
+"""Bytes moved per logit in both passes, counted. A kernel per operator, in 16 bits: the matmul writes it (2), a cast (2 + 4),
+log-softmax reads it twice (4 + 4 + 4), the gradient of the labels (4), of log-softmax (4 + 4 + 4), a cast (4 + 2), two matmuls
 read it (2 + 2); in float32 without the casts. Compiled: written, read twice, read and written as its gradient, read by two."""
 BACKWARD = 2 / 3
-"""Share of a micro-batch that is backward, in which gradients can be reduced."""
+"""Share of a micro-batch's time that is backward, in which gradients can be reduced."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What arithmetic does not give. Traffic: bytes moved per byte that the forward saves, all kernels of both passes."""
+    """Constants that arithmetic does not give. Traffic: bytes moved per byte that the forward saves, by all kernels."""
 
     traffic_eager: float  # a kernel per operator
     traffic_compiled: float  # element-wise kernels fused
@@ -35,13 +35,13 @@ class Calibration:
     traffic_channels_first: float  # the same, with changes of layout around the tensor cores' kernels
     stall: float  # seconds per byte saved that no bandwidth shortens, convolutional networks only
     launch: float  # seconds per kernel that is not fused: launching it, filling and draining the device
-    reachable_fp32: float  # part of the float32 peak that products reach
+    reachable_fp32: float  # part of the float32 peak that matmuls reach
     reachable_link: float  # part of the bandwidth between devices, and between nodes, that collectives reach
     loading: float  # seconds of one core to decode and crop an ImageNet photograph
 
 
 # `make bench-timing` fits these nine numbers to all rows of benchmarks/published.yaml and rounds them to three digits;
-# tests/test_timing.py holds them to what it finds.
+# tests/test_timing.py compares them with that fit.
 CALIBRATION = Calibration(
     traffic_eager=12.9,
     traffic_compiled=12.0,
@@ -57,13 +57,13 @@ CALIBRATION = Calibration(
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """How the work reaches the device.
+    """Properties of a training program that decide its time.
 
     Attributes:
-        kernels: eager, compiled, channels_last or channels_first: which traffic of the calibration.
-        weight_bytes: moved per parameter in every micro-batch: casts, reads, the gradient and its sum.
-        optimizer_bytes: moved per parameter once per step: clipping and update.
-        gradient_bytes: per parameter, as reduced between processes.
+        kernels: eager, compiled, channels_last or channels_first: chooses the traffic of the calibration.
+        weight_bytes: bytes moved per parameter in every micro-batch: casts, reads, the gradient and its sum.
+        optimizer_bytes: bytes moved per parameter once per step: clipping and update.
+        gradient_bytes: bytes of a gradient per parameter, as reduced between processes.
         overlapped: whether gradients are reduced while the last backward still runs.
     """
 
@@ -74,27 +74,32 @@ class Software:
     overlapped: bool = True
 
 
-def software_of(mixed_precision: str, *, kernels: str = "eager", optimizer_bytes: float = 40) -> Software:
-    """The software of this repository's programs: sdpa attention, fused optimizers, DDP or FSDP2.
+def default_software(mixed_precision: str, *, kernels: str = "eager", optimizer_bytes: float = 40) -> Software:
+    """Return the software of this repository's programs: sdpa attention, fused optimizers, DDP or FSDP2.
 
     weight_bytes: float32 4 + 4 to read twice, 4 for the gradient, 12 to add it; autocast 6 to cast, 2 + 2 to read, 8 for the
-    gradient and its cast, 12 to add it. optimizer_bytes, unless given: clipping and AdamW.
+    gradient and its cast, 12 to add it.
+
+    Args:
+        mixed_precision: no, bf16 or fp16.
+        kernels: as in `Software`.
+        optimizer_bytes: as in `Software`; the default is for clipping and AdamW.
     """
     return Software(kernels, 24 if mixed_precision == "no" else 30, optimizer_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is done for a sample, and how large the model is.
+    """The work for a sample, and the size of the model.
 
     Attributes:
-        flops: of the products of forward and backward, a multiply-add counted as two.
-        saved_bytes: what the forward saves for the backward, logits excluded.
-        num_parameters: of the model.
-        num_layers: of the model.
-        kernels_per_layer: of forward and backward, none fused.
-        num_logits: over the vocabulary, at the places where the head scores it.
-        loaded: photographs to decode.
+        flops: FLOPs of the matmuls of forward and backward, a multiply-add counted as two.
+        saved_bytes: bytes that the forward saves for the backward, logits excluded.
+        num_parameters: parameters of the model.
+        num_layers: layers of the model.
+        kernels_per_layer: kernels of forward and backward, none fused.
+        num_logits: logits over the vocabulary, at the places where the head scores it.
+        num_photographs: photographs to decode.
     """
 
     flops: float
@@ -103,15 +108,15 @@ class Work:
     num_layers: int
     kernels_per_layer: int = Transformer.kernels_per_layer
     num_logits: int = 0
-    loaded: float = 0
+    num_photographs: float = 0
 
 
-def work_of(model: Model, mixed_precision: str) -> Work:
-    """The work for a whole sample of a model.
+def count_work(model: Model, mixed_precision: str) -> Work:
+    """Count the work for a whole sample of a model.
 
-    >>> from samestep.planner.memory import model_of
+    >>> from samestep.planner.memory import model_from_recipe
     >>> from samestep.recipe.recipe import load
-    >>> work = work_of(model_of(load("gpt2_124m")), "bf16")
+    >>> work = count_work(model_from_recipe(load("gpt2_124m")), "bf16")
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
@@ -126,11 +131,12 @@ def work_of(model: Model, mixed_precision: str) -> Work:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All-reduce: p participants, S bytes each, Bw bytes/s and a seconds of latency per message, on links of both directions.
+# All-reduce: seconds for p participants, S bytes each, Bw bytes/s and a seconds of latency per message, on links of both
+# directions.
 
 
 def naive(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
-    """All send to one, which sends the sum to all, one after the other: 2 (p - 1) (a + S / Bw)."""
+    """Let all send to one participant, which sends the sum to all, one after the other: 2 (p - 1) (a + S / Bw)."""
     return 2 * (p - 1) * (latency + num_bytes / bandwidth)
 
 
@@ -145,7 +151,7 @@ def tree(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
 def recursive_doubling(p: int, num_bytes: float, bandwidth: float, latency: float) -> float:
     """Exchange everything with a partner twice as far in every round: floor(log2 p) (a + S / Bw).
 
-    Two more where p is no power of two, before and after. Reference: Thakur et al., 2005, section 4.5.
+    It takes two rounds more, before and after, where p is no power of two. Reference: Thakur et al., 2005, section 4.5.
     """
     rounds = p.bit_length() - 1 + (2 if p & (p - 1) else 0)
     return rounds * (latency + num_bytes / bandwidth)
@@ -168,24 +174,26 @@ ALL_REDUCE: dict[str, Callable[[int, float, float, float], float]] = {
 
 
 def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = CALIBRATION) -> float:
-    """Seconds to sum `num_bytes` over all processes: the fastest algorithm within a node, then between nodes.
+    """Compute the seconds to sum `num_bytes` over all processes: the fastest algorithm within a node, then between nodes.
 
-    Over several nodes: reduce-scatter and all-gather inside each, together a ring, and in between every device sums its
+    Over several nodes: reduce-scatter and all-gather inside each node, together a ring, and in between every device sums its
     part with its peers of the other nodes, together S bytes over the network of a node.
     """
     device, part = hardware.device, calibration.reachable_link
-    inside = device.link_gb_per_s * 1e9 * part, device.link_latency_us / 1e6
-    between = device.network_gb_per_s * 1e9 * part, device.network_latency_us / 1e6
+    link = device.link_gb_per_s * 1e9 * part, device.link_latency_us / 1e6
+    network = device.network_gb_per_s * 1e9 * part, device.network_latency_us / 1e6
     if hardware.num_nodes == 1:
-        return min(way(hardware.num_devices, num_bytes, *inside) for way in ALL_REDUCE.values())
-    fastest = min(way(hardware.num_nodes, num_bytes, *between) for way in ALL_REDUCE.values())
-    return ring(hardware.num_devices, num_bytes, *inside) + fastest
+        return min(algorithm(hardware.num_devices, num_bytes, *link) for algorithm in ALL_REDUCE.values())
+    fastest = min(algorithm(hardware.num_nodes, num_bytes, *network) for algorithm in ALL_REDUCE.values())
+    return ring(hardware.num_devices, num_bytes, *link) + fastest
 
 
 def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = CALIBRATION) -> float:
-    """Seconds until every process has the `num_bytes` that all hold together; a reduce-scatter takes the same: half a ring.
+    """Compute the seconds until every process has the `num_bytes` that all hold together: half a ring.
 
-    (p - 1) (a + S / p / Bw),   over one ring through all devices, which crosses the network where there are nodes
+        (p - 1) (a + S / p / Bw),   over one ring through all devices, which crosses the network between nodes
+
+    A reduce-scatter takes the same time.
     """
     device, p = hardware.device, hardware.num_processes
     bandwidth, latency = device.link_gb_per_s, device.link_latency_us
@@ -200,18 +208,18 @@ def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what takes them; of the process with the largest share.
+    """Seconds of one optimizer step, by cause, for the process with the largest share.
 
     Attributes:
-        products: matrix products at the rate that the device reaches.
-        memory_traffic: what kernels between the products read and write.
+        products: matmuls at the rate that the device reaches.
+        memory_traffic: reads and writes of the kernels between the matmuls.
         weights: casts and reads of the weights, gradients and their sum, in every micro-batch.
-        launches: kernels that start.
+        launches: starting kernels.
         optimizer: clipping and update.
-        loading: waiting for samples, beyond what loads behind the computation.
+        loading: waiting for samples that do not load behind the computation.
         exposed_communication: waiting for other processes.
-        communication: all of it, hidden or not; not part of the total.
-        at_peak: the step's products at the peak of all devices, nothing else; not part of the total.
+        communication: all communication, hidden or not; not part of the total.
+        at_peak: the step's matmuls alone, at the peak of all devices; not part of the total.
     """
 
     products: float
@@ -231,15 +239,15 @@ class StepTime:
 
     @property
     def share_of_peak(self) -> float:
-        """Model FLOPs utilisation; recomputing does not count."""
+        """Model FLOPs utilisation, a share of 1; recomputing does not count."""
         return self.at_peak / self.total
 
     def samples_per_second(self, global_batch_size: int) -> float:
-        """B / total."""
+        """Compute B / total, the samples of all processes per second."""
         return global_batch_size / self.total
 
     def tokens_per_second(self, global_batch_size: int, length: int) -> float:
-        """B T / total, for samples of T tokens."""
+        """Compute B T / total, the tokens of all processes per second, for samples of T tokens."""
         return global_batch_size * length / self.total
 
 
@@ -250,39 +258,39 @@ def step_time(
     mixed_precision: str,
     software: Software,
     *,
-    recomputed: bool = False,
+    gradient_checkpointing: bool = False,
     sharded: bool = False,
-    reduced_every_micro_step: bool = False,
+    reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
 ) -> StepTime:
-    """Seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
+    """Predict the seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
 
         products         s flops / (peak x reachable)
         memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
-                         and s num_logits times what is moved for each / memory bandwidth
+                         and s num_logits times the bytes moved for each / memory bandwidth
         weights          k N_parameters weight_bytes / memory bandwidth
         launches         k kernels launch; none when compiled
         optimizer        N_parameters optimizer_bytes / memory bandwidth, sharded: divided by N
-        loading          what s loaded / cores takes beyond all the above but the optimizer
+        loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
                          micro-batch: exposed are max(0, communication - backward) and the last bucket
           sharded        two all-gathers of the weights and a reduce-scatter of the gradients in every micro-batch, layer by
-                         layer; hidden behind all of it but the first gather and the last reduction
+                         layer; hidden behind the micro-batch except the first gather and the last reduction
 
-    The device does one thing at a time: products and traffic add up, where the roofline takes the larger of the two
-    (Williams, Waterman, Patterson, Roofline, 2009), since kernels between products wait for bandwidth alone.
+    The device does one thing at a time: matmuls and traffic add up, where the roofline takes the larger of the two
+    (Williams, Waterman, Patterson, Roofline, 2009), since kernels between matmuls wait for bandwidth alone.
 
     Args:
-        work: for one sample.
+        work: work for one sample.
         layout: B, N, b and k; N must be the hardware's.
-        hardware: N devices and what connects them.
+        hardware: N devices and the links between them.
         mixed_precision: no, bf16 or fp16.
-        software: `software_of` for this repository's programs.
-        recomputed: activations recomputed in the backward: a second forward, a third more work.
+        software: `default_software` for this repository's programs.
+        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work.
         sharded: FSDP2 instead of DDP.
-        reduced_every_micro_step: DDP without `no_sync`, for comparison.
-        cores: of the host, per process, that load samples.
+        reduce_every_micro_batch: DDP without `no_sync`, for comparison.
+        cores: cores of the host, per process, that load samples.
         calibration: other constants, to fit them.
 
     Raises:
@@ -292,7 +300,7 @@ def step_time(
         raise UsageError(f"{hardware} has {hardware.num_processes} process(es), the layout {layout.num_processes}")
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
-    passes = 4 / 3 if recomputed else 1
+    passes = 4 / 3 if gradient_checkpointing else 1
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
@@ -304,7 +312,7 @@ def step_time(
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
     computing = products + memory_traffic + weights + launches
     communication, exposed = _communication(
-        work, software, hardware, k, computing / k, sharded, reduced_every_micro_step, calibration
+        work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration
     )
     return StepTime(
         products=products,
@@ -312,7 +320,7 @@ def step_time(
         weights=weights,
         launches=launches,
         optimizer=work.num_parameters * software.optimizer_bytes / bandwidth / (layout.num_processes if sharded else 1),
-        loading=max(0.0, share * work.loaded * calibration.loading / cores - computing),
+        loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed,
         communication=communication,
         at_peak=layout.global_batch_size * work.flops / (peak_flops(device, mixed_precision) * layout.num_processes),
@@ -320,10 +328,10 @@ def step_time(
 
 
 def peak_flops(device: Device, mixed_precision: str) -> float:
-    """FLOP/s of products in a precision, as the vendor states them.
+    """Return the peak FLOP/s of matmuls in a precision, as the vendor states it.
 
     Raises:
-        UsageError: the device has none.
+        UsageError: the device has no matmuls in that precision.
     """
     peak = device.tflops(mixed_precision)
     if peak is None:
@@ -332,7 +340,7 @@ def peak_flops(device: Device, mixed_precision: str) -> float:
 
 
 def reachable_flops(device: Device, mixed_precision: str, calibration: Calibration = CALIBRATION) -> float:
-    """FLOP/s that large products reach: the device's own part of its 16-bit peak, one part for all in float32."""
+    """Compute the FLOP/s that large matmuls reach: the device's own part of its 16-bit peak, in float32 one part for all."""
     part = calibration.reachable_fp32 if mixed_precision == "no" else device.reachable
     return peak_flops(device, mixed_precision) * part
 
@@ -342,22 +350,21 @@ def _communication(
     software: Software,
     hardware: Hardware,
     k: int,
-    micro_step: float,
+    seconds: float,
     sharded: bool,
-    reduced_every_micro_step: bool,
+    reduce_every_micro_batch: bool,
     calibration: Calibration,
 ) -> tuple[float, float]:
-    """Seconds of communication in a step, and those of them that are not hidden behind micro-batches of `micro_step`
-    seconds."""
+    """Compute the seconds of communication in a step, and how many of them are not hidden behind micro-batches of `seconds`."""
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:
         layer = all_gather(hardware, 4 * work.num_parameters / work.num_layers, calibration)
         total = 3 * work.num_layers * layer
-        return k * total, k * min(total, max(0.0, total - micro_step) + 2 * layer)
+        return k * total, k * min(total, max(0.0, total - seconds) + 2 * layer)
     num_bytes = software.gradient_bytes * work.num_parameters
     num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
-    total, times = num_buckets * bucket, k if reduced_every_micro_step else 1
-    hidden = BACKWARD * micro_step if software.overlapped else 0.0
-    return times * total, times * min(total, max(0.0, total - hidden) + bucket)
+    total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions
+    backward = BACKWARD * seconds if software.overlapped else 0.0
+    return times * total, times * min(total, max(0.0, total - backward) + bucket)

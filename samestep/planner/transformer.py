@@ -1,4 +1,4 @@
-"""The shape of a transformer: its parameters, what a sample computes, and the memory of a forward and its backward.
+"""The shape of a transformer: its parameters, the FLOPs of a sample, and the memory of a forward and its backward.
 
 Arithmetic only. Letters: V vocabulary, T tokens per sample, h width, f width of the feed-forward layer, L layers, a heads, N
 parameters, b samples in one forward. Pairs of numbers are for float32 and for autocast. Kinds: BERT, GPT-2 and Llama.
@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 
 
-class Moment(NamedTuple):
-    """Bytes at one moment of a micro-batch, beyond weights, gradients and the optimizer's."""
+class Peak(NamedTuple):
+    """Bytes at a peak of a micro-batch, beyond weights, gradients and the optimizer's moments.
+
+    Attributes:
+        autocast_cache: 16-bit copies of weights.
+        activations: activations, and gradients of activations.
+        head: logits, gradients of the vocabulary matrix and of the head's input.
+    """
 
     autocast_cache: int
     activations: int
@@ -20,21 +26,21 @@ class Moment(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a layer has, and what its forward saves for its backward in bytes per token, without a stored [T, T] matrix.
+    """The size of a layer, and the bytes per token that its forward saves for its backward, without a stored [T, T] matrix.
 
     Attributes:
-        num_parameters: of the layer.
-        saved: all that it saves, feed-forward included.
-        feed_forward: the part of its feed-forward layer's activation.
-        temporary: gradients on their way through its feed-forward layer.
-        repeated: what eager attention saves beyond it: keys and values, repeated for all queries.
+        num_parameters: parameters of the layer.
+        saved_bytes: all bytes that the forward saves, feed-forward included.
+        feed_forward_bytes: the part of them that the feed-forward layer's activation saves.
+        temporary_bytes: gradients on their way through the feed-forward layer.
+        repeated_bytes: bytes that eager attention saves on top: keys and values, repeated for all queries.
     """
 
     num_parameters: int
-    saved: tuple[int, int]
-    feed_forward: tuple[int, int]
-    temporary: tuple[int, int]
-    repeated: tuple[int, int] = (0, 0)
+    saved_bytes: tuple[int, int]
+    feed_forward_bytes: tuple[int, int]
+    temporary_bytes: tuple[int, int]
+    repeated_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +49,22 @@ class Transformer:
 
     Attributes:
         vocab_size: V, of the embedding.
-        length: T, the most tokens of a sample.
-        num_predicted: the most places of a sample at which the head scores the vocabulary; 0: a classifier.
+        length: T, largest number of tokens of a sample.
+        num_predicted: largest number of places of a sample at which the head scores the vocabulary; 0: a classifier.
         hidden_size: h.
         num_layers: L.
         num_heads: a.
         layer: one of the L.
-        num_outside: parameters outside the layers: embeddings, the last normalisation, what the head does not share.
-        flops_per_sample: forward and backward of a sample of T tokens.
-        attention_dropout: whether the dropout of eager attention keeps masks.
-        tied: whether the head is the embedding's matrix, so that its gradient waits for the embedding's.
-        chunked: whether the head is `losses.linear_cross_entropy`.
-        eager: attention stores its [T, T] matrices; False: the sdpa kernels do not.
+        num_outside: parameters outside the layers: embeddings, the last normalisation, the head without shared matrices.
+        flops_per_sample: FLOPs of forward and backward of a sample of T tokens.
+        attention_dropout: whether eager attention has dropout, which keeps masks.
+        tied_head: whether the head is the embedding's matrix, so that its gradient waits for the embedding's.
+        chunked_head: whether the head is `losses.linear_cross_entropy`.
+        eager_attention: attention stores its [T, T] matrices; False: the sdpa kernels do not.
         post_norm: normalisations follow the residual sums, as in BERT.
-        num_wanted: tokens of a sample for which the last layer is computed, in `samestep.models.attention`; None: all, in
-            transformers' own forward.
-        kept: bytes that this layer keeps of each other token, in float32 and under autocast.
+        num_queries: tokens of a sample for which the last layer is computed, that is, queries of its attention, in
+            `samestep.models.attention`; None: all, in transformers' own forward.
+        context_bytes: bytes that the last layer keeps of each other token, in float32 and under autocast.
     """
 
     vocab_size: int
@@ -71,27 +77,27 @@ class Transformer:
     num_outside: int
     flops_per_sample: int
     attention_dropout: bool
-    tied: bool = True
-    chunked: bool = False
-    eager: bool = False
+    tied_head: bool = True
+    chunked_head: bool = False
+    eager_attention: bool = False
     post_norm: bool = False
-    num_wanted: int | None = None
-    kept: tuple[int, int] = (0, 0)
+    num_queries: int | None = None
+    context_bytes: tuple[int, int] = (0, 0)
 
     unit = "token"
-    layered = True  # of equal layers, which are recomputed and sharded one by one
-    kernels = "eager"  # which traffic of timing.CALIBRATION
+    has_equal_layers = True  # they are recomputed and sharded one by one
+    kernels = "eager"  # chooses the traffic of timing.CALIBRATION
     kernels_per_layer = 68
-    """Kernels of a layer's forward and backward: operators but views of transformers' BERT, counted; GPT-2 has 66."""
+    """Kernels of a layer's forward and backward: operators of transformers' BERT except views, counted; GPT-2 has 66."""
 
     @property
     def num_parameters(self) -> int:
-        """N: those of L layers and those outside. A tied head counts once."""
+        """N, the parameters of L layers and of the parts outside. A tied head counts once."""
         return self.num_layers * self.layer.num_parameters + self.num_outside
 
     @property
-    def gathered(self) -> int:
-        """Parameters that a process of a sharded run gathers at once: a layer, and all outside the layers."""
+    def num_gathered(self) -> int:
+        """Parameters that a process of a sharded run gathers at once: a layer, and all parameters outside the layers."""
         return self.layer.num_parameters + self.num_outside
 
     @property
@@ -100,29 +106,28 @@ class Transformer:
         return self.num_predicted * self.vocab_size
 
     def saved_bytes(self, *, autocast: bool) -> int:
-        """Bytes that the forward of a sample saves for its backward, logits excluded: T (L a + 8 h), a of `per_layer`.
+        """Count the bytes that the forward of a sample saves for its backward, logits excluded.
 
-        8 h: the normalisation outside the layers and the last hidden states.
+        T (L a + 8 h),   a = `layer_bytes`;   8 h: the normalisation outside the layers and the last hidden states
         """
-        return self.length * (self.num_layers * self.per_layer(autocast=autocast) + 8 * self.hidden_size)
+        return self.length * (self.num_layers * self.layer_bytes(autocast=autocast) + 8 * self.hidden_size)
 
-    def per_layer(self, *, autocast: bool) -> int:
-        """Bytes that a layer saves for its backward, per token; eager attention's [T, T] matrices included.
+    def layer_bytes(self, *, autocast: bool) -> int:
+        """Count the bytes that a layer saves for its backward, per token; eager attention's [T, T] matrices included.
 
         Eager attention saves per head and pair of tokens its probabilities (4), under autocast their cast (2), and with dropout
-        a mask (1) and, in float32, what it leaves of them (4). Left out everywhere: statistics of the normalisations and of
-        attention, below 1 %.
+        a mask (1) and, in float32, the probabilities after dropout (4). Left out everywhere: statistics of the normalisations
+        and of attention, below 1 %.
         """
         probabilities = (6 + self.attention_dropout) if autocast else (4 + 5 * self.attention_dropout)
         square = self.num_heads * self.length * probabilities
-        return self.layer.saved[autocast] + self.eager * (self.layer.repeated[autocast] + square)
+        return self.layer.saved_bytes[autocast] + self.eager_attention * (self.layer.repeated_bytes[autocast] + square)
 
-    def moments(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Moment, ...]:
-        """What is alive at the fullest moments of a micro-batch of b samples; the first ends the forward.
+    def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
+        """Count the bytes at the peaks of a micro-batch of b samples, in order of time; the first ends the forward.
 
-        With a of `per_layer`, m = b V num_predicted logits, and V h the vocabulary matrix, whose gradient waits from the head
-        to the end of the backward for the embedding's. Where two numbers are given, the first is for float32 and the second for
-        autocast.
+        With a = `layer_bytes`, m = b V num_predicted logits, and V h the vocabulary matrix, whose gradient waits from the head
+        to the end of the backward for the embedding's. Of two numbers the first is for float32 and the second for autocast.
 
         End of the forward
             cache           0 or 2 N, less 2 V h if the head is not tied
@@ -136,11 +141,10 @@ class Transformer:
                             4 V h + 4 b T h
         Backward of the last layer
             cache           as before; with gradient_checkpointing only that layer's
-            activations     b T L a, with gradient_checkpointing b T (4 h (L - 1) + a), and the gradients on their way: those
-                            of the feed-forward layer, or, when that is done, those of eager attention: 8 b a T^2, or 6, but
-                            4 in float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the
-                            embeddings' normalisation, and as much again with gradient_checkpointing, a layer's own input
-                            beside its casts
+            activations     b T L a, with gradient_checkpointing b T (4 h (L - 1) + a), and the gradients on their way through
+                            the feed-forward layer, or later through eager attention: 8 b T^2 per head, or 6, but 4 in
+                            float32 with dropout. Under autocast with post_norm 4 b T h more, the input of the embeddings'
+                            normalisation, and as much again with gradient_checkpointing, a layer's own input beside its casts
             head            4 V h if it is tied
         End of the backward
             head            8 V h, both gradients of a tied matrix; 12 V h in float32 and not in chunks, their sum as well;
@@ -148,116 +152,119 @@ class Transformer:
 
         Measured on the CPU, where gradients exist already: the formula over the profiler's peak was 0.96 to 1.03 (0.92 to 1.00
         with gradient_checkpointing) on 2 to 8 layers of width 128 and 256, the low end at 67 characters and 2 layers, where the
-        products' weight gradients, not counted, weigh most. Below that only GPT-2 under autocast with far more words than
-        tokens (20,000 and 128: 0.89): the CPU casts each addend of the matrix's gradient. tests/test_memory.py holds it to
-        2 %, with gradient_checkpointing to 5 %.
+        matmuls' weight gradients, not counted, weigh most. Lower is only GPT-2 under autocast with far more words than tokens
+        (20,000 and 128: 0.89): the CPU casts each addend of the matrix's gradient. tests/test_memory.py requires an error of at
+        most 2 %, with gradient_checkpointing of at most 5 %.
         """
-        h, layer = self.hidden_size, self.per_layer(autocast=autocast)
-        tokens, cached = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
-        if self.num_wanted is not None:
-            return self._unpadded(num_samples, layer, autocast, gradient_checkpointing)
-        saved = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
-        recomputed = tokens * (layer - 4 * h) if gradient_checkpointing else 0
+        h, layer = self.hidden_size, self.layer_bytes(autocast=autocast)
+        tokens, cast_bytes = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
+        if self.num_queries is not None:
+            return self._unpadded_peaks(num_samples, layer, autocast, gradient_checkpointing)
+        saved_bytes = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
+        recomputed_bytes = tokens * (layer - 4 * h) if gradient_checkpointing else 0
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
-        square = self.eager * pair * self.num_heads * self.length
+        square = self.eager_attention * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
-        temporary = max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
-        outside, matrix = 8 * tokens * h, self.vocab_size * h
-        num_cast = self.num_parameters - matrix * (
-            not self.tied
-        )  # an embedding of its own is looked up, never multiplied
+        temporary = max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
+        outside_bytes, matrix = 8 * tokens * h, self.vocab_size * h
+        # Autocast casts what is multiplied; an embedding that is no head, too, is looked up only
+        num_cast = self.num_parameters - matrix * (not self.tied_head)
         num_cached = (num_cast, num_cast)
         if gradient_checkpointing:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
-        forward, backward = self._head(num_samples, autocast)
-        both = 8 if autocast or self.chunked else 12
+        forward, backward = self._head_bytes(num_samples, autocast)
+        tied_bytes = 8 if autocast or self.chunked_head else 12
+        layer_peak = saved_bytes + recomputed_bytes + inputs + tokens * temporary
         return (
-            Moment(cached * num_cast, saved + outside, forward),
-            Moment(cached * num_cached[0], saved + outside, backward),
-            Moment(cached * num_cached[1], saved + recomputed + inputs + tokens * temporary, 4 * matrix * self.tied),
-            Moment(0, 0, (both if self.tied else 4) * matrix),
+            Peak(cast_bytes * num_cast, saved_bytes + outside_bytes, forward),
+            Peak(cast_bytes * num_cached[0], saved_bytes + outside_bytes, backward),
+            Peak(cast_bytes * num_cached[1], layer_peak, 4 * matrix * self.tied_head),
+            Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
-    def _unpadded(
+    def _unpadded_peaks(
         self, num_samples: int, layer: int, autocast: bool, gradient_checkpointing: bool
-    ) -> tuple[Moment, ...]:
-        """`moments` of a model that is computed by `samestep.models.attention`.
+    ) -> tuple[Peak, ...]:
+        """Count the bytes of `peaks` for a model that `samestep.models.attention` computes.
 
-        With a' = a of `per_layer`, tokens n' and samples b' rounded up as there, and W wanted tokens of a sample
+        With a' = `layer_bytes`, tokens n' and samples b' rounded up as in that module, and Q = num_queries
 
         End of the forward, backward of the head
-            activations     n' ((L - 1) a' + 8 h) + b W a' + b (T - W) kept; attention's tables, 16 h (8 h) of a', b' / b times.
-                            With gradient_checkpointing n' (4 h (L - 1) + 8 h) and the last layer, which is not recomputed
+            activations     n' ((L - 1) a' + 8 h) + b Q a' + b (T - Q) context_bytes; attention's tables, 16 h (8 h) of a',
+                            b' / b times. With gradient_checkpointing n' (4 h (L - 1) + 8 h) and the last layer, which is not
+                            recomputed
         Backward of the layer before the last
-            activations     n' (L - 1) a', with gradient_checkpointing n' (4 h (L - 2) + a'), and gradients as in `moments`,
+            activations     n' (L - 1) a', with gradient_checkpointing n' (4 h (L - 2) + a'), and gradients as in `peaks`,
                             with at least 4 h of the layer's own output
         """
         h, length = self.hidden_size, self.length
+        # Attention's tables have [num_rows, length] places, both sizes rounded up; all else has a row per token, [tokens]
         num_rows = round_up(num_samples, 3)
         is_padded = num_rows > num_samples or round_up(length, 4) > length
         tokens, rows = round_up(num_samples * length + is_padded, 6), num_rows * round_up(length, 4)
-        layer -= self.eager * (2 if autocast else 4) * h  # a product does not save its output
-        tables = (8 if autocast else 16) * h + layer - self.layer.saved[autocast]  # and eager attention's matrices
-        of_layer = tokens * (layer - tables) + rows * tables
-        wanted = num_samples * self.num_wanted
-        last = wanted * layer + (tokens - wanted) * self.kept[autocast]
-        outside, matrix, cached = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
-        whole, before_last = (self.num_layers - 1) * of_layer + last, (self.num_layers - 1) * of_layer
+        layer -= self.eager_attention * (2 if autocast else 4) * h  # a matmul does not save its output
+        # Bytes per token of the tables: query, key, value and output, and the matrices of eager attention
+        tables = (8 if autocast else 16) * h + layer - self.layer.saved_bytes[autocast]
+        full_layer = tokens * (layer - tables) + rows * tables
+        # Of the last layer only the queries are computed; the other tokens leave their keys and values
+        queries = num_samples * self.num_queries
+        last_layer = queries * layer + (tokens - queries) * self.context_bytes[autocast]
+        outside_bytes, matrix, cast_bytes = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
+        whole, earlier = (self.num_layers - 1) * full_layer + last_layer, (self.num_layers - 1) * full_layer
         if gradient_checkpointing:
-            whole, before_last = (
-                4 * h * tokens * (self.num_layers - 1) + last,
-                4 * h * tokens * (self.num_layers - 2) + of_layer,
-            )
+            whole = 4 * h * tokens * (self.num_layers - 1) + last_layer
+            earlier = 4 * h * tokens * (self.num_layers - 2) + full_layer
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
-        square = self.eager * pair * self.num_heads * length
-        temporary = tokens * max(self.layer.temporary[autocast], square - self.layer.feed_forward[autocast])
+        square = self.eager_attention * pair * self.num_heads * length
+        temporary = tokens * max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
         gradients = temporary + tokens * 4 * h * (1 + (autocast and gradient_checkpointing))
-        num_cast = self.num_parameters - matrix * (not self.tied)
+        num_cast = self.num_parameters - matrix * (not self.tied_head)
         num_cached = (num_cast, num_cast)
         if gradient_checkpointing:
             num_cached = matrix if self.num_predicted else 0, self.layer.num_parameters
-        forward, backward = self._head(num_samples, autocast)
-        both = 8 if autocast else 12
+        forward, backward = self._head_bytes(num_samples, autocast)
+        tied_bytes = 8 if autocast else 12
         return (
-            Moment(cached * num_cast, whole + outside, forward),
-            Moment(cached * num_cached[0], whole + outside, backward),
-            Moment(cached * num_cached[1], before_last + gradients, 4 * matrix * self.tied),
-            Moment(0, 0, (both if self.tied else 4) * matrix),
+            Peak(cast_bytes * num_cast, whole + outside_bytes, forward),
+            Peak(cast_bytes * num_cached[0], whole + outside_bytes, backward),
+            Peak(cast_bytes * num_cached[1], earlier + gradients, 4 * matrix * self.tied_head),
+            Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
-    def _head(self, num_samples: int, autocast: bool) -> tuple[int, int]:
-        """Bytes of the head at the end of the forward and in its backward, as in `moments`."""
+    def _head_bytes(self, num_samples: int, autocast: bool) -> tuple[int, int]:
+        """Count the bytes of the head at the end of the forward and in its backward, as in `peaks`."""
         rows, matrix = num_samples * self.num_predicted, self.vocab_size * self.hidden_size
         logits = rows * self.vocab_size
         if not logits:
             return 0, 0
-        if not self.chunked:
+        if not self.chunked_head:
             return (10 if autocast else 8) * logits, max(12 * logits, 4 * matrix + (2 if autocast else 4) * logits)
-        at_once = min(rows, max(1, LOGITS_AT_ONCE // self.vocab_size)) * self.vocab_size
+        # Whole rows of V logits, as many as LOGITS_AT_ONCE allows
+        chunk = min(rows, max(1, LOGITS_AT_ONCE // self.vocab_size)) * self.vocab_size
         gradients = 4 * matrix + 4 * rows * self.hidden_size
-        return gradients + (10 if autocast else 8) * at_once, gradients
+        return gradients + (10 if autocast else 8) * chunk, gradients
 
 
 # Bytes per token and unit of f that the feed-forward layer saves, in float32 and under autocast: the activation's input and
-# its output, unless named here. relu keeps its output only; gelu_new is eight operations that keep three more.
+# its output, except for two activations. relu keeps its output only; gelu_new is eight operations that keep three more tensors.
 INPUT_AND_OUTPUT = (8, 4)
-OTHERWISE = {"relu": (4, 2), "gelu_new": (20, 16)}
+OTHER_ACTIVATIONS = {"relu": (4, 2), "gelu_new": (20, 16)}
 
 
 def _layer(h: int, f: int, activation: str, dropout: bool, residual: int) -> Layer:
-    """A layer of GPT-2 or BERT: four h x h projections, two h x f, their biases, two normalisations.
+    """Make a layer of GPT-2 or BERT: four h x h projections, two h x f, their biases, two normalisations.
 
         parameters 4 h^2 + 2 h f + 9 h + f
         float32    32 h + 8 f + 2 h [dropout]
         autocast   20 h + 4 f + 2 h [dropout] for GPT-2,   24 h + 4 f + 2 h [dropout] for BERT: `residual`
 
-    float32: both normalisations save their inputs (8 h), the products theirs (the layer's or a normalisation's output, 4 h
-    twice), attention saves query, key, value and its output (16 h), the feed-forward layer the activation's input and output
-    (8 f); dropout keeps a mask of one byte after attention and one after the feed-forward layer.
+    float32: both normalisations save their inputs (8 h), the matmuls their inputs (the layer's or a normalisation's output,
+    4 h twice), attention saves query, key, value and its output (16 h), the feed-forward layer the activation's input and
+    output (8 f); dropout keeps a mask of one byte after attention and one after the feed-forward layer.
     autocast: the residual stream and so the normalisations' inputs stay float32, all else is halved. BERT casts a layer's
     input once each for query, key and value, because autocast caches casts of weights only: 4 h more than GPT-2, which
     multiplies the three at once. f = 4 h gives 66 (with dropout) and 64; 38 and 36 for GPT-2; 42 and 40 for BERT.
-    On their way through the feed-forward layer are gradients of 4 h + 4 f, under autocast 6 h + 2 f.
+    Gradients of 4 h + 4 f, under autocast 6 h + 2 f, are on their way through the feed-forward layer.
 
     Measured on the CPU (torch 2.13, transformers 5.23, width 128, two heads, 512 tokens, `saved_tensors_hooks` and the
     profiler's allocations agreeing), in units of h per token without dropout: float32 64.2, autocast 36.1 (GPT-2), 40.1 (BERT);
@@ -268,27 +275,27 @@ def _layer(h: int, f: int, activation: str, dropout: bool, residual: int) -> Lay
     Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv:2205.05198,
     section 4, for 34 h and 5 a T in pure 16-bit arithmetic (residual stream included), counted anew here.
 
-    >>> [_layer(768, 3072, "gelu", False, 20).num_parameters, *_layer(1, 4, "gelu", True, 24).saved]
+    >>> [_layer(768, 3072, "gelu", False, 20).num_parameters, *_layer(1, 4, "gelu", True, 24).saved_bytes]
     [7087872, 66, 42]
     """
-    feed_forward = OTHERWISE.get(activation, INPUT_AND_OUTPUT)
-    whole, half = (count * f for count in feed_forward)
+    feed_forward = OTHER_ACTIVATIONS.get(activation, INPUT_AND_OUTPUT)
+    float32, half = (count * f for count in feed_forward)
     masks = 2 * h * dropout
     return Layer(
         num_parameters=4 * h * h + 2 * h * f + 9 * h + f,
-        saved=(32 * h + whole + masks, residual * h + half + masks),
-        feed_forward=(whole, half),
-        temporary=(4 * h + 4 * f, 6 * h + 2 * f),
+        saved_bytes=(32 * h + float32 + masks, residual * h + half + masks),
+        feed_forward_bytes=(float32, half),
+        temporary_bytes=(4 * h + 4 * f, 6 * h + 2 * f),
     )
 
 
 def gpt2_flops(num_parameters: int, num_positions: int, hidden_size: int, num_layers: int, length: int) -> int:
-    """Floating-point operations of GPT-2 on one sample, forward and backward, each multiply-add as two.
+    """Count the floating-point operations of GPT-2 on one sample, forward and backward, each multiply-add as two.
 
         T (6 (N - P h) + 12 L h T)
 
-    P positions: their embedding is looked up, never multiplied; the token embedding counts, as it is the head. Attention is
-    counted in full, not only its causal half; recomputing is not counted.
+    The embedding of the P positions is looked up, never multiplied; the token embedding counts, as it is the head. Attention
+    is counted in full, not only its causal half; recomputing is not counted.
 
     >>> round(gpt2_flops(124_439_808, 1024, 768, 12, 1024) / 1024 / 1e9, 3)  # with all N it would be 0.860
     0.855
@@ -303,11 +310,11 @@ def gpt2_flops(num_parameters: int, num_positions: int, hidden_size: int, num_la
 def bert_flops(
     vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, length: int, num_predicted: int
 ) -> int:
-    """Floating-point operations of BERT's pretraining on one sample, forward and backward, from its matrix products.
+    """Count the floating-point operations of BERT's pretraining on one sample, forward and backward, from its matmuls.
 
         3 (L T (8 h^2 + 4 h f + 4 h T) + num_predicted (2 h^2 + 2 h V) + 2 h^2 + 4 h)
 
-    Each multiply-add is two, and the backward twice the forward. By terms: projections, feed-forward and attention of the
+    Each multiply-add counts as two, the backward as two forwards. By terms: projections, feed-forward and attention of the
     layers; the masked-token head at the predicted places only; the pooler and the next-sentence head.
 
     >>> [round(bert_flops(30522, 1024, 4096, 24, *case) / 1e9, 1) for case in ((128, 20), (512, 80))]  # BERT-Large
@@ -319,34 +326,32 @@ def bert_flops(
     return 3 * (layers + heads)
 
 
-def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, unpadded: bool = False) -> Transformer:
-    """BERT: for pretraining, its masked-token head at `num_predicted` places of a sample, or as a classifier.
+def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is_unpadded: bool = False) -> Transformer:
+    """Return the shape of BERT: for pretraining, its masked-token head at `num_predicted` places of a sample, or a classifier.
 
     Args:
-        shape: as `transformers.BertConfig` takes it; a classifier's has num_labels.
+        shape: as `transformers.BertConfig` takes it; for a classifier with num_labels.
         length: T.
-        num_predicted: the most masked tokens of a sample; None: a classifier.
-        unpadded: computed as `samestep.models.attention` does it: without padding, the last layer for the first and the masked
-            tokens only. A layer keeps 4 h (under autocast 2 h) more per token, attention's output as tables and as rows. The
-            last keeps of the other tokens keys, values and its input, 12 h (8 h); a classifier's, measured, 6.5 h (11 h).
+        num_predicted: largest number of masked tokens of a sample; None: a classifier.
+        is_unpadded: whether `samestep.models.attention` computes it: without padding, the last layer for the first and the
+            masked tokens only. A layer keeps 4 h (under autocast 2 h) more per token, attention's output as tables and as rows.
+            The last layer keeps keys, values and its input of the other tokens, 12 h (8 h); in a classifier, measured, 6.5 h
+            (11 h).
     """
     vocab, h, f, layers = (
         shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     )
     embeddings = (vocab + shape["max_position_embeddings"] + shape.get("type_vocab_size", 2)) * h + 2 * h  # normalised
-    pooler, pretraining = (
-        h * h + h,
-        (h * h + h) + 2 * h + vocab + (2 * h + 2),
-    )  # transform, its norm, bias; next sentence
+    pooler = h * h + h
     flops = bert_flops(vocab, h, f, layers, length, num_predicted or 0)
     if num_predicted is None:
         head = (h + 1) * shape["num_labels"]
         flops += 6 * h * (shape["num_labels"] - 2)  # instead of the two classes of the next sentence
     else:
-        head = pretraining
+        head = (h * h + h) + 2 * h + vocab + (2 * h + 2)  # transform, its norm, bias; next sentence
     layer = _layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0, 24)
-    if unpadded:
-        layer = layer._replace(saved=(layer.saved[0] + 4 * h, layer.saved[1] + 2 * h))
+    if is_unpadded:
+        layer = layer._replace(saved_bytes=(layer.saved_bytes[0] + 4 * h, layer.saved_bytes[1] + 2 * h))
     return Transformer(
         vocab_size=vocab,
         length=length,
@@ -358,26 +363,26 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, un
         num_outside=embeddings + pooler + head,
         flops_per_sample=flops,
         attention_dropout=shape["attention_probs_dropout_prob"] > 0,
-        tied=num_predicted is not None,
+        tied_head=num_predicted is not None,
         post_norm=True,
-        num_wanted=1 + (num_predicted or 0) if unpadded else None,
-        kept=(12 * h, 8 * h) if num_predicted is not None else (13 * h // 2, 11 * h),
+        num_queries=1 + (num_predicted or 0) if is_unpadded else None,
+        context_bytes=(12 * h, 8 * h) if num_predicted is not None else (13 * h // 2, 11 * h),
     )
 
 
-def gpt2(shape: Mapping[str, Any], length: int, *, chunked: bool = True) -> Transformer:
-    """GPT-2, its head at every place.
+def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) -> Transformer:
+    """Return the shape of GPT-2, with its head at every place.
 
     Args:
         shape: as `transformers.GPT2Config` takes it.
         length: T.
-        chunked: the head is computed by `losses.linear_cross_entropy`; False: all logits at once.
+        chunked_head: whether `losses.linear_cross_entropy` computes the head; False: all logits at once.
     """
     vocab, positions, h, layers = (shape[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer"))
     f = shape.get("n_inner") or 4 * h
     layer = _layer(h, f, shape["activation_function"], shape["resid_pdrop"] > 0, 20)
-    outside = (vocab + positions) * h + 2 * h
-    num_parameters = layers * layer.num_parameters + outside
+    num_outside = (vocab + positions) * h + 2 * h
+    num_parameters = layers * layer.num_parameters + num_outside
     return Transformer(
         vocab_size=vocab,
         length=length,
@@ -386,25 +391,25 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked: bool = True) -> Tran
         num_layers=layers,
         num_heads=shape["n_head"],
         layer=layer,
-        num_outside=outside,
+        num_outside=num_outside,
         flops_per_sample=gpt2_flops(num_parameters, positions, h, layers, length),
         attention_dropout=shape["attn_pdrop"] > 0,
-        chunked=chunked,
+        chunked_head=chunked_head,
     )
 
 
 def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Transformer:
-    """Llama and its relatives: RMS normalisation, rotated queries and keys, fewer keys than queries, a gated feed-forward.
+    """Return the shape of Llama or a relative: RMS normalisation, rotated queries and keys, fewer keys, a gated feed-forward.
 
-    With q the width of all queries and r the keys' part of it, a layer saves per token
+    With q the width of all queries and r the keys' part of that width, a layer saves per token
 
         float32    24 h + (8 + 8 r) q + 16 f + (8 + 8 r) q [qk_norm]
         autocast   26 h + (4 + 4 r) q +  8 f + (6 + 6 r) q [qk_norm]
 
-    float32: each normalisation its input, what it normalised and its output (12 h, twice); attention the rotated queries and
-    its output, keys and values; the feed-forward layer gate, its activation, up, and their product. Norms of queries and keys
-    save their input and what they normalised. autocast: the normalisations stay float32 (16 h), and their outputs are cast for
-    each of five products (10 h). Eager attention repeats keys and values: r = 1 in (8 + 8 r) q.
+    float32: each normalisation saves its input, the normalised input and its output (12 h, twice); attention the rotated
+    queries and its output, keys and values; the feed-forward layer gate, its activation, up, and their product. Norms of
+    queries and keys save their input and the normalised input. autocast: the normalisations stay float32 (16 h), and their
+    outputs are cast for each of five matmuls (10 h). Eager attention repeats keys and values: r = 1 in (8 + 8 r) q.
 
     Measured on the CPU as in `_layer`, f = 3 h, in units of h: 88.2, 84.2 and 82.2 in float32 for r = 1, 1/2 and 1/4, 58.2,
     56.2 and 55.2 under autocast; with qk_norm 104.4, 96.4 and 92.3; 70.4, 65.4 and 62.8.
@@ -412,13 +417,14 @@ def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_n
     Args:
         shape: as `transformers.LlamaConfig` takes it.
         length: T.
-        qkv_bias: queries, keys and values have biases (Qwen2).
-        qk_norm: queries and keys are normalised per head (Qwen3).
+        qkv_bias: whether queries, keys and values have biases (Qwen2).
+        qk_norm: whether queries and keys are normalised per head (Qwen3).
     """
     vocab, h, f, layers, a = (
         shape[name]
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     )
+    # Widths of all queries and of all keys, which values share
     head = shape.get("head_dim") or h // a
     queries, keys = a * head, (shape.get("num_key_value_heads") or a) * head
     attention = 2 * h * queries + 2 * h * keys
@@ -426,15 +432,15 @@ def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_n
     tied = bool(shape.get("tie_word_embeddings", False))
     layer = Layer(
         num_parameters=attention + 3 * h * f + 2 * h + biases,
-        saved=(
+        saved_bytes=(
             24 * h + (8 * queries + 8 * keys) * (1 + qk_norm) + 16 * f,
             26 * h + 4 * queries + 4 * keys + (6 * queries + 6 * keys) * qk_norm + 8 * f,
         ),
-        feed_forward=(16 * f, 8 * f),
-        temporary=(4 * h + 8 * f, 6 * h + 4 * f),
-        repeated=(8 * (queries - keys), 4 * (queries - keys)),
+        feed_forward_bytes=(16 * f, 8 * f),
+        temporary_bytes=(4 * h + 8 * f, 6 * h + 4 * f),
+        repeated_bytes=(8 * (queries - keys), 4 * (queries - keys)),
     )
-    products = layers * (attention + 3 * h * f) + vocab * h
+    matmuls = layers * (attention + 3 * h * f) + vocab * h
     return Transformer(
         vocab_size=vocab,
         length=length,
@@ -444,7 +450,7 @@ def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_n
         num_heads=a,
         layer=layer,
         num_outside=vocab * h * (1 if tied else 2) + h,
-        flops_per_sample=length * (6 * products + 12 * layers * queries * length),
+        flops_per_sample=length * (6 * matmuls + 12 * layers * queries * length),
         attention_dropout=shape.get("attention_dropout", 0.0) > 0,
-        tied=tied,
+        tied_head=tied,
     )

@@ -1,13 +1,13 @@
-"""What is planned: a model, its global batch, and what the optimizer keeps and moves, from a recipe."""
+"""The subject of a plan: a model, its global batch, and the bytes that the optimizer keeps and moves."""
 
 import dataclasses
 from typing import Any
 
-from samestep.cut import layout as plan
+from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
-from samestep.planner.memory import MOMENTS, Memory, Model, model_of, planned_memory
+from samestep.planner.memory import MOMENTS, Memory, Model, model_from_recipe, planned_memory
 from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
@@ -20,22 +20,22 @@ CLIPPING = 12
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What hardware is asked to compute.
+    """The computation that hardware is chosen for.
 
     Attributes:
-        name: of the recipe, or of the model's configuration.
-        model: its shape.
+        name: name of the recipe, or of the model's configuration.
+        model: shape of the model.
         global_batch_size: B.
         num_steps: optimizer steps to the end; None where that depends on data that nobody has counted yet.
-        steps_per_epoch: None likewise.
+        steps_per_epoch: optimizer steps of an epoch; None likewise.
         schedule: the learning rate of each step; None likewise.
-        script: that trains it; None: this repository has none.
-        moment_bytes: per parameter, what the optimizer remembers.
-        gradient_bytes: per parameter, gradients that are kept between micro-batches.
-        optimizer_bytes: per parameter, what clipping and update move.
-        second_moment: how the optimizer estimates it, if it does.
-        batch_normalization: statistics depend on the micro-batch.
-        critical_batch_size: beyond it samples are wasted; None: unknown.
+        script: file in scripts/ that trains it; None: this repository has none.
+        moment_bytes: bytes per parameter that the optimizer remembers.
+        gradient_bytes: bytes per parameter of gradients between micro-batches.
+        optimizer_bytes: bytes per parameter that clipping and update move.
+        second_moment: how the optimizer estimates its second moment; None: it does not.
+        batch_normalization: whether statistics depend on the micro-batch.
+        critical_batch_size: global batch beyond which samples are wasted; None: unknown.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Workload:
     critical_batch_size: float | None = None
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
-        """That one process is planned to need; `options` as of `memory.planned_memory`."""
+        """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
         return planned_memory(
             self.model, layout, **options, moment_bytes=self.moment_bytes, gradient_bytes=self.gradient_bytes
         )
@@ -70,39 +70,39 @@ def from_model(
     attention: str = "sdpa",
     critical_batch_size: float | None = None,
 ) -> Workload:
-    """The work that a step of any model asks for, without clipping.
+    """Make the workload of a step of any model, without clipping.
 
     Args:
-        model: of `configs.shape_of`.
-        name: for messages.
+        model: shape of the model, for example from `configs.model_from_config`.
+        name: the model's name, for messages.
         global_batch_size: B.
         optimizer: adamw or sgd, with momentum.
-        num_steps, steps_per_epoch: where they are known.
+        num_steps, steps_per_epoch: as in `Workload`.
         attention: sdpa or eager, of transformers.
         critical_batch_size: samples, for a warning.
 
     Raises:
-        UsageError: eager attention without attention.
+        UsageError: eager attention for a model without attention.
     """
     return Workload(
         name=name,
-        model=_with_attention(model, attention, name),
+        model=_set_attention(model, attention, name),
         global_batch_size=global_batch_size,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
         moment_bytes=MOMENTS[optimizer],
         optimizer_bytes=UPDATE[optimizer],
-        batch_normalization=isinstance(model, ConvNet) and not model.grouped,
+        batch_normalization=isinstance(model, ConvNet) and not model.group_norm,
         critical_batch_size=critical_batch_size,
     )
 
 
-def _with_attention(model: Model, attention: str, name: str) -> Model:
+def _set_attention(model: Model, attention: str, name: str) -> Model:
     if attention == "sdpa":
         return model
     if not isinstance(model, Transformer):
         raise UsageError(f"attn_implementation is {attention}, but {name} has no attention: leave it out")
-    return dataclasses.replace(model, eager=True)
+    return dataclasses.replace(model, eager_attention=True)
 
 
 def from_recipe(
@@ -112,26 +112,26 @@ def from_recipe(
     num_train_samples: int | None = None,
     critical_batch_size: float | None = None,
 ) -> Workload:
-    """The work that a recipe asks for.
+    """Make the workload of a recipe.
 
     Args:
-        recipe: of a task that `memory.model_of` knows.
+        recipe: of a task for which `memory.model_from_recipe` has a formula.
         attention: sdpa or eager, of transformers.
-        num_train_samples: of the data, where the recipe does not know it.
+        num_train_samples: samples of the training data, where the recipe does not say it.
         critical_batch_size: samples, for a warning.
 
     Raises:
-        UsageError: a task without a formula, eager attention without attention, a schedule that cannot be.
+        UsageError: a task without a formula, eager attention for a model without attention, an impossible schedule.
     """
-    model = _with_attention(model_of(recipe), attention, recipe.name)
+    model = _set_attention(model_from_recipe(recipe), attention, recipe.name)
     is_image = isinstance(recipe, ImageRecipe)
     optimizer = recipe.optimizer_name
     num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)
     num_steps, per_epoch = recipe.max_train_steps, None
     if num_samples is not None:
-        exact = plan.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
-        num_steps, per_epoch = num_steps or plan.num_steps(exact, recipe.num_train_epochs), float(exact)
-    counts_epochs = (recipe.warmup_epochs, recipe.scaled().warmup_epochs) != (None, None)
+        exact = layouts.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
+        num_steps, per_epoch = num_steps or layouts.num_steps(exact, recipe.num_train_epochs), float(exact)
+    counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
     return Workload(
         name=recipe.name,

@@ -11,7 +11,7 @@ EXTRAS = {
     "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
     "plots": ("matplotlib",),
 }
-"""Extra -> the packages that it brings, as they are imported."""
+"""Extra -> the packages that it brings, by the names under which they are imported."""
 
 
 def require(extra: str, purpose: str) -> None:
@@ -19,10 +19,10 @@ def require(extra: str, purpose: str) -> None:
 
     Args:
         extra: one of `EXTRAS`.
-        purpose: what needs them, for the message: "training on texts".
+        purpose: what needs the packages, for the message: "training on texts".
 
     Raises:
-        UsageError: some are not; it names them, and the command that installs them.
+        UsageError: some are not installed; it names them, and the command that installs them.
     """
     if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:
         verb = "which is" if len(missing) == 1 else "which are"
@@ -33,18 +33,18 @@ def optional(module: str) -> Any:
     """Import a module of an extra's package.
 
     Returns:
-        The module; if its package is not installed, what is false, and raises a `UsageError` with the remedy when it, or
-        anything in it, is called.
+        The module; if its package is not installed, an object that is false, and that raises a `UsageError` with the remedy
+        when it, or anything in it, is called.
     """
-    return importlib.import_module(module) if find_spec(module.partition(".")[0]) else _Missing(module)
+    return importlib.import_module(module) if find_spec(module.partition(".")[0]) else _MissingModule(module)
 
 
-class _Missing:
+class _MissingModule:
     def __init__(self, name: str):
         self._name = name
 
-    def __getattr__(self, name: str) -> "_Missing":
-        return _Missing(f"{self._name}.{name}")
+    def __getattr__(self, name: str) -> "_MissingModule":
+        return _MissingModule(f"{self._name}.{name}")
 
     def __bool__(self) -> bool:
         return False

@@ -11,67 +11,71 @@ import yaml
 
 from samestep.errors import UsageError
 
-MOST_YAML, MOST_JSON = 2**16, 2**24
-"""Bytes of a file. Those that ship with the package have 4,000; PyYAML takes about a second for 65,536."""
-DEEPEST = 16
+MAX_YAML_BYTES, MAX_JSON_BYTES = 2**16, 2**24
+"""Bytes of a file. The files that ship with the package have 4,000; PyYAML takes about a second for 65,536."""
+MAX_DEPTH = 16
 """Levels of nesting; recipes and devices have 2, configurations of models 4."""
 
 PACKAGE = Path(__file__).parents[1]
-IN_CHECKOUT = {"catalog": "recipes/catalog", "accelerate_configs": "accelerate_configs"}
+CHECKOUT_FOLDERS = {"catalog": "recipes/catalog", "accelerate_configs": "accelerate_configs"}
 
 
 def shipped_folder(name: str) -> Path:
     """Find a folder that ships with the package: inside it when installed from a wheel, beside it in a checkout.
 
     Args:
-        name: one of `IN_CHECKOUT`.
+        name: one of `CHECKOUT_FOLDERS`.
     """
-    return PACKAGE / name if is_installed() else PACKAGE.parent / IN_CHECKOUT[name]
+    return PACKAGE / name if is_installed() else PACKAGE.parent / CHECKOUT_FOLDERS[name]
 
 
 def is_installed() -> bool:
-    """Whether the package was installed from a wheel, which holds the folders that a checkout has beside it, and no scripts."""
-    return all((PACKAGE / name).is_dir() for name in IN_CHECKOUT)
+    """Tell whether the package was installed from a wheel, which holds `CHECKOUT_FOLDERS` inside it, and no scripts."""
+    return all((PACKAGE / name).is_dir() for name in CHECKOUT_FOLDERS)
 
 
-def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file.
+def read_yaml(path: Path, origin: str) -> dict[str, Any]:
+    """Read the mapping in a YAML file.
 
     Args:
-        what: for messages: "recipe my.yaml".
+        path: of the file.
+        origin: what the file is, for messages: "recipe my.yaml".
+
+    Returns:
+        Field -> value, not yet checked against the fields of a class.
 
     Raises:
-        UsageError: no regular file, too large, not UTF-8, not YAML, or more than `field: value` lines can say: aliases,
-            keys that are no text or come twice, deep nesting, numbers that are too long.
+        UsageError: the file is no regular file, too large, not UTF-8 or not YAML, or holds more than `field: value` lines
+            can say: aliases, keys that are no text or come twice, deep nesting, numbers that are too long.
     """
-    text = _text(path, what, MOST_YAML)
+    text = _read_text(path, origin, MAX_YAML_BYTES)
     try:
-        values = yaml.load(text, Loader=_Strict)
+        values = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise UsageError(f"{what} is not valid YAML: {_short(error)}") from None
+        raise UsageError(f"{origin} is not valid YAML: {_shorten(error)}") from None
     except (ValueError, OverflowError) as error:  # a number of 5,000 digits, a date that there is not
-        raise UsageError(f"{what} is not valid YAML: {_short(error)}") from None
+        raise UsageError(f"{origin} is not valid YAML: {_shorten(error)}") from None
     except RecursionError:
-        raise UsageError(f"{what} is nested too deeply: {DEEPEST} levels at most") from None
-    return _mapping(values, what, "`field: value` lines")
+        raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
+    return _check_mapping(values, origin, "`field: value` lines")
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_yaml`."""
-    text = _text(path, what, MOST_JSON)
+def read_json(path: Path, origin: str) -> dict[str, Any]:
+    """Read the object in a JSON file. Arguments, result and errors are those of `read_yaml`."""
+    text = _read_text(path, origin, MAX_JSON_BYTES)
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{what} is not JSON: {_short(error)}") from None
+        raise UsageError(f"{origin} is not JSON: {_shorten(error)}") from None
     except RecursionError:
-        raise UsageError(f"{what} is nested too deeply: {DEEPEST} levels at most") from None
-    return _mapping(values, what, 'an object: {"field": value}')
+        raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
+    return _check_mapping(values, origin, 'an object: {"field": value}')
 
 
-def shown(value: Any, most: int = 60) -> str:
-    """A value for a message, in `most` characters; of text what can be printed.
+def format_value(value: Any, max_length: int = 60) -> str:
+    """Write a value for a message, in at most `max_length` characters; what cannot be printed is escaped.
 
-    >>> shown(10**30), shown(10**5000), shown("x" * 100)[-6:], shown([1.5, None])
+    >>> format_value(10**30), format_value(10**5000), format_value("x" * 100)[-6:], format_value([1.5, None])
     ('1000000000000000000000000000000', 'a number of 5001 digits', 'xxx...', '[1.5, None]')
     """
     if isinstance(value, int) and abs(value).bit_length() > 300:
@@ -81,20 +85,20 @@ def shown(value: Any, most: int = 60) -> str:
     except (RecursionError, ValueError):  # nested, or with a number of more digits than Python writes
         text = f"a {type(value).__name__}"
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
-def named(name: object) -> str:
-    """The name of a file or a model for a message: as `shown`, without quotes.
+def format_name(name: object) -> str:
+    """Write the name of a file or a model for a message: as `format_value`, without quotes.
 
-    >>> named("runs/a\\nb")
+    >>> format_name("runs/a\\nb")
     'runs/a\\\\nb'
     """
-    return shown(str(name), 300)[1:-1]
+    return format_value(str(name), 300)[1:-1]
 
 
-class _Strict(yaml.SafeLoader):
-    """No aliases, which can multiply; no key twice; no deep nesting."""
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses aliases, which can multiply, a key that comes twice, and deep nesting."""
 
     depth = 0
 
@@ -105,7 +109,7 @@ class _Strict(yaml.SafeLoader):
                 None, None, f"alias *{event.anchor}: write the value out", event.start_mark
             )
         self.depth += 1
-        if self.depth > DEEPEST:
+        if self.depth > MAX_DEPTH:
             raise RecursionError
         try:
             return super().compose_node(parent, index)
@@ -117,53 +121,53 @@ class _Strict(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
-                    problem = f"key {shown(key.value)} comes twice"
+                    problem = f"key {format_value(key.value)} comes twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def _text(path: Path, what: str, most: int) -> str:
+def _read_text(path: Path, origin: str, max_bytes: int) -> str:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{what} cannot be read: it is no regular file")
-            content = file.read(most + 1)
-        if len(content) > most:
-            raise UsageError(f"{what} cannot be read: it has more than {most:,} bytes")
+                raise UsageError(f"{origin} cannot be read: it is no regular file")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise UsageError(f"{origin} cannot be read: it has more than {max_bytes:,} bytes")
         return content.decode("utf-8")
     except OSError as error:
-        raise UsageError(f"{what} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
     except UsageError:
         raise
     except ValueError as error:  # no UTF-8, or a name that no file can have
-        raise UsageError(f"{what} cannot be read: {_short(error)}") from None
+        raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
 
 
-def _mapping(values: Any, what: str, form: str) -> dict[str, Any]:
+def _check_mapping(values: Any, origin: str, form: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise UsageError(f"{what} must hold {form}")
+        raise UsageError(f"{origin} must hold {form}")
     if wrong := [key for key in values if not isinstance(key, str)]:
-        raise UsageError(f"{what}: the key {shown(wrong[0])} is no text: write it in quotes, or leave it out")
-    if _depth(values) > DEEPEST:
-        raise UsageError(f"{what} is nested too deeply: {DEEPEST} levels at most")
+        raise UsageError(f"{origin}: the key {format_value(wrong[0])} is no text: write it in quotes, or leave it out")
+    if _count_levels(values) > MAX_DEPTH:
+        raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most")
     return values
 
 
-def _depth(value: Any) -> int:
-    """Levels of nesting, counted no further than is allowed."""
+def _count_levels(value: Any) -> int:
+    """Count the levels of nesting, no further than is allowed."""
     level, depth = [value], 0
-    while level and depth <= DEEPEST:
+    while level and depth <= MAX_DEPTH:
         level = [
             child
-            for of in level
-            if isinstance(of, dict | list)
-            for child in (of.values() if isinstance(of, dict) else of)
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
         ]
         depth += bool(level)
     return depth
 
 
-def _short(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 200 else f"{text[:197]}..."

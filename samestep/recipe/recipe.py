@@ -12,11 +12,11 @@ import yaml
 
 from samestep.errors import UsageError, nearest
 from samestep.recipe import scaling, schedule
-from samestep.recipe.reading import named, read_yaml, shipped_folder, shown
+from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
 from samestep.recipe.settings import (
     ACTIVATIONS,
     BATCH,
-    BELOW_ONE,
+    FRACTION,
     LAYERS,
     LENGTH,
     NOT_NEGATIVE,
@@ -26,9 +26,9 @@ from samestep.recipe.settings import (
     SEED,
     VOCABULARY,
     WIDTH,
-    at_most,
     build,
-    one_of,
+    choice,
+    limit,
     setting,
 )
 
@@ -50,12 +50,12 @@ ALTERNATIVES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What trains the recipes of a task.
+    """The parts that train the recipes of a task.
 
-    A part is the object itself, or "module:name" of one that is imported when it is asked for: planning needs no torch.
+    A part is the object itself, or "module:name" of an object that `find` imports: planning needs no torch.
 
     Attributes:
-        settings: class of what can be set of a run.
+        settings: class of a run's settings.
         data: makes the training samples and the held-out ones, called with the recipe and the number of workers.
         model: class that returns summed losses (`samestep.models.summed_losses`).
         shape: makes a recipe's model as the planner takes it; None: such recipes are not planned.
@@ -69,7 +69,7 @@ class Parts:
     script: str | None = None
 
     def find(self, name: str) -> Any:
-        """Give a part, imported if need be."""
+        """Return a part, imported if need be."""
         part = getattr(self, name)
         if not isinstance(part, str):
             return part
@@ -82,9 +82,9 @@ class Recipe:
     """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
 
     Attributes:
-        unit: what `length` of its samples counts.
+        unit: unit in which the length of its samples is counted.
         parts: what trains it, see `register`.
-        extra: of the installation, which its training needs (`samestep.recipe.extras`); None: none.
+        extra: extra of the installation that its training needs (`samestep.recipe.extras`); None: none.
     """
 
     unit: ClassVar[str] = "token"
@@ -103,7 +103,7 @@ class Recipe:
     global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
     epoch_end: str = setting(
         "the end of an epoch: carry (a global batch may span two epochs), keep (a smaller last step), drop (leave the rest)",
-        one_of("carry", "keep", "drop"),
+        choice("carry", "keep", "drop"),
     )
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
@@ -111,24 +111,24 @@ class Recipe:
     # AdamW
     learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
     learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", BATCH)
-    lr_scaling_rule: str = setting("how they change for another global batch", one_of(*scaling.RULES))
-    adam_beta1: float = setting("decay of the first moment per step", BELOW_ONE)
-    adam_beta2: float = setting("decay of the second moment per step", BELOW_ONE)
+    lr_scaling_rule: str = setting("how they change for another global batch", choice(*scaling.RULES))
+    adam_beta1: float = setting("decay of the first moment per step", FRACTION)
+    adam_beta2: float = setting("decay of the second moment per step", FRACTION)
     adam_epsilon: float = setting("added to the root of the second moment", POSITIVE)
     weight_decay: float = setting("decoupled weight decay; never on biases and normalisation weights", NOT_NEGATIVE)
     max_grad_norm: float | None = setting("clip the whole step's gradient to this L2 norm; null: no clipping", POSITIVE)
     accumulation: str = setting(
         "where the gradients of a step add up: gradient, or optimizer (in its moments, 4 bytes per parameter less: exact with "
         "sgd, not with adamw, whose second moment is estimated; clipping is approximate)",
-        one_of("gradient", "optimizer"),
+        choice("gradient", "optimizer"),
     )
     second_moment: str | None = setting(
         "of adamw with accumulation optimizer, null otherwise: unbiased, mean_of_squares or sum_of_squares",
-        one_of("unbiased", "mean_of_squares", "sum_of_squares"),
+        choice("unbiased", "mean_of_squares", "sum_of_squares"),
     )
 
     # Learning rate over the steps
-    lr_scheduler_type: str = setting("shape of the decay", one_of(*schedule.SHAPES))
+    lr_scheduler_type: str = setting("shape of the decay", choice(*schedule.SHAPES))
     num_warmup_steps: int | None = setting("linear warm-up in optimizer steps", NOT_NEGATIVE)
     warmup_epochs: float | None = setting("linear warm-up in epochs", NOT_NEGATIVE)
     warmup_ratio: float | None = setting("linear warm-up as a fraction of the schedule", PROBABILITY)
@@ -141,14 +141,14 @@ class Recipe:
     lr_decay_ratio: float = setting("fraction of the schedule that warmup_stable_decay spends decaying", PROBABILITY)
 
     def problems(self) -> list[str]:
-        """Rules between fields that this recipe breaks."""
+        """List the rules between fields that this recipe breaks, a message for each."""
         problems = []
         for group in ALTERNATIVES:
             names = [name for name in group if hasattr(self, name)]
-            given = [name for name in names if getattr(self, name) is not None]
-            if names and len(given) != 1:
-                what = " and ".join(given) + " are set" if given else "none is set"
-                problems.append(f"of {', '.join(names)} exactly one must be set, but {what}: set the others to null")
+            present = [name for name in names if getattr(self, name) is not None]
+            if names and len(present) != 1:
+                state = " and ".join(present) + " are set" if present else "none is set"
+                problems.append(f"of {', '.join(names)} exactly one must be set, but {state}: set the others to null")
         if (self.second_moment is None) == (self.estimates_second_moment):
             rule = "one of unbiased, mean_of_squares, sum_of_squares" if self.estimates_second_moment else "null"
             problems.append(
@@ -156,51 +156,57 @@ class Recipe:
                 f"it must be {rule}"
             )
         try:
-            self.scaled()
+            self.scaled_hyperparameters()
         except UsageError as error:
             problems += error.problems
         return problems
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits (SHA-256) of all fields that decide the steps; two recipes with equal ones take equal steps."""
-        return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
+        """16 hex digits (SHA-256) of all fields that decide the steps; recipes with equal fingerprints take equal steps."""
+        return hashlib.sha256(json.dumps(self.decisive_fields(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def decisive(self) -> dict[str, Any]:
-        """The fields that decide the steps, as plain JSON values. Where data lie is not among them: their content is
-        fingerprinted by the data pipeline."""
+    def decisive_fields(self) -> dict[str, Any]:
+        """Return the fields that decide the steps, as plain JSON values.
+
+        The places of the data are not among them: the data pipeline fingerprints the data's content.
+        """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
         return json.loads(json.dumps(values))
 
     @property
     def optimizer_name(self) -> str:
-        """adamw or sgd."""
+        """Name of the optimizer: adamw or sgd."""
         return getattr(self, "optimizer", "adamw")
 
     @property
     def estimates_second_moment(self) -> bool:
-        """Whether the optimizer accumulates in moments of which the second is not exact."""
+        """Whether gradients accumulate in the optimizer's moments and the second moment is an estimate."""
         return self.accumulation == "optimizer" and self.optimizer_name == "adamw"
 
-    def scaled(self) -> scaling.Hyperparameters:
-        """Learning rate, betas and eps for this recipe's global batch, by its scaling rule."""
+    def scaled_hyperparameters(self) -> scaling.Hyperparameters:
+        """Scale learning rate, betas and eps to this recipe's global batch, by its scaling rule.
+
+        Raises:
+            UsageError: the rule does not reach so far.
+        """
         tuned = scaling.Hyperparameters(self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         return scaling.scale(self.lr_scaling_rule, tuned, self.learning_rate_batch_size, self.global_batch_size)
 
     def schedule(self, num_steps: int, steps_per_epoch: float) -> schedule.Schedule:
-        """The learning rate as a function of the step, for a training of `num_steps` steps.
+        """Make the learning rate as a function of the step, for a training of `num_steps` steps.
 
         Raises:
-            UsageError: the warm-up, and what falls at the end, are longer than the training.
+            UsageError: the warm-up and the decay are together longer than the training.
         """
-        scaled, num_steps = self.scaled(), self.lr_num_steps or num_steps
-        given = {name: getattr(self, name) for name in ("num_warmup_steps", "warmup_epochs", "warmup_ratio")}
-        if scaled.warmup_epochs is not None:
-            given = dict.fromkeys(given) | {"warmup_epochs": scaled.warmup_epochs}
-        num_warmup_steps = schedule.warmup_steps(**given, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-        without = schedule.Schedule(
+        numbers, num_steps = self.scaled_hyperparameters(), self.lr_num_steps or num_steps
+        warmup = {name: getattr(self, name) for name in ("num_warmup_steps", "warmup_epochs", "warmup_ratio")}
+        if numbers.warmup_epochs is not None:
+            warmup = dict.fromkeys(warmup) | {"warmup_epochs": numbers.warmup_epochs}
+        num_warmup_steps = schedule.warmup_steps(**warmup, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+        base = schedule.Schedule(
             lr_scheduler_type=self.lr_scheduler_type,
-            peak=scaled.learning_rate,
+            peak=numbers.learning_rate,
             num_steps=num_steps,
             num_warmup_steps=0,
             min_ratio=self.min_lr_ratio,
@@ -209,23 +215,23 @@ class Recipe:
             first_step=self.lr_first_step,
         )
         is_decayed = self.lr_scheduler_type == "warmup_stable_decay"
-        most = num_steps - (without.num_decay_steps if is_decayed else 0)
-        if num_warmup_steps > most:
+        longest = num_steps - (base.num_decay_steps if is_decayed else 0)
+        if num_warmup_steps > longest:
             names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}
             tenth = schedule.warmup_steps(**names, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-            steps, ratio = (tenth, 0.1) if tenth <= most else (0, 0)
+            steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
             remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
-            if scaled.warmup_epochs is not None:
+            if numbers.warmup_epochs is not None:
                 rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
                 remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"
             raise UsageError(
-                f"the warm-up takes {num_warmup_steps} steps, more than the {most} of {num_steps} that it may"
+                f"the warm-up takes {num_warmup_steps} steps, more than the {longest} of {num_steps} that it may"
                 f"{' before the decay' if is_decayed else ''}: {remedy}"
             )
-        return dataclasses.replace(without, num_warmup_steps=num_warmup_steps)
+        return dataclasses.replace(base, num_warmup_steps=num_warmup_steps)
 
     def to_yaml(self) -> str:
-        """The recipe as resolved, every field written out: `load` reads it back to an equal recipe."""
+        """Write the recipe as YAML, every field of it: `load` reads it back to an equal recipe."""
         values = json.loads(json.dumps(dataclasses.asdict(self)))
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
@@ -243,13 +249,13 @@ class TextPretraining(Recipe):
     text_column: str = setting("column that holds a document's text (not for txt)", decides=False)
     txt_documents: str = setting(
         "documents of a txt file: blocks (blank lines separate them) or files (it is one)",
-        one_of("blocks", "files"),
+        choice("blocks", "files"),
         decides=False,
     )
-    validation_fraction: float = setting("fraction of the text held out, unless validation_file is set", BELOW_ONE)
+    validation_fraction: float = setting("fraction of the text held out, unless validation_file is set", FRACTION)
     validation_split: str = setting(
         "what is held out: random (documents drawn by the seed) or tail (the end of the text, by characters)",
-        one_of("random", "tail"),
+        choice("random", "tail"),
     )
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
@@ -263,7 +269,7 @@ class BertRecipe(Recipe):
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
     do_lower_case: bool = setting("lower-case and strip accents")
-    max_seq_length: int = setting("tokens per sample, [CLS] and both [SEP] included", at_most(2**24, 8))
+    max_seq_length: int = setting("tokens per sample, [CLS] and both [SEP] included", limit(2**24, 8))
 
     # Model
     model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
@@ -271,11 +277,11 @@ class BertRecipe(Recipe):
     num_hidden_layers: int = setting("layers", LAYERS)
     num_attention_heads: int = setting("heads; divides hidden_size", WIDTH)
     intermediate_size: int = setting("width of the feed-forward layer", WIDTH)
-    hidden_act: str = setting("activation of the feed-forward layer", one_of(*ACTIVATIONS))
+    hidden_act: str = setting("activation of the feed-forward layer", choice(*ACTIVATIONS))
     max_position_embeddings: int = setting("positions; at least max_seq_length", LENGTH)
-    hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", FRACTION)
     attention_probs_dropout_prob: float = setting(
-        "attention dropout; above 0 its noise depends on the layout", BELOW_ONE
+        "attention dropout; above 0 its noise depends on the layout", FRACTION
     )
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
@@ -342,7 +348,7 @@ class TextClassification(BertRecipe):
         "column of the second text of a pair; null: found by its name, when text_column is null too", decides=False
     )
     label_column: str | None = setting("column of the label; null: found by its name", decides=False)
-    validation_fraction: float = setting("fraction of the texts held out, unless others are named", BELOW_ONE)
+    validation_fraction: float = setting("fraction of the texts held out, unless others are named", FRACTION)
     num_labels: int | None = setting("classes; null: those of the training texts; 1: the label is a number", VOCABULARY)
 
     # What is trained, and how it is judged
@@ -376,7 +382,7 @@ class Gpt2Pretraining(TextPretraining):
     # Data
     tokenizer: str = setting(
         "tokenizer to train when tokenizer_name is null: byte_level_bpe or characters",
-        one_of("byte_level_bpe", "characters"),
+        choice("byte_level_bpe", "characters"),
     )
     block_size: int = setting("tokens per sample, all of them predicted but the first of a document", LENGTH)
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
@@ -390,11 +396,11 @@ class Gpt2Pretraining(TextPretraining):
     n_head: int = setting("heads; divides n_embd", WIDTH)
     activation_function: str = setting(
         "activation of the feed-forward layer; gelu_pytorch_tanh is GPT-2's gelu_new in one kernel",
-        one_of("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
+        choice("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
     )
-    resid_pdrop: float = setting("dropout after each layer; above 0 its noise depends on the layout", BELOW_ONE)
-    embd_pdrop: float = setting("dropout of the embeddings; above 0 its noise depends on the layout", BELOW_ONE)
-    attn_pdrop: float = setting("attention dropout; above 0 its noise depends on the layout", BELOW_ONE)
+    resid_pdrop: float = setting("dropout after each layer; above 0 its noise depends on the layout", FRACTION)
+    embd_pdrop: float = setting("dropout of the embeddings; above 0 its noise depends on the layout", FRACTION)
+    attn_pdrop: float = setting("attention dropout; above 0 its noise depends on the layout", FRACTION)
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
 
@@ -432,10 +438,10 @@ class ImageRecipe(Recipe):
     extra: ClassVar[str | None] = "images"
 
     # Optimizer
-    optimizer: str = setting("sgd (with momentum) or adamw", one_of("sgd", "adamw"))
-    sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", BELOW_ONE)
-    adam_beta1: float | None = setting("decay of the first moment per step; null with sgd", BELOW_ONE)
-    adam_beta2: float | None = setting("decay of the second moment per step; null with sgd", BELOW_ONE)
+    optimizer: str = setting("sgd (with momentum) or adamw", choice("sgd", "adamw"))
+    sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", FRACTION)
+    adam_beta1: float | None = setting("decay of the first moment per step; null with sgd", FRACTION)
+    adam_beta2: float | None = setting("decay of the second moment per step; null with sgd", FRACTION)
     adam_epsilon: float | None = setting("added to the root of the second moment; null with sgd", POSITIVE)
 
     # Data
@@ -448,7 +454,7 @@ class ImageRecipe(Recipe):
     normalization: str = setting(
         "group; batch: its statistics depend on how the step is cut, so the cut is not exact; frozen: batch with the "
         "statistics of model_name_or_path",
-        one_of("batch", "group", "frozen"),
+        choice("batch", "group", "frozen"),
     )
     exact_batch_norm: bool = setting(
         "batch normalisation by statistics of the whole step, however it is cut: exact, and 9 times slower and more"
@@ -480,18 +486,18 @@ class ImageClassification(ImageRecipe):
     dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
     validation_fraction: float = setting(
         "fraction of the images held out, drawn by the seed; not used with validation_dir or a validation split of the hub",
-        BELOW_ONE,
+        FRACTION,
     )
     image_mean: tuple[float, ...] = setting("subtracted from each channel, whose values lie in [0, 1]")
     image_std: tuple[float, ...] = setting("each channel is divided by it, after that")
     augmentation: str = setting(
         "of training images, drawn anew in every epoch: none, shift (by up to 1/8, zeros move in) or imagenet (random crop "
         "and flip; of held-out images 7/8 of the short side)",
-        one_of("none", "shift", "imagenet"),
+        choice("none", "shift", "imagenet"),
     )
 
     # Loss
-    label_smoothing: float = setting("share of the target that all classes divide between them", BELOW_ONE)
+    label_smoothing: float = setting("share of the target that all classes divide between them", FRACTION)
 
     # Model
     model_name_or_path: str | None = setting(
@@ -499,7 +505,7 @@ class ImageClassification(ImageRecipe):
     )
     num_labels: int = setting("classes", VOCABULARY)
     layer_type: str = setting(
-        "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", one_of("basic", "bottleneck")
+        "basic (two 3x3 convolutions) or bottleneck (1x1, 3x3, 1x1)", choice("basic", "bottleneck")
     )
     embedding_size: int = setting("channels of the first convolution", WIDTH)
     hidden_sizes: tuple[int, ...] = setting("channels that each stage ends with", STAGES)
@@ -546,7 +552,7 @@ class CaptchaRecognition(ImageRecipe):
 
     num_validation_samples: int = setting("held-out images, drawn beside the training data", POSITIVE, decides=False)
     alphabet: str = setting("the characters that may occur")
-    num_characters: int = setting("characters of an image", at_most(1000))
+    num_characters: int = setting("characters of an image", limit(1000))
     conv_channels: tuple[int, ...] = setting("channels of each convolution", STAGES)
     hidden_size: int = setting("width of the layer between the convolutions and the heads", WIDTH)
 
@@ -578,7 +584,7 @@ class CaptchaRecognition(ImageRecipe):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What `networks.CaptchaReader` takes."""
+        """The model's shape, as `networks.CaptchaReader` takes it."""
         names = (
             "image_height",
             "image_width",
@@ -592,15 +598,15 @@ class CaptchaRecognition(ImageRecipe):
 
 
 TASKS: dict[str, type[Recipe]] = {}
-"""Task -> its recipes, filled by `register`: the only list of tasks."""
+"""Task -> class of its recipes, filled by `register`: the only list of tasks."""
 
 
 def register(task: str, recipe_class: type[Recipe], parts: Parts) -> None:
-    """Make a task known to scripts, planner, tracer and command line.
+    """Add a task to scripts, planner, tracer and command line.
 
     Args:
-        task: name in recipes.
-        recipe_class: what its recipes decide.
+        task: its name in recipes.
+        recipe_class: class of its recipes.
         parts: what trains it.
     """
     recipe_class.parts = parts
@@ -665,12 +671,12 @@ register(
 
 
 def catalog_names() -> list[str]:
-    """Names of the recipes that ship with the package."""
+    """List the names of the recipes that ship with the package."""
     return sorted(path.stem for path in CATALOG.glob("*.yaml"))
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `changes` laid over them; setting one of several alternatives clears the others.
+    """Lay `changes` over `values`; a value for one of several alternatives clears the others.
 
     >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
     {'max_train_steps': None, 'num_train_epochs': 2}
@@ -694,38 +700,43 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
     Raises:
         UsageError: unknown recipe, unreadable file, or any broken rule, all problems in one error.
     """
-    values = _read(name_or_file, seen=())
+    values = _read(name_or_file, ancestors=())
     kind = values.get("task")
     if not isinstance(kind, str) or kind not in TASKS:
-        raise UsageError(f"recipe {named(name_or_file)}: task is {shown(kind)}, must be one of {', '.join(TASKS)}")
+        raise UsageError(
+            f"recipe {format_name(name_or_file)}: task is {format_value(kind)}, must be one of {', '.join(TASKS)}"
+        )
     if task is not None and kind != task:
         raise UsageError(
-            f"recipe {named(name_or_file)} is for the task {kind}, this script trains {task}: {_choices(task)}"
+            f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
         )
-    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {named(name_or_file)}")
+    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {format_name(name_or_file)}")
 
 
-def _choices(task: str) -> str:
-    return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, seen=())["task"] == task)
+def _list_choices(task: str) -> str:
+    return "recipes for it: " + ", ".join(n for n in catalog_names() if _read(n, ancestors=())["task"] == task)
 
 
-def _read(name_or_file: str, seen: Iterable[str]) -> dict[str, Any]:
+def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
+    """Read a recipe's values, laid over its base's; `ancestors` are the recipes that extend it."""
     is_path = name_or_file.endswith((".yaml", ".yml"))
     if not is_path and name_or_file not in catalog_names():
         raise UsageError(
-            f"unknown recipe {shown(name_or_file)}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
+            f"unknown recipe {format_value(name_or_file)}: {nearest(name_or_file, catalog_names())}; or give a .yaml file"
         )
     path = Path(name_or_file) if is_path else CATALOG / f"{name_or_file}.yaml"
-    if name_or_file in seen:
+    if name_or_file in ancestors:
         raise UsageError(
-            f"recipe {named(name_or_file)} extends itself through {' -> '.join(seen)}: remove one `extends`"
+            f"recipe {format_name(name_or_file)} extends itself through {' -> '.join(ancestors)}: remove one `extends`"
         )
-    values = {"name": path.stem} | read_yaml(path, f"recipe {named(path)}")
+    values = {"name": path.stem} | read_yaml(path, f"recipe {format_name(path)}")
     base = values.pop("extends", None)
     if base is None:
         return values
     if not isinstance(base, str):
-        raise UsageError(f"recipe {named(path)}: extends is {shown(base)}, must be a recipe's name or file")
+        raise UsageError(
+            f"recipe {format_name(path)}: extends is {format_value(base)}, must be a recipe's name or file"
+        )
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
-    return overlay(_read(str(base), (*seen, name_or_file)), values)
+    return overlay(_read(str(base), (*ancestors, name_or_file)), values)

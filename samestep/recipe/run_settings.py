@@ -18,9 +18,9 @@ from samestep.recipe.settings import (
     SECONDS,
     WORKERS,
     Parser,
-    at_most,
     build,
-    one_of,
+    choice,
+    limit,
     program_name,
     setting,
 )
@@ -49,15 +49,15 @@ class RunSettings:
     speed: str = setting(
         "auto: measure once which kernels and how large micro-batches are the fastest here; safe: the same ones everywhere, "
         "for runs that are repeated bit by bit",
-        one_of("auto", "safe"),
+        choice("auto", "safe"),
         default="auto",
     )
-    dtype: str = setting("of weights and optimizer states", one_of("float32", "float64"), default="float32")
+    dtype: str = setting("of weights and optimizer states", choice("float32", "float64"), default="float32")
     preprocessing_num_workers: int | None = setting(
-        "processes or threads that prepare the data; none: as many as suit them", at_most(WORKERS), default=None
+        "processes or threads that prepare the data; none: as many as suit them", limit(WORKERS), default=None
     )
     dataloader_num_workers: int | None = setting(
-        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", at_most(WORKERS, 0), default=None
+        "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", limit(WORKERS, 0), default=None
     )
 
     # Progress, checkpoints
@@ -66,7 +66,7 @@ class RunSettings:
         "steps between evaluations; none: at the start and the end", POSITIVE, default=None
     )
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
-    report_to: str = setting("tracker", one_of("none", "tensorboard", "wandb", "trackio"), default="none")
+    report_to: str = setting("tracker", choice("none", "tensorboard", "wandb", "trackio"), default="none")
     checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
     async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
     checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
@@ -84,27 +84,27 @@ class RunSettings:
     )
     on_nonfinite: str = setting(
         "when a gradient is not finite: end the run as it was before the step, or leave the step out and count it",
-        one_of("stop", "skip"),
+        choice("stop", "skip"),
         default="stop",
     )
     ddp_timeout: float = setting(
-        "seconds to wait for another process before the run ends", at_most(SECONDS), default=1800.0
+        "seconds to wait for another process before the run ends", limit(SECONDS), default=1800.0
     )
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
     @property
     def memory_remedy(self) -> str:
-        """What helps when memory does not hold a sample."""
+        """What helps when memory does not hold a sample, for messages."""
         return "a smaller model or smaller images"
 
     @property
-    def for_accelerator(self) -> dict[str, Any]:
-        """What `launch.create_accelerator` wants to know."""
+    def accelerator_options(self) -> dict[str, Any]:
+        """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
-        known = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
+        options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         is_sharded = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
-        return known | {"may_shard": is_sharded}
+        return options | {"may_shard": is_sharded}
 
     def problems(self) -> list[str]:
         problems = []
@@ -129,7 +129,7 @@ class LanguageModelSettings(RunSettings):
     )
     attn_implementation: str | None = setting(
         "attention kernel; none: sdpa on a GPU, on a CPU the one measured to be faster",
-        one_of("sdpa", "eager"),
+        choice("sdpa", "eager"),
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
@@ -178,7 +178,7 @@ class ImageSettings(RunSettings):
 
     on_bad_sample: str = setting(
         "when images cannot be decoded: end before training, or leave them out and say which",
-        one_of("stop", "skip"),
+        choice("stop", "skip"),
         default="stop",
     )
 
@@ -196,12 +196,15 @@ EPILOG = """A recipe gives every field of its own, and a flag changes it: --reci
 
 
 def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
-    """The recipe (flags laid over its file) and the run settings, of the task's class, that the flags in `argv` describe.
+    """Read the recipe and the run settings from the flags in `argv`.
 
     Args:
         argv: the flags.
-        task: of the recipe.
+        task: the task that the recipe must have.
         description: of the program, for `--help`.
+
+    Returns:
+        The recipe, flags laid over its file, and the run settings, an object of the task's settings class.
 
     Raises:
         UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
@@ -210,7 +213,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     settings_class = cls.parts.find("settings")
     parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
     parser.add_settings(settings_class)
-    parser.add_settings(cls, _values_for_help(argv, task), "recipe")
+    parser.add_settings(cls, _load_help_recipe(argv, task), "recipe")
     flags = parser.parse(argv)
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
@@ -228,10 +231,10 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
 
 
-def _values_for_help(argv: Sequence[str], task: str) -> recipes.Recipe | None:
-    """The recipe of which `--help` shall show the values."""
-    given = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
-    given += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
-    if not given or not {"-h", "--help"} & set(argv):
+def _load_help_recipe(argv: Sequence[str], task: str) -> recipes.Recipe | None:
+    """Load the recipe whose values `--help` shows; None: no recipe in the flags, or no help asked for."""
+    names = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
+    names += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
+    if not names or not {"-h", "--help"} & set(argv):
         return None
-    return recipes.load(given[-1], task=task)
+    return recipes.load(names[-1], task=task)

@@ -54,7 +54,7 @@ class Hyperparameters:
 
 
 class Range(NamedTuple):
-    """One row of the conservative table: (low, high) of the learning-rate factor and of the warm-up in epochs."""
+    """A row of the conservative table: (low, high) of the learning-rate factor and of the warm-up in epochs."""
 
     learning_rate_factor: tuple[float, float]
     warmup_epochs: tuple[float, float]
@@ -70,8 +70,7 @@ CONSERVATIVE_RANGES = {
 
 
 def kappa(tuned_batch_size: int, global_batch_size: int) -> Fraction:
-    """The ratio of the batch in use to the batch of the tuning, exactly.
-
+    """Compute the ratio of the batch in use to the batch of the tuning, exactly.
     Args:
         tuned_batch_size: samples per step at which the numbers were tuned.
         global_batch_size: samples per step now.
@@ -103,7 +102,7 @@ def none(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
 
 
 def linear(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
-    """Learning rate in proportion to the batch, for SGD; warm up over the first epochs (5 in the paper).
+    """Scale the learning rate in proportion to the batch, for SGD; warm up over the first epochs (5 in the paper).
 
         learning_rate' = kappa * learning_rate
 
@@ -112,11 +111,11 @@ def linear(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int
 
     Reference: Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv:1706.02677.
     """
-    return replace(tuned, learning_rate=_times(tuned.learning_rate, kappa(tuned_batch_size, global_batch_size)))
+    return replace(tuned, learning_rate=_multiply(tuned.learning_rate, kappa(tuned_batch_size, global_batch_size)))
 
 
 def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
-    """Adam as the same stochastic differential equation at another batch, while gradient noise dominates.
+    """Keep Adam's stochastic differential equation the same at another batch, as long as gradient noise dominates.
 
         learning_rate' = sqrt(kappa) * learning_rate      beta' = 1 - kappa (1 - beta), for both
         epsilon'       = epsilon / sqrt(kappa)
@@ -133,8 +132,8 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     Reference: Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, 2022, arXiv:2205.10287.
     """
     ratio = kappa(tuned_batch_size, global_batch_size)
-    _need_adam("sqrt", tuned)
-    rates = {name: 1 - _decimal(getattr(tuned, name)) for name in ("adam_beta1", "adam_beta2")}
+    _require_adam("sqrt", tuned)
+    rates = {name: 1 - _to_fraction(getattr(tuned, name)) for name in ("adam_beta1", "adam_beta2")}
     largest = {name: max(tuned_batch_size, math.ceil(tuned_batch_size / rate) - 1) for name, rate in rates.items()}
     if problems := [
         f"global_batch_size {global_batch_size} is too large for sqrt scaling of {name} {getattr(tuned, name)} "
@@ -146,14 +145,14 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
         raise UsageError(problems)
     return replace(
         tuned,
-        learning_rate=_times(tuned.learning_rate, math.sqrt(ratio)),
-        adam_epsilon=_times(tuned.adam_epsilon, math.sqrt(1 / ratio)),
+        learning_rate=_multiply(tuned.learning_rate, math.sqrt(ratio)),
+        adam_epsilon=_multiply(tuned.adam_epsilon, math.sqrt(1 / ratio)),
         **{name: float(1 - ratio * rate) for name, rate in rates.items()},
     )
 
 
 def beta2_half_life(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
-    """Keep how many samples (for a language model, tokens) Adam's second moment remembers, and the learning rate.
+    """Keep the half-life of Adam's second moment in samples (for a language model, tokens), and the learning rate.
 
         beta2' = beta2 ** kappa,  so that  half-life = global_batch_size * log(1/2) / log(beta2')  samples stays
 
@@ -164,15 +163,15 @@ def beta2_half_life(tuned: Hyperparameters, tuned_batch_size: int, global_batch_
     Accumulation Is Wasteful, 2025, arXiv:2507.07101.
     """
     ratio = kappa(tuned_batch_size, global_batch_size)
-    _need_adam("beta2_half_life", tuned)
+    _require_adam("beta2_half_life", tuned)
     return replace(tuned, adam_beta2=tuned.adam_beta2 ** float(ratio))
 
 
 def conservative(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
-    """The cautious end of `CONSERVATIVE_RANGES`: the lowest learning rate and the longest warm-up of each row.
+    """Take the cautious end of `CONSERVATIVE_RANGES`: the lowest learning rate and the longest warm-up of each row.
 
-    Between rows both are linear in log2(kappa). The factor starts from 1 at kappa = 1, where the warm-up is left alone;
-    for 1 < kappa < 2 the warm-up is that of x2. A rule of thumb from practice, not a theorem.
+    Between rows both are linear in log2(kappa). The factor starts from 1 at kappa = 1, where the warm-up stays the same;
+    for 1 < kappa < 2 the warm-up of kappa = 2 holds. A rule of thumb from practice, not a theorem.
 
     Raises:
         UsageError: kappa is outside [1, 16], beyond the table.
@@ -195,8 +194,8 @@ def conservative(tuned: Hyperparameters, tuned_batch_size: int, global_batch_siz
     warmups = [max(row.warmup_epochs) for row in CONSERVATIVE_RANGES.values()]
     return replace(
         tuned,
-        learning_rate=_times(tuned.learning_rate, _between_doublings([1.0, *factors], ratio)),
-        warmup_epochs=_between_doublings([warmups[0], *warmups], ratio),
+        learning_rate=_multiply(tuned.learning_rate, _interpolate_doublings([1.0, *factors], ratio)),
+        warmup_epochs=_interpolate_doublings([warmups[0], *warmups], ratio),
     )
 
 
@@ -205,7 +204,7 @@ RULES: dict[str, Rule] = {rule.__name__: rule for rule in (none, linear, sqrt, b
 
 
 def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
-    """The tuned numbers carried to another batch by a rule of `RULES`.
+    """Scale tuned numbers to another batch by a rule of `RULES`.
 
     Args:
         rule: a name in `RULES`.
@@ -227,7 +226,7 @@ def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch
     return RULES[rule](tuned, tuned_batch_size, global_batch_size)
 
 
-def _need_adam(rule: str, tuned: Hyperparameters) -> None:
+def _require_adam(rule: str, tuned: Hyperparameters) -> None:
     if tuned.adam_beta1 is None or tuned.adam_beta2 is None or tuned.adam_epsilon is None:
         raise UsageError(
             f"scaling rule {rule} changes Adam's numbers, and this optimizer has none: use linear, or none"
@@ -235,28 +234,28 @@ def _need_adam(rule: str, tuned: Hyperparameters) -> None:
 
 
 def _is_number(value: object, end: float) -> bool:
-    """In [0, end); NaN is not."""
+    """Tell whether `value` is a number in [0, end); NaN is not."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < end
 
 
-def _decimal(value: float) -> Fraction:
-    """The number as people wrote it: 1/10 for 0.1."""
+def _to_fraction(value: float) -> Fraction:
+    """Convert a number to the fraction that people wrote: 1/10 for 0.1."""
     return Fraction(str(value))
 
 
-def _times(value: float, factor: float | Fraction) -> float:
-    """The product of a number as written and a factor, rounded once.
+def _multiply(value: float, factor: float | Fraction) -> float:
+    """Multiply a number, as written, by a factor, and round once.
 
-    >>> 3 * 2e-4, _times(2e-4, 3)
+    >>> 3 * 2e-4, _multiply(2e-4, 3)
     (0.0006000000000000001, 0.0006)
     """
-    return float(_decimal(value) * Fraction(factor))
+    return float(_to_fraction(value) * Fraction(factor))
 
 
-def _between_doublings(values: list[float], ratio: Fraction) -> float:
-    """Linear in log2(ratio) through values[i] at ratio 2**i.
+def _interpolate_doublings(values: list[float], ratio: Fraction) -> float:
+    """Interpolate linearly in log2(ratio) between values[i] at ratio 2**i.
 
-    >>> [_between_doublings([1.0, 1.5, 4.0], Fraction(2) ** i) for i in (0, 1, 2)]
+    >>> [_interpolate_doublings([1.0, 1.5, 4.0], Fraction(2) ** i) for i in (0, 1, 2)]
     [1.0, 1.5, 4.0]
     """
     doublings = math.log2(ratio)

@@ -29,7 +29,7 @@ def constant(progress: float) -> float:
 
 
 def linear(progress: float) -> float:
-    """A straight line: shape = 1 - progress.
+    """Fall on a straight line: shape = 1 - progress.
 
     >>> linear(0.0), linear(0.25), linear(1.0)
     (1.0, 0.75, 0.0)
@@ -38,7 +38,7 @@ def linear(progress: float) -> float:
 
 
 def cosine(progress: float) -> float:
-    """Half a wave: shape = (1 + cos(pi progress)) / 2.
+    """Fall on half a cosine wave: shape = (1 + cos(pi progress)) / 2.
 
     >>> cosine(0.0), round(cosine(0.5), 15), cosine(1.0)
     (1.0, 0.5, 0.0)
@@ -49,7 +49,7 @@ def cosine(progress: float) -> float:
 
 
 def polynomial(progress: float, power: float) -> float:
-    """A power of the straight line: shape = (1 - progress) ** power.
+    """Fall on a power of the straight line: shape = (1 - progress) ** power.
 
     >>> polynomial(0.0, 2.0), polynomial(0.5, 2.0), polynomial(1.0, 2.0)
     (1.0, 0.25, 0.0)
@@ -58,7 +58,9 @@ def polynomial(progress: float, power: float) -> float:
 
 
 def warmup_stable_decay(progress: float, decay_share: float) -> float:
-    """The peak, then a straight line over the last `decay_share`: shape = min(1, (1 - progress) / decay_share).
+    """Stay at the peak, then fall on a straight line over the last `decay_share`.
+
+        shape = min(1, (1 - progress) / decay_share)
 
     >>> [warmup_stable_decay(progress, 0.5) for progress in (0.0, 0.5, 0.75, 1.0)]
     [1.0, 1.0, 0.5, 0.0]
@@ -76,7 +78,7 @@ SHAPES: dict[str, Callable[[float, "Schedule"], float]] = {
     "polynomial": lambda progress, schedule: polynomial(progress, schedule.power),
     "warmup_stable_decay": lambda progress, schedule: warmup_stable_decay(progress, schedule.decay_share),
 }
-"""lr_scheduler_type -> how much of the way from the final learning rate up to the peak is left at a progress."""
+"""lr_scheduler_type -> its shape, a function of progress: 1 at the peak, 0 at the final learning rate."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class Schedule:
         power: exponent of `polynomial`, above 0.
         decay_ratio: share of all num_steps in the final fall of `warmup_stable_decay`, in (0, 1]; rounded half up to
             whole steps, at least one, that must not reach into the warm-up.
-        first_step: where this run enters the schedule, added to every step; above 0 in a run that goes on with the
-            schedule of another.
+        first_step: step of the schedule at which this run begins, added to every step; above 0 in a run that goes on with
+            the schedule of another run.
 
     Raises:
         UsageError: values outside these ranges, or that do not go together; all of them at once.
@@ -118,15 +120,15 @@ class Schedule:
         fields = vars(self).copy()
         kind = fields.pop("lr_scheduler_type")
         problems = [] if kind in SHAPES else [f"lr_scheduler_type {kind!r} is unknown: {nearest(str(kind), SHAPES)}"]
-        problems += _range_problems(fields)
+        problems += _find_range_problems(fields)
         lengths = ("num_steps", "num_warmup_steps", "decay_ratio", "first_step")
-        if not _range_problems({name: fields[name] for name in lengths}):
-            problems += self._length_problems()
+        if not _find_range_problems({name: fields[name] for name in lengths}):
+            problems += self._find_length_problems()
         if problems:
             raise UsageError(problems)
 
     def __call__(self, step: int) -> float:
-        """Learning rate of the update that follows `step` updates; past the end, the final one."""
+        """Compute the learning rate of the update that follows `step` updates; past the end, the final learning rate."""
         step += self.first_step
         if step < self.num_warmup_steps:
             return self.peak * ((step + 1) / self.num_warmup_steps)
@@ -148,8 +150,8 @@ class Schedule:
         """`num_decay_steps` as a share of the steps after the warm-up, the unit of progress."""
         return self.num_decay_steps / (self.num_steps - self.num_warmup_steps)
 
-    def _length_problems(self) -> list[str]:
-        """What the lengths break together, once each is sound by itself."""
+    def _find_length_problems(self) -> list[str]:
+        """List the rules that the lengths break together; each must keep its own range."""
         problems = []
         num_left = self.num_steps - self.num_warmup_steps
         if num_left < 0:
@@ -178,7 +180,7 @@ def warmup_steps(
     num_steps: int,
     steps_per_epoch: float,
 ) -> int:
-    """The length of the warm-up in steps, from the one of three ways in which it was given.
+    """Compute the length of the warm-up in steps, from exactly one of three arguments.
 
         num_warmup_steps   or   warmup_epochs * steps_per_epoch   or   warmup_ratio * num_steps
 
@@ -199,12 +201,12 @@ def warmup_steps(
     >>> warmup_steps(num_warmup_steps=None, warmup_epochs=None, warmup_ratio=0.29, num_steps=50, steps_per_epoch=16)
     15
     """
-    ways = {"num_warmup_steps": num_warmup_steps, "warmup_epochs": warmup_epochs, "warmup_ratio": warmup_ratio}
-    given = {name: value for name, value in ways.items() if value is not None}
-    if len(given) != 1:
-        found = ", ".join(f"{name} {value!r}" for name, value in given.items()) or "none of them"
-        raise UsageError(f"exactly one of {', '.join(ways)} must be given, found {found}: keep one; 0 is no warm-up.")
-    if problems := _range_problems({**given, "num_steps": num_steps, "steps_per_epoch": steps_per_epoch}):
+    options = {"num_warmup_steps": num_warmup_steps, "warmup_epochs": warmup_epochs, "warmup_ratio": warmup_ratio}
+    values = {name: value for name, value in options.items() if value is not None}
+    if len(values) != 1:
+        text = ", ".join(f"{name} {value!r}" for name, value in values.items()) or "none of them"
+        raise UsageError(f"exactly one of {', '.join(options)} must be given, found {text}: keep one; 0 is no warm-up.")
+    if problems := _find_range_problems({**values, "num_steps": num_steps, "steps_per_epoch": steps_per_epoch}):
         raise UsageError(problems)
     if num_warmup_steps is not None:
         return num_warmup_steps
@@ -214,7 +216,7 @@ def warmup_steps(
 
 
 def _round_half_up(share: float, whole: float) -> int:
-    """The product of two numbers as people wrote them, to the nearest whole number.
+    """Multiply two numbers, as people wrote them, and round to the nearest whole number.
 
     >>> _round_half_up(0.29, 50), math.floor(0.29 * 50 + 0.5)  # 14.5, which floats miss by one bit
     (15, 14)
@@ -226,13 +228,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, smallest: int = 0) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= smallest
 
 
 _RANGES: dict[str, tuple[Callable[[object], bool], str]] = {
     "peak": (_is_number, "a finite number of at least 0"),
-    "num_steps": (lambda value: _is_count(value, least=1), "a whole number of steps, at least 1"),
+    "num_steps": (lambda value: _is_count(value, smallest=1), "a whole number of steps, at least 1"),
     "num_warmup_steps": (_is_count, "a whole number of steps, at least 0"),
     "warmup_epochs": (_is_number, "a finite number of at least 0"),
     "warmup_ratio": (lambda value: _is_number(value) and value <= 1, "a number in [0, 1]"),
@@ -244,8 +246,8 @@ _RANGES: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def _range_problems(values: Mapping[str, object]) -> list[str]:
-    """What each value breaks by itself."""
+def _find_range_problems(values: Mapping[str, object]) -> list[str]:
+    """List the values that are outside their own range, a message for each."""
     return [
         f"{name} {value!r} must be {_RANGES[name][1]}: correct it."
         for name, value in values.items()

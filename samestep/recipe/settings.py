@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError, is_utf8, nearest
-from samestep.recipe.reading import named, shown
+from samestep.recipe.reading import format_name, format_value
 
 
 class Check(NamedTuple):
@@ -32,41 +32,42 @@ class Check(NamedTuple):
 
 LARGEST = 10**12
 """No number that can be set is larger. Fields whose size costs memory or time have bounds of their own."""
-MOST_TEXT, MOST_ITEMS = 4096, 100_000
+MAX_TEXT_LENGTH, MAX_ITEMS = 4096, 100_000
 """Characters of a text, items of a list (files that a shell found)."""
 
 POSITIVE = Check("must be greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Check("must be 0 or greater", lambda value: value >= 0)
 PROBABILITY = Check("must lie in [0, 1]", lambda value: 0 <= value <= 1)
-BELOW_ONE = Check("must lie in [0, 1)", lambda value: 0 <= value < 1)
+FRACTION = Check("must lie in [0, 1)", lambda value: 0 <= value < 1)
 
 
-def one_of(*choices: str) -> Check:
+def choice(*choices: str) -> Check:
+    """Make the rule that a value is one of `choices`."""
     return Check(f"must be one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
-def at_most(most: int, least: int = 1) -> Check:
-    """From `least` to `most`."""
-    return Check(f"must be from {least:,} to {most:,}", lambda value: least <= value <= most)
+def limit(largest: float, smallest: float = 1) -> Check:
+    """Make the rule that a number lies in [smallest, largest]."""
+    return Check(f"must be from {smallest:,} to {largest:,}", lambda value: smallest <= value <= largest)
 
 
-SEED = at_most(2**32 - 1, 0)  # what numpy and scikit-learn take
-BATCH = at_most(2**24)  # samples whose numbers are drawn at once
-LENGTH = at_most(2**24)  # tokens of a sample
-VOCABULARY = at_most(2**24)
-WIDTH = at_most(2**17)  # of a layer
-LAYERS = at_most(10_000)
-PIXELS = at_most(2**14)  # of a side
+SEED = limit(2**32 - 1, 0)  # what numpy and scikit-learn take
+BATCH = limit(2**24)  # samples whose numbers are drawn at once
+LENGTH = limit(2**24)  # tokens of a sample
+VOCABULARY = limit(2**24)
+WIDTH = limit(2**17)  # of a layer
+LAYERS = limit(10_000)
+PIXELS = limit(2**14)  # of a side
 WORKERS = 1024  # processes or threads
 SECONDS = 10**8  # three years, which clocks and timers can count
 
 
 def setting(help: str, check: tuple | None = None, *, decides: bool = True, flag: bool = True, **default: Any) -> Any:
-    """A documented dataclass field.
+    """Make a documented dataclass field.
 
     Args:
         help: meaning and unit, shown by `--help`.
-        check: a `Check`, or the parts of one; not applied to None.
+        check: a `Check`, or a tuple of its parts; not applied to None.
         decides: whether the value belongs to the fingerprint, that is, whether it decides the optimizer's steps.
         flag: whether `--name` can set it.
         default: `default=value` for a setting that may be left out.
@@ -86,8 +87,10 @@ def _type_name(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, or TypeError. Nothing is guessed, but for one trap: YAML reads 1e-4 as a string.
+    """Convert `value` to the type `hint`. Nothing is guessed, but for one trap: YAML reads 1e-4 as a string.
 
+    Raises:
+        TypeError: `value` is not of that type.
     >>> coerce("1e-4", float), coerce(1, float), coerce(["a"], tuple[str, ...])
     (0.0001, 1.0, ('a',))
     >>> coerce(True, int)
@@ -123,7 +126,7 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def from_text(text: str, hint: Any) -> Any:
-    """The value that a flag's text stands for; text that fits no type is returned as it is, for `build` to refuse.
+    """Convert a flag's text to the value that it stands for; text that fits no type stays as it is, for `build` to refuse.
 
     >>> from_text("8", int | None), from_text("none", int | None), from_text("true", bool), from_text("x", int)
     (8, None, True, 'x')
@@ -142,7 +145,7 @@ def from_text(text: str, hint: Any) -> Any:
 
 
 def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
-    """An instance of the settings class `cls` from `values`, all its rules checked.
+    """Make an instance of the settings class `cls` from `values`, and check all its rules.
 
     Args:
         cls: a dataclass of `setting` fields; may define `problems(self) -> list[str]` for rules between fields.
@@ -155,7 +158,7 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
     """
     hints, fields = typing.get_type_hints(cls), {field.name: field for field in dataclasses.fields(cls)}
     unknown = [key for key in values if key not in fields]
-    problems = [f"{origin}: unknown key {shown(key)}: {nearest(str(key)[:60], fields)}" for key in unknown]
+    problems = [f"{origin}: unknown key {format_value(key)}: {nearest(str(key)[:60], fields)}" for key in unknown]
     checked = {}
     for name, field in fields.items():
         if name not in values:
@@ -165,12 +168,12 @@ def build(cls: type, values: Mapping[str, Any], origin: str) -> Any:
         try:
             value = checked[name] = coerce(values[name], hints[name])
         except TypeError:
-            problems.append(f"{origin}: {name} is {shown(values[name])}, must be {_type_name(hints[name])}")
+            problems.append(f"{origin}: {name} is {format_value(values[name])}, must be {_type_name(hints[name])}")
             continue
         check = field.metadata["check"]
         breaks = check is not None and value is not None and not _holds(check, value)
-        if rule := check.rule if breaks else _limit(value):
-            problems.append(f"{origin}: {name} is {shown(value)}, {rule} ({field.metadata['help']})")
+        if rule := check.rule if breaks else _find_broken_rule(value):
+            problems.append(f"{origin}: {name} is {format_value(value)}, {rule} ({field.metadata['help']})")
     if not problems:
         instance = cls(**checked)
         problems = [f"{origin}: {problem}" for problem in getattr(instance, "problems", list)()]
@@ -186,17 +189,17 @@ def _holds(check: Check, value: Any) -> bool:
         return False
 
 
-def _limit(value: Any) -> str:
-    """The rule for all values of its kind that it breaks; empty if it breaks none."""
+def _find_broken_rule(value: Any) -> str:
+    """Find the rule for all values of its type that `value` breaks; empty if it breaks none."""
     if isinstance(value, tuple):
-        if len(value) > MOST_ITEMS:
-            return f"must have {MOST_ITEMS:,} items or fewer"
-        return next(filter(None, map(_limit, value)), "")
+        if len(value) > MAX_ITEMS:
+            return f"must have {MAX_ITEMS:,} items or fewer"
+        return next(filter(None, map(_find_broken_rule, value)), "")
     if isinstance(value, int | float) and not abs(value) <= LARGEST:  # nor is it not a number
         return f"must not be larger than {LARGEST:,}"
     if isinstance(value, str):
-        if len(value) > MOST_TEXT:
-            return f"must have {MOST_TEXT:,} characters or fewer"
+        if len(value) > MAX_TEXT_LENGTH:
+            return f"must have {MAX_TEXT_LENGTH:,} characters or fewer"
         if "\0" in value or not is_utf8(value):
             return "must be text in UTF-8"
     return ""
@@ -206,7 +209,7 @@ ACTIVATIONS = tuple(
     """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace leaky_relu
     linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu""".split()
 )
-"""What transformers knows by these names."""
+"""Activations of transformers, by its own names."""
 
 
 SYNONYMS = {
@@ -232,7 +235,7 @@ SYNONYMS = {
     "test_file": "validation_file",
     "warmup_steps": "num_warmup_steps",
 }
-"""Names of other programs' flags, which are spelt too differently to be found as the nearest one."""
+"""Flag of another program -> flags that mean the same here, and are spelt too differently to be found as the nearest one."""
 
 
 def program_name() -> str:
@@ -242,14 +245,14 @@ def program_name() -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose flags are the fields of settings classes, as strict as these.
+    """An argparse parser whose flags are the fields of settings classes, as strict as those classes.
 
-    No flag can be shortened, and whatever is wrong is a `UsageError` of one line.
+    No flag can be shortened, and every mistake is a `UsageError` of one line.
 
     Args:
         prog: the program, with its command: "python -m recipes plan".
-        words: what follows it, for the line of usage.
-        description, epilog: shown as they are, before and after the options.
+        words: what follows the program, for the line of usage.
+        description, epilog: texts that `--help` prints unchanged, before and after the options.
     """
 
     def __init__(self, prog: str, words: str = "", *, description: str = "", epilog: str = "", **options: Any):
@@ -265,63 +268,65 @@ class Parser(argparse.ArgumentParser):
         )
         self.hints: dict[str, Any] = {}
 
-    def add_settings(self, cls: type, values: Any = None, what: str = "default") -> None:
+    def add_settings(self, cls: type, values: Any = None, label: str = "default") -> None:
         """Add a flag for each field of a settings class: a group for each class that it inherits fields from.
 
         Args:
-            values: an object of the class that `--help` takes values from; None: the defaults of the fields.
-            what: what these values are; `default` leaves out those that are None, of which the help says what that does.
+            cls: the settings class.
+            values: an object of the class, whose values `--help` shows; None: the defaults of the fields.
+            label: name of these values in the help; with `default` a value of None is not shown, because the field's help
+                says what None does.
         """
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls) if field.metadata["flag"]}
         owners = {name: base for base in reversed(cls.__mro__) for name in inspect.get_annotations(base)}
         for owner in dict.fromkeys(owners.values()):
-            own = [field for name, field in fields.items() if owners[name] is owner]
+            group_fields = [field for name, field in fields.items() if owners[name] is owner]
             group = self.add_argument_group((owner.__doc__ or owner.__name__).splitlines()[0].rstrip("."))
-            for field in own:
+            for field in group_fields:
                 value = field.default if values is None else getattr(values, field.name)
-                self._add_setting(group, field, hints[field.name], value, what)
+                self._add_setting(group, field, hints[field.name], value, label)
 
-    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, what: str) -> None:
+    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, label: str) -> None:
         parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-        several = [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple]
-        kind = next(part for part in (*several, *parts) if part is not type(None))
-        shape = {"nargs": "+"} if several else {"nargs": "?", "const": "true"} if kind is bool else {}
+        item_types = [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple]
+        kind = next(part for part in (*item_types, *parts) if part is not type(None))
+        options = {"nargs": "+"} if item_types else {"nargs": "?", "const": "true"} if kind is bool else {}
         check = field.metadata["check"]
         metavar = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false"}[kind]
         if check is not None and check.choices:
             metavar = f"{{{','.join(check.choices)}}}" if len(check.choices) < 10 else "NAME"
         text = field.metadata["help"]
-        if value is not dataclasses.MISSING and (value is not None or what != "default"):
-            text += f" ({what}: {_as_typed(value)})"
-        group.add_argument(f"--{field.name}", help=text.replace("%", "%%"), metavar=metavar, **shape)
+        if value is not dataclasses.MISSING and (value is not None or label != "default"):
+            text += f" ({label}: {_format_flag_value(value)})"
+        group.add_argument(f"--{field.name}", help=text.replace("%", "%%"), metavar=metavar, **options)
         self.hints[field.name] = hint
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the flags given in `argv` (only those) as field name -> value.
+        """Return the flags in `argv`, and no others, as field name -> value.
 
         Raises:
             UsageError: unknown flags, with the nearest valid ones; stray words.
         """
-        given, unknown = self.parse_known_args(argv)
-        if unknown:
+        flags, unknown_words = self.parse_known_args(argv)
+        if unknown_words:
             raise UsageError(
-                [self._unknown(word) for word in unknown if word.startswith("-")]
+                [self._explain_unknown(word) for word in unknown_words if word.startswith("-")]
                 or [
-                    f"unexpected argument {shown(word)}: flags are --FIELD VALUE; see {self.prog} --help"
-                    for word in unknown
+                    f"unexpected argument {format_value(word)}: flags are --FIELD VALUE; see {self.prog} --help"
+                    for word in unknown_words
                 ]
             )
-        return {name: _from_words(value, self.hints[name]) for name, value in vars(given).items()}
+        return {name: _from_words(value, self.hints[name]) for name, value in vars(flags).items()}
 
     def error(self, message: str) -> typing.NoReturn:
-        """Raise what argparse has found as a `UsageError`."""
+        """Raise the message of argparse as a `UsageError`."""
         raise UsageError(f"{message}; see {self.prog} --help")
 
-    def _unknown(self, word: str) -> str:
-        """What is wrong with a word that begins with a dash, and is no flag."""
+    def _explain_unknown(self, word: str) -> str:
+        """Say what is wrong with a word that begins with a dash, and is no flag."""
         if re.match(r"-(\d|\.\d|inf|nan)", word):
-            return f"unexpected argument {shown(word)}: a value below 0 is written --FIELD={named(word)}"
+            return f"unexpected argument {format_value(word)}: a value below 0 is written --FIELD={format_name(word)}"
         name = word.split("=")[0].lstrip("-")[:60]
         synonyms = SYNONYMS.get(name.replace("-", "_"), "").split()
         if valid := [f"--{synonym}" for synonym in synonyms if synonym in self.hints]:
@@ -330,26 +335,28 @@ class Parser(argparse.ArgumentParser):
             hint = "precision is the launch file's, or accelerate launch --mixed_precision's"
         else:
             hint = nearest(f"--{name}", [f"--{flag}" for flag in self.hints])
-        return f"unknown flag --{named(name)}: {hint if not hint.startswith('valid') else f'see {self.prog} --help'}"
+        return (
+            f"unknown flag --{format_name(name)}: {hint if not hint.startswith('valid') else f'see {self.prog} --help'}"
+        )
 
 
-def _as_typed(value: Any) -> str:
-    """A value as a flag takes it, shortened.
+def _format_flag_value(value: Any) -> str:
+    """Write a value as a flag takes it, shortened.
 
-    >>> _as_typed(None), _as_typed(True), _as_typed((1, 2)), _as_typed("x" * 99)[-5:]
+    >>> _format_flag_value(None), _format_flag_value(True), _format_flag_value((1, 2)), _format_flag_value("x" * 99)[-5:]
     ('none', 'true', '1 2', 'xx...')
     """
     if isinstance(value, tuple):
-        return " ".join(map(_as_typed, value))
+        return " ".join(map(_format_flag_value, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 60 else shown(value).strip("'")
+    return value if isinstance(value, str) and len(value) <= 60 else format_value(value).strip("'")
 
 
 def _from_words(value: str | list[str], hint: Any) -> Any:
-    """The value of a flag: of one word, or of several."""
+    """Convert a flag's word, or its list of words, to the flag's value."""
     if not isinstance(value, list):
         return from_text(value, hint)
     parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-    of = next(typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple)
-    return [from_text(word, of) for word in value]
+    item_type = next(typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple)
+    return [from_text(word, item_type) for word in value]

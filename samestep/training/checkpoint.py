@@ -576,7 +576,7 @@ def _of_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, State]
             theirs = None
         if not isinstance(theirs, dict):
             raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
-        pairs = [(name, theirs.get(name), value) for name, value in recipe.decisive().items()]
+        pairs = [(name, theirs.get(name), value) for name, value in recipe.decisive_fields().items()]
         differ = "; ".join(f"{name} {old} there, {new} here" for name, old, new in pairs if old != new)
         raise UsageError(f"checkpoint {folder} is of another recipe: {differ}. Its recipe is {folder / 'recipe.yaml'}")
     return folder, state

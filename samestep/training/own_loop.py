@@ -271,7 +271,7 @@ class ExactSteps:
             sampler=self._numbers,
             num_workers=self._num_workers,
             pin_memory=self._accelerator.device.type == "cuda",
-            worker_init_fn=interrupt.ignore,
+            worker_init_fn=interrupt.ignore_stop_signals,
             generator=torch.Generator(),  # its own: the model's noise does not depend on it
         )
         with _counting(self._accelerator, "exact_steps"):

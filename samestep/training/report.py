@@ -124,7 +124,7 @@ class RunLog:
         # Of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([done])[0]
         if settings.report_to != "none":
-            config = {name: value if value is not None else "null" for name, value in recipe.decisive().items()}
+            config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
             goes_on = {
                 "wandb": {"id": self.run_id, "resume": "allow"},
                 "tensorboard": {"purge_step": first_step + 1},
@@ -143,11 +143,11 @@ class RunLog:
     def _say_what_is_not_exact(self) -> None:
         noise = [
             f"{name} {value}"
-            for name, value in self.recipe.decisive().items()
+            for name, value in self.recipe.decisive_fields().items()
             if ("dropout" in name or "pdrop" in name) and value
         ]
         if self.recipe.accumulation == "optimizer":
-            self.accelerator.print(text.accumulation(self.recipe.second_moment))
+            self.accelerator.print(text.explain_accumulation(self.recipe.second_moment))
         if noise:
             self.accelerator.print(
                 f"{', '.join(noise)}: the noise is drawn per process and micro-batch, so that another layout's losses differ "

@@ -49,7 +49,7 @@ class Run:
     def __init__(self, argv: Sequence[str], task: str, description: str):
         self.recipe, self.settings = run_settings.parse(argv, task, description)
         self.output_dir = Path(self.settings.output_dir)
-        self.accelerator = launch.create_accelerator(**self.settings.for_accelerator)
+        self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self.layout = solve_layout(
             num_processes=self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,

@@ -156,14 +156,14 @@ def fits(settings: Result, seed: int) -> Result:
         room = hardware.parse(device).device.memory_bytes - placement.RESERVED
         of = load(recipe, changes)
         for precision in precisions:
-            for attention in ("sdpa", "eager") if memory.model_of(of).layered else ("sdpa",):
+            for attention in ("sdpa", "eager") if memory.model_from_recipe(of).has_equal_layers else ("sdpa",):
                 work = from_recipe(of, attention=attention)
                 for b in sizes:
                     layout = plan.solve_layout(num_processes=1, per_device_train_batch_size=b, global_batch_size=b)
                     planned = memory.planned_memory(
                         work.model, layout, mixed_precision=precision, moment_bytes=work.moment_bytes
                     ).total
-                    how = f"{name}, {PRECISIONS[precision]}" + (f", {attention}" if work.model.layered else "")
+                    how = f"{name}, {PRECISIONS[precision]}" + (f", {attention}" if work.model.has_equal_layers else "")
                     found["planned"].setdefault(how, {})[str(b)] = [planned, room]
     logging.set_verbosity_error()
     for name, device, length, sizes, precisions in settings["traced"]:
@@ -372,14 +372,14 @@ def communication(settings: Result, seed: int) -> Result:
                 counted[name] = _reduced_bytes(settings["k"], synchronised)
         finally:
             dist.destroy_process_group()
-    model, hours = memory.model_of(load("bert_base")), {}
+    model, hours = memory.model_from_recipe(load("bert_base")), {}
     for cluster in settings["clusters"]:
         hw = hardware.parse(cluster)
         for length in settings["lengths"]:
             recipe = load("bert_base", {"max_seq_length": length, "max_position_embeddings": 512})
-            model = memory.model_of(recipe)
+            model = memory.model_from_recipe(recipe)
             for precision in settings["precisions"]:
-                work, software = timing.work_of(model, precision), timing.software_of(precision)
+                work, software = timing.count_work(model, precision), timing.default_software(precision)
                 k, b = settings["k"], settings["b"]
                 layout = plan.solve_layout(
                     num_processes=hw.num_processes, per_device_train_batch_size=b, gradient_accumulation_steps=k
@@ -394,7 +394,7 @@ def communication(settings: Result, seed: int) -> Result:
                     * (micro_steps // k)
                     / 3600,
                     "every micro-step": timing.step_time(
-                        work, layout, hw, precision, software, reduced_every_micro_step=True
+                        work, layout, hw, precision, software, reduce_every_micro_batch=True
                     ).total
                     * (micro_steps // k)
                     / 3600,
@@ -512,9 +512,9 @@ def slower(settings: Result, seed: int) -> Result:
     pairs = [(seconds(1), seconds(k)) for _ in range(settings["pairs"])]
     measured = statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
     recipe, predicted = load("resnet50_1xv100"), {}
-    model_of = memory.model_of(recipe)
+    model_of = memory.model_from_recipe(recipe)
     for device in ("v100-16", "t4", "a100-40"):
-        work, software = timing.work_of(model_of, "fp16"), timing.software_of("fp16", kernels="channels_last")
+        work, software = timing.count_work(model_of, "fp16"), timing.default_software("fp16", kernels="channels_last")
         times = {}
         for name, processes, b in (("whole", 1, 128), ("cut", 1, 32), ("parallel", 4, 32)):
             layout = plan.solve_layout(num_processes=processes, global_batch_size=128, per_device_train_batch_size=b)
@@ -597,15 +597,15 @@ def frameworks_claims(results: list[Result]) -> list[Claim]:
 
 def larger(settings: Result, seed: int) -> Result:
     """What the told experiments would take at their size, predicted: hours of one run on one device."""
-    bert = memory.model_of(load("bert_base", {"max_seq_length": 128}))
-    classifier = memory.model_of(load("finetune_glue_bert_base", {"max_seq_length": 128}))
+    bert = memory.model_from_recipe(load("bert_base", {"max_seq_length": 128}))
+    classifier = memory.model_from_recipe(load("finetune_glue_bert_base", {"max_seq_length": 128}))
     found = {}
     for name, model, batch, steps in (
         ("BERT-Base pretraining, 1M steps of 64 x 8 pairs of length 128", bert, 512, 1_000_000),
         ("BERT-Base on MNLI, 10 epochs of 392,702 pairs in batches of 16", classifier, 16, 10 * 24_544),
     ):
         hw = hardware.parse("1xa100-80")
-        work, software = timing.work_of(model, "bf16"), timing.software_of("bf16")
+        work, software = timing.count_work(model, "bf16"), timing.default_software("bf16")
         layout = plan.solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=min(batch, 64))
         found[name] = timing.step_time(work, layout, hw, "bf16", software).total * steps / 3600
     return found

@@ -43,7 +43,7 @@ def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: f
 
 def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Make the optimizer that a recipe asks for."""
-    scaled, decay = recipe.scaled(), recipe.weight_decay
+    scaled, decay = recipe.scaled_hyperparameters(), recipe.weight_decay
     layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
     accumulates = recipe.accumulation == "optimizer"
     if recipe.optimizer_name == "sgd":
