@@ -87,13 +87,17 @@ def test_a_step_is_traced_as_it_is_allocated(kind, changes, mixed_precision, rec
     if recomputed:
         model.recompute_activations()
     traced = on_cpu(recipe, mixed_precision, recomputed)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    before = traced.parameters + traced.gradients + traced.moments + buffers
+    states = traced.parameters + traced.gradients + traced.moments
+    states += sum(buffer.nbytes for buffer in model.buffers())
+    inputs = 0
+    if kind == "bert":  # the profiler does not see micro-batches that numpy holds, the tracer does
+        example = type(model).example(recipe, NUM_SAMPLES)
+        inputs = sum(value.nbytes for value in example.values() if value is not None)
     within = 0.006 if recomputed else 0.002  # each layer keeps the CPU generator's state, 5 KB, out of torch's sight
-    assert traced.forward - before == pytest.approx(peak(forward, tmp_path), rel=within)
-    whole = max(traced.forward, traced.backward) - before
+    assert traced.forward - states - inputs == pytest.approx(peak(forward, tmp_path), rel=within)
+    whole = max(traced.forward, traced.backward) - states - inputs
     assert whole == pytest.approx(peak(lambda: forward().backward(), tmp_path), rel=within)
-    assert traced.optimizer_step == before
+    assert traced.optimizer_step == states
     assert peak(optimizer.step, tmp_path) < 100
     assert traced.peak == max(traced.forward, traced.backward)
 

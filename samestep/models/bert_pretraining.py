@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForPreTraining
 
-from samestep.data.ragged import make_micro_batch
+from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
 from samestep.models.summed_losses import SummedLosses
@@ -37,16 +37,14 @@ class PretrainingSums(SummedLosses):
     def example(cls, recipe: BertPretraining, num_samples: int) -> dict[str, torch.Tensor | None]:
         length = recipe.max_seq_length
         num_masked = max(1, round((length - 3) * recipe.mlm_probability))  # [CLS], two [SEP]: never masked
-        # [S, 1 + masked], places among the queries of all samples: of each sample its first token, then the masked ones.
-        queries = np.arange(num_samples * (1 + num_masked)).reshape(num_samples, -1)
-        tokens = [np.zeros(length, np.int64)] * num_samples
-        return {
-            **make_micro_batch(tokens, [length // 2] * num_samples, [np.arange(1 + num_masked)] * num_samples),
-            "first_index": torch.from_numpy(queries[:, 0]),
-            "masked_index": torch.from_numpy(queries[:, 1:].flatten()),
-            "masked_labels": torch.zeros(num_samples * num_masked, dtype=torch.int64),
-            "next_sentence_label": torch.zeros(num_samples, dtype=torch.int64),
-        }
+        tokens, labels = np.zeros(length, np.int64), np.zeros(num_masked, np.int64)
+        return make_pretraining_micro_batch(
+            [tokens] * num_samples,
+            [length // 2] * num_samples,
+            [np.arange(1, 1 + num_masked)] * num_samples,
+            [labels] * num_samples,
+            [0] * num_samples,
+        )
 
     def forward(
         self, first_index, masked_index, masked_labels, next_sentence_label, **tokens

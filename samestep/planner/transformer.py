@@ -207,7 +207,8 @@ class Transformer:
         tables = (8 if autocast else 16) * h + layer - self.layer.saved_bytes[autocast]
         full_layer = tokens * (layer - tables) + rows * tables
         # Of the last layer only the queries are computed; the other tokens leave their keys and values
-        queries = num_samples * self.num_queries
+        spare = is_padded or round_up(self.num_queries, 4) > self.num_queries
+        queries = round_up(num_samples * self.num_queries + spare, 6)
         last_layer = queries * layer + (tokens - queries) * self.context_bytes[autocast]
         outside_bytes, matrix, cast_bytes = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
         whole, earlier = (self.num_layers - 1) * full_layer + last_layer, (self.num_layers - 1) * full_layer
@@ -234,6 +235,8 @@ class Transformer:
     def _head_bytes(self, num_samples: int, autocast: bool) -> tuple[int, int]:
         """Count the bytes of the head at the end of the forward and in its backward, as in `peaks`."""
         rows, matrix = num_samples * self.num_predicted, self.vocab_size * self.hidden_size
+        if self.num_queries is not None:
+            rows = round_up(rows, 6)  # as `samestep.data.ragged` does
         logits = rows * self.vocab_size
         if not logits:
             return 0, 0
