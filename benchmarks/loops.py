@@ -72,7 +72,7 @@ def measure(reference: list[Recording], loop: str, model: str, b: int, k: int, n
         "model": model,
         "layout": {"b": b, "k": k, "N": num_processes},
         "errors": errors(reference, recordings),
-        "last_window_steps": not recordings[0].unfinished,
+        "last_window_steps": not recordings[0].unfinished_micro_steps,
         "findings": [dataclasses.asdict(found) for found in compare(reference, recordings, TOLERANCE).findings],
     }
 

@@ -22,8 +22,8 @@ from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
 from samestep.errors import UsageError
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
-from stepaudit import processes as side_by_side
-from stepaudit.entrance import _close
+from stepaudit import processes as process_runner
+from stepaudit.entrance import _is_close
 from stepaudit.loops import terms
 
 QUARTERS = [Cut(4)]
@@ -153,11 +153,11 @@ def test_padding_on_the_left_is_no_fault(samples):
 
 def test_infinite_numbers_are_compared():
     inf, nan = float("inf"), float("nan")
-    assert _close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
-    assert not _close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
-    assert not _close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
-    assert _close(torch.zeros(2), torch.zeros(2))
-    assert not _close(torch.zeros(2), torch.ones(2))
+    assert _is_close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
+    assert not _is_close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
+    assert not _is_close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
+    assert _is_close(torch.zeros(2), torch.zeros(2))
+    assert not _is_close(torch.zeros(2), torch.ones(2))
 
 
 def test_floating_point_inputs_have_the_dtype_of_the_cut():
@@ -490,7 +490,7 @@ def test_processes_that_fail_or_wait(samples, monkeypatch):
             torch.distributed.barrier()
         return loss(model, batch)
 
-    monkeypatch.setattr(side_by_side, "TIMEOUT", 8)
+    monkeypatch.setattr(process_runner, "TIMEOUT", 8)
     with pytest.raises(UsageError, match="2 processes took longer than 8 seconds"):
         audit_step(Tagger(), samples, collate, waiting, cuts=[Cut(4, num_processes=2)])
 
