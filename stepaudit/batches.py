@@ -81,9 +81,8 @@ class Batches:
         collate = fetcher.collate_fn
 
         def look(samples: Any) -> Any:
-            self.digests.append(
-                _hash_samples(samples) if fetcher.auto_collation else None
-            )  # else they are batches already
+            # Without automatic collation the samples are batches already.
+            self.digests.append(_hash_samples(samples) if fetcher.auto_collation else None)
             return collate(samples)
 
         fetcher.collate_fn = look

@@ -34,21 +34,15 @@ from stepaudit.batches import Batches, describe_row, to_plain
 from stepaudit.random_projection import Signs, project, size, sketch
 from stepaudit.recording import MicroStep, Recording, Step
 
-CLIPPING = {
-    "clip_grad_norm_",
-    "clip_grads_with_norm_",
-    "_clip_grads_with_norm_",
-    "clip_grad_value_",
-}  # of torch.nn.utils
+# Functions of torch.nn.utils.
+CLIPPING = {"clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_", "clip_grad_value_"}
 # Module -> a class with .log({...}), and the names of a step's loss there. Trainer's train_loss is the mean of a whole run.
 LOGS = {
     "transformers.trainer": ("Trainer", ("loss",)),
     "accelerate.accelerator": ("Accelerator", ("loss", "train_loss", "train/loss")),
 }
-HOOK_TOLERANCE, SHORT_HOOK_TOLERANCE = (
-    1e-3,
-    0.05,
-)  # relative: smaller changes are rounding; the latter for gradients in 16 bits
+# Relative: smaller changes by hooks are rounding; the latter for gradients in 16 bits.
+HOOK_TOLERANCE, SHORT_HOOK_TOLERANCE = 1e-3, 0.05
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
 MAX_CALLS = 64  # of modules between two backwards
 MAX_PROBES = 2  # micro-batches at which the model is asked, until it answers

@@ -72,7 +72,7 @@ class Variation:
 
     @property
     def argv(self) -> list[str]:
-        """Words of the command line that follow the program.
+        """Words of the command line after the program.
 
         >>> Variation({"batch": "4", "--k": "2", "-b": "4", "key:data.batch": "4", "env:BATCH": "4"}, 1).argv
         ['--batch=4', '--k=2', '-b', '4', 'data.batch=4']

@@ -33,7 +33,7 @@ def program(name: str):
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(name, b, k): what a program does, recorded in this process."""
+    """Give run(name, b, k), which records a program in this process."""
     monkeypatch.syspath_prepend(str(AUDITED))
 
     def record_here(name: str, b: int, k: int, num_steps: int | None = None) -> list[Recording]:
