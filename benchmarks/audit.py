@@ -1,4 +1,4 @@
-"""The audit, turned on this repository: is every script exact, and what does it cost to find out?
+"""Audits this repository: is every script exact, and what does it cost to find out?
 
     make audit
 
@@ -78,10 +78,14 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str = "safe") -> tuple:
-    """How it is cut, what was recorded, what the script itself logged."""
-    program, batch, more = SCRIPTS[name]
+    """Run a script under one layout.
+
+    Returns:
+        Its variation, the recordings of its processes, and the lines that the script itself logged.
+    """
+    program, batch, more_flags = SCRIPTS[name]
     output_dir = corpus.parent / f"{name}-{b}-{num_processes}"
-    flags = f"--max_train_steps 8 --global_batch_size {batch} --speed {speed} --overwrite_output_dir {more}"
+    flags = f"--max_train_steps 8 --global_batch_size {batch} --speed {speed} --overwrite_output_dir {more_flags}"
     argv = tiny_argv(program, corpus, output_dir, flags)
     variation = Variation({BATCH: str(b)}, num_processes)
     words = [str(ROOT / "scripts" / f"{program}.py"), *argv]
@@ -94,67 +98,69 @@ def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str =
 def audit_scripts(folder: Path, names: list[str]) -> list[dict]:
     corpus, rows = write_corpus(folder), []
     for name in names:
-        program, batch, more = SCRIPTS[name]
-        reference, true, lines = run_script(name, batch, 1, corpus)
+        program, batch, more_flags = SCRIPTS[name]
+        reference, reference_recordings, lines = run_script(name, batch, 1, corpus)
         for layout in LAYOUTS:
             variation, recordings, _ = run_script(name, *layout, corpus)
             row = {
                 "script": name,
-                "command": f"scripts/{program}.py --global_batch_size {batch} {more}".strip(),
+                "command": f"scripts/{program}.py --global_batch_size {batch} {more_flags}".strip(),
                 "smallest_step": min(line["samples"] for line in lines),
                 "epochs": lines[-1]["epoch"],
                 "reference": str(reference),
                 "layout": str(variation),
-                **numbers(compare(true, recordings, TOLERANCE), TOLERANCE),
+                **to_row(compare(reference_recordings, recordings, TOLERANCE), TOLERANCE),
             }
             print(name, row["layout"], max(row["errors"]), row["exact"], file=sys.stderr, flush=True)
             rows.append(row)
     return rows
 
 
-def ways_of(name: str, precision: str) -> list[str]:
-    """The names of a script's kernels, those of products included."""
-    ways, is_text = KERNELS[name], KERNELS[name] is not IMAGES
-    return [*ways, *(f"{way}, {ONEDNN}" for way in ways if is_text and precision == "no")]
+def list_kernels(name: str, precision: str) -> list[str]:
+    """List the names of a script's kernels, with those that also choose the kernel of products."""
+    names, is_text = KERNELS[name], KERNELS[name] is not IMAGES
+    return [*names, *(f"{kernel}, {ONEDNN}" for kernel in names if is_text and precision == "no")]
 
 
 def audit_kernels(folder: Path) -> list[dict]:
-    """A row for every kernel of every script in every precision."""
+    """Audit every kernel of every script in every precision, and return a row for each."""
     corpus, rows = write_corpus(folder), []
     for name in KERNELS:
         for precision in ("no",) if "float64" in name else ("no", "bf16"):
             tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
             with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
                 batch = SCRIPTS[name][1]
-                reference, true, _ = run_script(name, batch, 1, corpus)
+                reference, reference_recordings, _ = run_script(name, batch, 1, corpus)
                 run_script(name, batch // 2, 1, corpus, "auto")  # so that something is remembered
-                for way in ways_of(name, precision):
-                    force(capacity.FILE, way, None)
+                for kernel in list_kernels(name, precision):
+                    force(capacity.FILE, kernel, None)
                     variation, recordings, _ = run_script(name, batch // 2, 1, corpus, "auto")
-                    if {known["way"] for known in json.loads(capacity.FILE.read_text()).values()} != {way}:
-                        sys.exit(f"{name} in {precision} has no kernel {way}")  # and has measured anew
-                    row = {"script": name, "precision": precision, "kernel": way, "tolerance": tolerance}
+                    if {choice["way"] for choice in json.loads(capacity.FILE.read_text()).values()} != {kernel}:
+                        sys.exit(f"{name} in {precision} has no kernel {kernel}")  # and has measured anew
+                    row = {"script": name, "precision": precision, "kernel": kernel, "tolerance": tolerance}
                     row |= {"reference": str(reference), "layout": str(variation)}
-                    rows.append(row | numbers(compare(true, recordings, tolerance), tolerance))
-                    print(name, precision, way, max(rows[-1]["errors"]), rows[-1]["exact"], file=sys.stderr, flush=True)
+                    rows.append(row | to_row(compare(reference_recordings, recordings, tolerance), tolerance))
+                    print(
+                        name, precision, kernel, max(rows[-1]["errors"]), rows[-1]["exact"], file=sys.stderr, flush=True
+                    )
     return rows
 
 
 def control() -> dict:
-    """The mean of means of Accelerate's guide, on samples of different lengths."""
+    """Audit the mean of means of Accelerate's guide, on samples of different lengths."""
 
     def run(loop: str, b: int, k: int) -> tuple:
         program = str(ROOT / "benchmarks" / "loops" / f"{loop}.py")
         variation = Variation({BATCH: str(b), WINDOW: str(k)}, 1)
         return variation, record([program, "--model", "gpt2"], variation, 0, TIMEOUT)
 
-    reference, true = run("exact", 32, 1)
+    reference, reference_recordings = run("exact", 32, 1)
     variation, recordings = run(CONTROL, 8, 4)
-    named = {"script": f"`benchmarks/loops/{CONTROL}.py`", "reference": f"benchmarks/loops/exact.py, {reference}"}
-    return named | {"layout": str(variation), **numbers(compare(true, recordings, TOLERANCE), TOLERANCE)}
+    row = {"script": f"`benchmarks/loops/{CONTROL}.py`", "reference": f"benchmarks/loops/exact.py, {reference}"}
+    return row | {"layout": str(variation), **to_row(compare(reference_recordings, recordings, TOLERANCE), TOLERANCE)}
 
 
-def numbers(comparison: Comparison, tolerance: float) -> dict:
+def to_row(comparison: Comparison, tolerance: float) -> dict:
     return {
         "errors": list(map(float, comparison.errors)),
         "loss_errors": list(map(float, comparison.loss_errors)),
@@ -169,7 +175,7 @@ def numbers(comparison: Comparison, tolerance: float) -> dict:
 
 
 def recording_overhead(k: int) -> dict:
-    """Seconds of a step of GPT-2 124M in k micro-batches, plain and recorded."""
+    """Measure the seconds of a step of GPT-2 124M in k micro-batches, plain and recorded."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other wherever something else runs
     torch.manual_seed(0)
@@ -178,7 +184,7 @@ def recording_overhead(k: int) -> dict:
     batches = torch.randint(50257, (k, 1, TOKENS // k))
     recorder = Recorder()
 
-    def seconds() -> float:
+    def time_step() -> float:
         start = harness.clock()
         for batch in batches:
             with torch.autocast("cpu", torch.bfloat16):
@@ -188,27 +194,27 @@ def recording_overhead(k: int) -> dict:
         optimizer.zero_grad()
         return harness.clock() - start
 
-    def recorded() -> float:
+    def time_recorded_step() -> float:
         with recorder:
-            return seconds()
+            return time_step()
 
-    found = harness.in_turns({"plain": seconds, "recorded": recorded}, PAIRS, WARM_UP)
+    times = harness.in_turns({"plain": time_step, "recorded": time_recorded_step}, PAIRS, WARM_UP)
     torch.set_num_threads(threads)
     assert len(recorder.recording.steps) == WARM_UP + PAIRS
-    ratios = harness.ratios(found["recorded"], found["plain"])
+    ratios = harness.ratios(times["recorded"], times["plain"])
     print(f"k {k}: {ratios}", file=sys.stderr, flush=True)
     return {
         "k": k,
-        "plain": statistics.median(found["plain"]),
-        "recorded": statistics.median(found["recorded"]),
+        "plain": statistics.median(times["plain"]),
+        "recorded": statistics.median(times["recorded"]),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
     }
 
 
-class Plain(nn.Module):
-    """Two layers over ragged samples."""
+class PlainModel(nn.Module):
+    """Computes two layers over ragged samples."""
 
     def __init__(self):
         super().__init__()
@@ -220,9 +226,9 @@ class Plain(nn.Module):
         return self.head(self.layers(self.embed(input_ids)))
 
 
-def padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    pad = nn.utils.rnn.pad_sequence
-    labels = pad(samples, batch_first=True, padding_value=-100)
+def pad_samples(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    pad_sequence = nn.utils.rnn.pad_sequence
+    labels = pad_sequence(samples, batch_first=True, padding_value=-100)
     return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
@@ -240,7 +246,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 # Name -> model, loss.
 SUBJECTS = {
-    "plain module, sums and counts": (Plain, sum_and_count),
+    "plain module, sums and counts": (PlainModel, sum_and_count),
     "GPT2LMHeadModel, sums and counts": (gpt2, sum_and_count),
     "GPT2LMHeadModel, its own loss as Trainer accumulates it": (gpt2, None),
 }
@@ -253,7 +259,7 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
     model, seconds = build(), []
     for _ in range(REPEATS):
         start = harness.clock()
-        audit = audit_step(model, samples, padded, loss, processes=processes)
+        audit = audit_step(model, samples, pad_samples, loss, processes=processes)
         seconds.append(harness.clock() - start)
         print(f"audit_step, {title}, {processes}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     return {
@@ -297,12 +303,12 @@ def main() -> int:
 
 
 def measure_all() -> dict:
-    packages, more = (
+    packages, details = (
         ("torch", "accelerate", "transformers"),
         {"tolerance": TOLERANCE, "pairs": PAIRS, "repeats": REPEATS},
     )
     return {
-        "about": harness.about("make audit", packages, **more),
+        "about": harness.about("make audit", packages, **details),
         "scripts": audit_scripts(Path(HOME.name), list(SCRIPTS)),
         "kernels": audit_kernels(Path(HOME.name)),
         "control": control(),
@@ -312,26 +318,26 @@ def measure_all() -> dict:
 
 
 def is_as_promised(results: dict) -> bool:
-    """Every script is exact with every kernel, and the control is not."""
+    """Tell whether every script is exact with every kernel, and the control is not."""
     return all(row["exact"] for row in results["scripts"] + results["kernels"]) and not results["control"]["exact"]
 
 
 def overview(results: dict) -> str:
-    """A line for every script, a column for every layout: the largest error of its steps."""
+    """Make a table with a line for every script, a column for every layout, and the largest error of its steps."""
     scripts = list(dict.fromkeys(row["script"] for row in results["scripts"]))
     layouts = list(dict.fromkeys(row["layout"] for row in results["scripts"]))
     micro_batches = {(row["script"], row["layout"]): row for row in results["scripts"]}
     lines = []
     for script in scripts:
         rows = [micro_batches[script, layout] for layout in layouts]
-        shown = [f"{max(row['errors']):.1e}" + ("" if row["exact"] else " **not exact**") for row in rows]
-        lines.append([script, *shown])
-    failed, num_steps = results["control"], len(results["scripts"][0]["errors"])
+        errors = [f"{max(row['errors']):.1e}" + ("" if row["exact"] else " **not exact**") for row in rows]
+        lines.append([script, *errors])
+    control_row, num_steps = results["control"], len(results["scripts"][0]["errors"])
     return (
         f"{harness.table(['script', *layouts], lines)}\n"
         f"Largest relative error of the gradient in {num_steps} steps in fp32 (float64 where it is named),\n"
         f"beside the whole global batch in one forward; exact is at most {results['about']['tolerance']:g}. "
-        f"The control, a loop as Accelerate documents it, has {max(failed['errors']):.2g}.\n"
+        f"The control, a loop as Accelerate documents it, has {max(control_row['errors']):.2g}.\n"
         "More: [benchmarks/results/audit.md](benchmarks/results/audit.md).\n"
     )
 
@@ -341,7 +347,7 @@ def _verdict(is_exact: bool, causes: list[str]) -> str:
 
 
 def _row(row: dict, *titles: str) -> list:
-    verdict = _verdict(row["exact"], [found["cause"] for found in row["findings"]])
+    verdict = _verdict(row["exact"], [finding["cause"] for finding in row["findings"]])
     return [
         *(*titles, row["layout"], len(row["errors"]), f"{row['errors'][0]:.1e}, {row['errors'][-1]:.1e}"),
         *(f"{max(row['loss_errors']):.1e}", f"{row['worst_error']:.1e} `{row['worst']}`", verdict),
@@ -354,14 +360,14 @@ def _table(names: list[str], rows: list[list]) -> str:
 
 
 def markdown(results: dict) -> str:
-    about, scripts, failed = results["about"], results["scripts"], results["control"]
-    of_scripts = {row["script"]: row for row in scripts}
+    about, scripts, control_row = results["about"], results["scripts"], results["control"]
+    rows_by_script = {row["script"]: row for row in scripts}
     runs = "".join(
         f"- {title}: `{row['command']}`, in {row['reference']}. {len(row['errors'])} steps are {row['epochs']:.2f} "
         f"epochs; samples in the smallest: {row['smallest_step']}.\n"
-        for title, row in of_scripts.items()
+        for title, row in rows_by_script.items()
     )
-    of_kernels = [_row(row, row["script"], row["precision"], row["kernel"]) for row in results["kernels"]]
+    kernel_rows = [_row(row, row["script"], row["precision"], row["kernel"]) for row in results["kernels"]]
     recording = [
         [
             *(f"{row['k']} x {TOKENS // row['k']}", f"{row['plain']:.2f}", f"{row['recorded']:.2f}"),
@@ -389,13 +395,13 @@ def markdown(results: dict) -> str:
         f"The references:\n\n{runs}\n"
         "Models are tiny and without dropout. Gradients are compared before and after clipping.\n\n"
         "The control, which must fail:\n\n"
-        f"{_table(['script'], [_row(failed, failed['script'])])}\n"
-        f"Its reference is {failed['reference']}.\n\n"
+        f"{_table(['script'], [_row(control_row, control_row['script'])])}\n"
+        f"Its reference is {control_row['reference']}.\n\n"
         "## Kernels\n\n"
         "What `--speed auto` may choose, beside the safe kernels that take the whole global batch in one forward, in the same "
         "precision.\n"
         f"Exact: within {about['tolerance']:g}, in bf16 within {kernels.TOLERANCE['bf16']:g}, and nothing found.\n\n"
-        f"{_table(['script', 'precision', 'kernels'], of_kernels)}\n"
+        f"{_table(['script', 'precision', 'kernels'], kernel_rows)}\n"
         "## Costs\n\n"
         f"Recording a step of GPT-2 124M, {TOKENS} tokens, bf16, fused AdamW, one thread, in seconds:\n\n"
         f"{harness.table('micro-batches x tokens | plain | recorded | recorded / plain', recording)}\n"

@@ -1,4 +1,4 @@
-"""Odd values for every field that can be set: each is refused in one line, or it runs. A part of `make chaos`.
+"""Tries odd values for every field that can be set: each is refused in one line, or it runs. A part of `make chaos`.
 
 Fields of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none of
 them (tests/helpers/odd_inputs.py draws them from the classes themselves). Each case runs in a process of its own. It must end
@@ -20,12 +20,12 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from odd_inputs import CASES, Answer, Case, answer
 
-MOST_SHOWN = 2000  # characters of a case and of what it wrote, in the result
+MAX_CHARACTERS = 2000  # characters of a case and of what it wrote, in the result
 
 
 def try_all(num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
-    """Draw cases, and what was done with each."""
-    tried: list[tuple[Case, Answer]] = []
+    """Draw cases, try each, and return the cases with their answers."""
+    outcomes: list[tuple[Case, Answer]] = []
 
     @hypothesis.seed(seed)
     @settings(
@@ -36,30 +36,30 @@ def try_all(num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
         suppress_health_check=list(HealthCheck),
     )
     @given(CASES)
-    def every_case(case: Case) -> None:
-        tried.append((case, answer(case)))
-        if tried[-1][1].problem:
-            print(f"{tried[-1][1].problem}: {str(case)[:MOST_SHOWN]}", file=sys.stderr, flush=True)
+    def try_case(case: Case) -> None:
+        outcomes.append((case, answer(case)))
+        if outcomes[-1][1].problem:
+            print(f"{outcomes[-1][1].problem}: {str(case)[:MAX_CHARACTERS]}", file=sys.stderr, flush=True)
 
-    every_case()
-    return tried
+    try_case()
+    return outcomes
 
 
-def summary(tried: list[tuple[Case, Answer]]) -> list[dict]:
-    """A row for each kind of case."""
+def summary(outcomes: list[tuple[Case, Answer]]) -> list[dict]:
+    """Sum up the answers, in a row for each kind of case."""
     groups = collections.defaultdict(list)
-    for case, answered in tried:
-        groups[case.kind].append(answered)
+    for case, outcome in outcomes:
+        groups[case.kind].append(outcome)
     return [
         {
             "kind": kind,
             "cases": len(answers),
-            "refused": sum(of.code == 2 for of in answers),
-            "accepted": sum(of.code == 0 for of in answers),
-            "slowest_refusal_seconds": max((of.seconds for of in answers if of.code == 2), default=0.0),
-            "slowest_seconds": max(of.seconds for of in answers),
-            "most_memory_gib": max(of.memory for of in answers) / 2**30,
-            "problems": sum(bool(of.problem) for of in answers),
+            "refused": sum(outcome.code == 2 for outcome in answers),
+            "accepted": sum(outcome.code == 0 for outcome in answers),
+            "slowest_refusal_seconds": max((outcome.seconds for outcome in answers if outcome.code == 2), default=0.0),
+            "slowest_seconds": max(outcome.seconds for outcome in answers),
+            "most_memory_gib": max(outcome.memory for outcome in answers) / 2**30,
+            "problems": sum(bool(outcome.problem) for outcome in answers),
         }
         for kind, answers in sorted(groups.items())
     ]
@@ -77,14 +77,14 @@ def markdown(results: dict) -> str:
         for row in [*rows, {"kind": "**all**"} | total]
     ]
     columns = "odd is a | cases | refused | accepted | slowest refusal | slowest | most memory | problems"
-    found = "".join(f"- {each['problem']}: `{each['case'][:300]}`\n" for each in problems)
+    problem_lines = "".join(f"- {problem['problem']}: `{problem['case'][:300]}`\n" for problem in problems)
     return harness.page(
         "Odd values for every field",
         "bounds.py",
         about,
         f"{harness.table(columns, lines)}\n"
         "Memory: beyond that of the imported libraries. Slowest: also of what is accepted.\n\n"
-        f"{found}{chr(10) if found else ''}"
+        f"{problem_lines}{chr(10) if problem_lines else ''}"
         f"Seed {about['seed']}, {about['minutes']:.0f} minutes.\n",
     )
 
@@ -94,16 +94,16 @@ def main() -> int:
     parser.add_argument("--cases", type=harness.positive, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    began = harness.clock()
-    tried = try_all(arguments.cases, arguments.seed)
+    start = harness.clock()
+    outcomes = try_all(arguments.cases, arguments.seed)
     problems = [
-        {"problem": answered.problem, "case": str(case)[:MOST_SHOWN], "errors": answered.errors[-MOST_SHOWN:]}
-        for case, answered in tried
-        if answered.problem
+        {"problem": outcome.problem, "case": str(case)[:MAX_CHARACTERS], "errors": outcome.errors[-MAX_CHARACTERS:]}
+        for case, outcome in outcomes
+        if outcome.problem
     ]
-    more = {"seed": arguments.seed, "minutes": (harness.clock() - began) / 60}
-    about = harness.about("make chaos", ("hypothesis", "torch", "transformers"), **more)
-    results = {"about": about, "rows": summary(tried), "problems": problems}
+    details = {"seed": arguments.seed, "minutes": (harness.clock() - start) / 60}
+    about = harness.about("make chaos", ("hypothesis", "torch", "transformers"), **details)
+    results = {"about": about, "rows": summary(outcomes), "problems": problems}
     harness.write(arguments.output, results, markdown(results))
     return 1 if problems else 0
 

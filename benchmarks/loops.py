@@ -1,4 +1,4 @@
-"""How far the loops that are documented, and copied, are from the exact step: every loop of benchmarks/loops/ on every model.
+"""Measures how far the loops that are documented, and copied, are from the exact step: benchmarks/loops/ on every model.
 
     make bench-loops
 
@@ -39,10 +39,10 @@ HEADS = {
     "bert_classifier": "BERT classifier",
     "resnet": "ResNet (BatchNorm)",
 }
-ONLY = {"accelerate_variable_length": ("gpt2", "bert_mlm")}
-WHOLE_STEPS = {"nanogpt_style": 2}  # its batches have no end, hence no last window
-ONE_PROCESS = [(loop, model, 8, 4) for loop in LOOPS for model in ONLY.get(loop, MODELS)]
-TWO_PROCESSES = [
+LIMITED_MODELS = {"accelerate_variable_length": ("gpt2", "bert_mlm")}
+NUM_WHOLE_STEPS = {"nanogpt_style": 2}  # its batches have no end, hence no last window
+CASES_ON_ONE_PROCESS = [(loop, model, 8, 4) for loop in LOOPS for model in LIMITED_MODELS.get(loop, MODELS)]
+CASES_ON_TWO_PROCESSES = [
     ("transformers_trainer", "bert_classifier", 16, 1),
     ("transformers_trainer", "bert_classifier", 4, 4),
     ("accelerate_documented", "gpt2", 16, 1),
@@ -51,29 +51,31 @@ TWO_PROCESSES = [
 
 
 def run(loop: str, model: str, b: int, k: int, num_processes: int = 1) -> list[Recording]:
-    """What every process did."""
+    """Run a loop, and return the recording of every process."""
     program = [str(ROOT / "benchmarks" / "loops" / f"{loop}.py"), "--model", model]
     variation = Variation({BATCH: str(b), WINDOW: str(k)}, num_processes)
-    return record(program, variation, WHOLE_STEPS.get(loop, 0), timeout=300)
+    return record(program, variation, NUM_WHOLE_STEPS.get(loop, 0), timeout=300)
 
 
-def errors(reference: list[Recording], other: list[Recording]) -> list[float]:
-    """|g - r| / |r| of every step, also where its samples are not the reference's."""
+def compute_errors(reference: list[Recording], other: list[Recording]) -> list[float]:
+    """Compute |g - r| / |r| of every step, also where its samples are not the reference's."""
     steps = zip(reference[0].steps, other[0].steps, strict=False)
     return [float(np.linalg.norm(g.gradient - r.gradient) / np.linalg.norm(r.gradient)) for r, g in steps]
 
 
 def measure(reference: list[Recording], loop: str, model: str, b: int, k: int, num_processes: int) -> dict:
     recordings = run(loop, model, b, k, num_processes)
-    if loop in WHOLE_STEPS:
-        reference = [dataclasses.replace(of, steps=of.steps[: WHOLE_STEPS[loop]]) for of in reference]
+    if loop in NUM_WHOLE_STEPS:
+        reference = [
+            dataclasses.replace(recording, steps=recording.steps[: NUM_WHOLE_STEPS[loop]]) for recording in reference
+        ]
     return {
         "loop": loop,
         "model": model,
         "layout": {"b": b, "k": k, "N": num_processes},
-        "errors": errors(reference, recordings),
-        "last_window_steps": not recordings[0].unfinished,
-        "findings": [dataclasses.asdict(found) for found in compare(reference, recordings, TOLERANCE).findings],
+        "errors": compute_errors(reference, recordings),
+        "last_window_steps": not recordings[0].unfinished_micro_steps,
+        "findings": [dataclasses.asdict(finding) for finding in compare(reference, recordings, TOLERANCE).findings],
     }
 
 
@@ -84,7 +86,7 @@ def main() -> None:
 
     references = {model: run("exact", model, 32, 1) for model in MODELS}
     rows = []
-    for num_processes, cases in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+    for num_processes, cases in ((1, CASES_ON_ONE_PROCESS), (2, CASES_ON_TWO_PROCESSES)):
         for loop, model, b, k in cases:
             rows.append(measure(references[model], loop, model, b, k, num_processes))
             print(loop, model, rows[-1]["layout"], _cell(rows[-1]), file=sys.stderr, flush=True)
@@ -95,42 +97,45 @@ def main() -> None:
 
 
 def _cell(row: dict) -> str:
-    """Errors of the first and the last step."""
+    """Format the errors of the first and the last step."""
     first, *_, last = ["exact" if error <= TOLERANCE else f"{error:#.2g}" for error in row["errors"]]
-    if row["loop"] in WHOLE_STEPS:
+    if row["loop"] in NUM_WHOLE_STEPS:
         return first
     return f"{first} / {last}" if row["last_window_steps"] else f"{first} / never"
 
 
 def _causes(row: dict) -> str:
-    return ", ".join(f"`{found['cause']}`" for found in row["findings"]) or "exact"
+    return ", ".join(f"`{finding['cause']}`" for finding in row["findings"]) or "exact"
 
 
 def _grid(rows: list[dict], cell) -> str:
-    """A line for every loop, a column for every model."""
+    """Make a table with a line for every loop and a column for every model."""
     cells = {(row["loop"], row["model"]): cell(row) for row in rows}
     lines = [[title, *(cells.get((loop, model), "-") for model in HEADS)] for loop, title in LOOPS.items()]
     return harness.table(["loop", *HEADS.values()], lines)
 
 
 def tables(results: dict) -> str:
-    one, two = ([row for row in results["rows"] if row["layout"]["N"] == number] for number in (1, 2))
-    named = {found["cause"] for row in results["rows"] for found in row["findings"]}
-    legend = "".join(f"- `{cause}`: {text}\n" for cause, text in CAUSES.items() if cause in named)
+    rows_on_one_process, rows_on_two_processes = (
+        [row for row in results["rows"] if row["layout"]["N"] == number] for number in (1, 2)
+    )
+    causes = {finding["cause"] for row in results["rows"] for finding in row["findings"]}
+    legend = "".join(f"- `{cause}`: {text}\n" for cause, text in CAUSES.items() if cause in causes)
     lines = [
         [
             *(LOOPS[row["loop"]], HEADS[row["model"]], row["layout"]["b"], row["layout"]["k"], _cell(row)),
-            "; ".join(f"`{of['cause']}`, {of['where']}: {of['evidence']}" for of in row["findings"]) or "exact",
+            "; ".join(f"`{finding['cause']}`, {finding['where']}: {finding['evidence']}" for finding in row["findings"])
+            or "exact",
         ]
-        for row in two
+        for row in rows_on_two_processes
     ]
     return (
         "Relative error of the gradient that the optimizer takes, first / last step, on one process with 8 samples in a\n"
         "micro-batch and k = 4. Steps have 32, 32 and 13 samples: the last window has 2 micro-batches, of 8 and 5.\n"
         "never: the last micro-batches are never stepped. nanoGPT's batches have no end, so there is no last window.\n\n"
-        f"{_grid(one, _cell)}\n"
+        f"{_grid(rows_on_one_process, _cell)}\n"
         "What the audit names:\n\n"
-        f"{_grid(one, _causes)}\n"
+        f"{_grid(rows_on_one_process, _causes)}\n"
         f"{legend}\n"
         "On two processes:\n\n"
         f"{harness.table('loop | model | b | k | error of the first / last step | named', lines)}\n"

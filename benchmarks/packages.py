@@ -1,4 +1,4 @@
-"""Trainers as they are installed, audited: every verdict beside a plain computation of the same gradients.
+"""Audits trainers as they are installed, and compares every verdict with a plain computation of the same gradients.
 
     make bench-packages
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "packages"
 LOOPS = Path(__file__).parent / "loops"
 TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds for a run
-ALIKE = 1e-3  # relative; weights that differ less are the same
+WEIGHT_TOLERANCE = 1e-3  # relative; weights that differ less are the same
 # Title -> program with its arguments.
 PROGRAMS = {
     "TRL SFT": [FOLDER / "trl_sft.py", "plain"],
@@ -51,92 +51,105 @@ def variation(layout: tuple[int, int, int]) -> Variation:
     return Variation({BATCH: str(layout[0]), WINDOW: str(layout[1])}, layout[2])
 
 
-def plain(program: list[str], layout: tuple[int, int, int]) -> list[dict]:
-    """What packages/plain.py saved on each process."""
-    of = variation(layout)
+def run_plainly(program: list[str], layout: tuple[int, int, int]) -> list[dict]:
+    """Run packages/plain.py, and return the values that it saved on each process."""
+    run_variation = variation(layout)
     with tempfile.TemporaryDirectory(prefix="packages-") as folder:
-        words = [str(FOLDER / "plain.py"), f"{folder}/saved", *program, *of.argv]
-        run([sys.executable, *words], of.num_processes, program[0], TIMEOUT)
-        return [torch.load(f"{folder}/saved-{rank}.pt") for rank in range(of.num_processes)]
+        words = [str(FOLDER / "plain.py"), f"{folder}/saved", *program, *run_variation.argv]
+        run([sys.executable, *words], run_variation.num_processes, program[0], TIMEOUT)
+        return [torch.load(f"{folder}/saved-{rank}.pt") for rank in range(run_variation.num_processes)]
 
 
-def errors(reference: list[dict], other: list[dict]) -> list[float]:
-    """|g - r| / |r| of each step."""
+def compute_errors(reference: list[dict], other: list[dict]) -> list[float]:
+    """Compute |g - r| / |r| of each step."""
     steps = zip(reference[0]["steps"], other[0]["steps"], strict=False)
     return [float((g["gradient"] - r["gradient"]).norm() / r["gradient"].norm()) for r, g in steps]
 
 
-def miscounted(processes: list[dict], step: int) -> str:
-    """What causal models were told to divide by, if it is another number than that of the labels that they predict."""
-    told = [count for process in processes for count in process["steps"][step]["counts"]]
-    numbers, predicted = {number for number, _ in told}, sum(count for _, count in told)
+def describe_miscount(processes: list[dict], step: int) -> str:
+    """Describe by which number causal models divide, if it is not the number of labels that they predict; else empty."""
+    counts = [count for process in processes for count in process["steps"][step]["counts"]]
+    numbers, predicted = {number for number, _ in counts}, sum(count for _, count in counts)
     if len(numbers) != 1 or numbers == {predicted}:
         return ""
     return f"divided by {numbers.pop():.0f}, of which {predicted} are predicted"
 
 
-def own_cause(reference: list[dict], other: list[dict], step: int) -> str:
-    """What full gradients say of a step on one process: which weights of the micro-batches make it the reference's."""
+def explain_step(reference: list[dict], other: list[dict], step: int) -> str:
+    """Explain a step on one process by full gradients: by the weights of the micro-batches that make it the reference's."""
     if len(other) > 1 or len(other[0]["steps"][step]["after"]) < 2:
         return ""
-    after = other[0]["steps"][step]["after"]
-    parts = torch.stack(after).diff(dim=0, prepend=torch.zeros_like(after[0])[None]).T.numpy()
-    true = reference[0]["steps"][step]["gradient"].numpy()
-    weights, *_ = np.linalg.lstsq(parts, true, rcond=None)
-    if np.linalg.norm(parts @ weights - true) > 10 * TOLERANCE * np.linalg.norm(true):
+    # Differences of the accumulated gradients after each backward: [micro-batches, numbers], transposed.
+    gradients = other[0]["steps"][step]["after"]
+    parts = torch.stack(gradients).diff(dim=0, prepend=torch.zeros_like(gradients[0])[None]).T.numpy()
+    reference_gradient = reference[0]["steps"][step]["gradient"].numpy()
+    weights, *_ = np.linalg.lstsq(parts, reference_gradient, rcond=None)
+    if np.linalg.norm(parts @ weights - reference_gradient) > 10 * TOLERANCE * np.linalg.norm(reference_gradient):
         return "no weights of the micro-batches give it"
-    if np.ptp(weights) <= ALIKE * np.abs(weights).max():
+    if np.ptp(weights) <= WEIGHT_TOLERANCE * np.abs(weights).max():
         return f"{weights.mean():.4g} times the sum of the micro-batches"
     return "micro-batches weighted by " + ", ".join(f"{weight:.3g}" for weight in weights)
 
 
 def measure(title: str, program: list[str]) -> list[dict]:
-    truth, reference = plain(program, REFERENCE), record(program, variation(REFERENCE), 0, TIMEOUT)
+    plain_reference, reference = run_plainly(program, REFERENCE), record(program, variation(REFERENCE), 0, TIMEOUT)
     rows = []
     for layout in LAYOUTS:
-        own = plain(program, layout)
+        plain_runs = run_plainly(program, layout)
         comparison = compare(reference, record(program, variation(layout), 0, TIMEOUT), TOLERANCE)
-        true_errors = errors(truth, own)
-        wrong = [t for t, error in enumerate(true_errors) if error > TOLERANCE]
-        used = sum(len(batch) for process in own for batch in process["batches"])
-        needed = sum(len(batch) for process in truth for batch in process["batches"])
-        told = miscounted(own, 0)
-        is_exact = not wrong and used == needed and not told
-        seen = [(a, b) for a, b in zip(comparison.errors, true_errors, strict=False) if a == a]
-        agrees = comparison.is_exact == is_exact and all(abs(a - b) <= max(0.2 * b, TOLERANCE) for a, b in seen)
+        true_errors = compute_errors(plain_reference, plain_runs)
+        wrong_steps = [t for t, error in enumerate(true_errors) if error > TOLERANCE]
+        num_samples = sum(len(batch) for process in plain_runs for batch in process["batches"])
+        num_reference_samples = sum(len(batch) for process in plain_reference for batch in process["batches"])
+        miscount = describe_miscount(plain_runs, 0)
+        is_exact = not wrong_steps and num_samples == num_reference_samples and not miscount
+        error_pairs = [(a, b) for a, b in zip(comparison.errors, true_errors, strict=False) if a == a]
+        agrees = comparison.is_exact == is_exact and all(abs(a - b) <= max(0.2 * b, TOLERANCE) for a, b in error_pairs)
         row = {
             "program": title,
             "layout": "x".join(map(str, layout)),
             "own_errors": true_errors,
-            "own_cause": told or (own_cause(truth, own, wrong[0]) if wrong else ""),
-            "samples": used,
-            "samples_of_the_reference": needed,
+            "own_cause": miscount or (explain_step(plain_reference, plain_runs, wrong_steps[0]) if wrong_steps else ""),
+            "samples": num_samples,
+            "samples_of_the_reference": num_reference_samples,
             "errors": [error if error == error else None for error in comparison.errors],
             "findings": [
-                {"cause": of.cause, "where": of.where, "evidence": of.evidence, "harmless": of.cause in HARMLESS}
-                for of in comparison.findings
+                {
+                    "cause": finding.cause,
+                    "where": finding.where,
+                    "evidence": finding.evidence,
+                    "harmless": finding.cause in HARMLESS,
+                }
+                for finding in comparison.findings
             ],
             "agrees": agrees,
         }
-        print(title, row["layout"], row["own_cause"], [of["cause"] for of in row["findings"]], agrees, file=sys.stderr)
+        print(
+            title,
+            row["layout"],
+            row["own_cause"],
+            [finding["cause"] for finding in row["findings"]],
+            agrees,
+            file=sys.stderr,
+        )
         rows.append(row)
     return rows
 
 
-def _shown(errors: list[float | None]) -> str:
+def _format_errors(errors: list[float | None]) -> str:
     ends = errors[0], errors[-1]
-    return " / ".join("-" if of is None else "exact" if of <= TOLERANCE else f"{of:.2g}" for of in ends)
+    return " / ".join("-" if error is None else "exact" if error <= TOLERANCE else f"{error:.2g}" for error in ends)
 
 
 def markdown(results: dict) -> str:
     lines = []
     for row in results["rows"]:
-        named = ", ".join(f"`{of['cause']}`" for of in row["findings"]) or "exact"
-        used = str(row["samples"])
+        causes = ", ".join(f"`{finding['cause']}`" for finding in row["findings"]) or "exact"
+        samples_text = str(row["samples"])
         if row["samples"] != row["samples_of_the_reference"]:
-            used += f" instead of {row['samples_of_the_reference']}"
-        cells = [row["program"], row["layout"], _shown(row["own_errors"]), used, row["own_cause"]]
-        lines.append([*cells, _shown(row["errors"]), named, "yes" if row["agrees"] else "NO"])
+            samples_text += f" instead of {row['samples_of_the_reference']}"
+        cells = [row["program"], row["layout"], _format_errors(row["own_errors"]), samples_text, row["own_cause"]]
+        lines.append([*cells, _format_errors(row["errors"]), causes, "yes" if row["agrees"] else "NO"])
     columns = "trainer | layout | plain computation | samples used | what it shows | audit | named | agree"
     return harness.page(
         "Trainers as they are installed, audited",

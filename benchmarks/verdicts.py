@@ -1,4 +1,4 @@
-"""How often the audit is right: every program of tests/audited/, sound or with one fault, under every layout at its head.
+"""Measures how often the audit is right: on every program of tests/audited/, sound or with one fault, under all its layouts.
 
     make bench-verdicts
 
@@ -23,7 +23,7 @@ from stepaudit.judge import compare
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "trl", "sentence-transformers")
 # From the best to the worst.
 VERDICTS = ("right", "beside", "not_a_sum", "misnamed", "missed", "false alarm", "crash")
-SHOWN = {
+VERDICT_TEXTS = {
     "right": "named",
     "beside": "named, with a false cause beside",
     "not_a_sum": "only `not_a_sum`",
@@ -33,8 +33,8 @@ SHOWN = {
 
 
 def measure(server: Server, program: corpus.Program) -> dict:
-    """What was found under each layout."""
-    started, rows = harness.clock(), []
+    """Audit a program under each layout, and return the causes and the verdicts."""
+    start, rows = harness.clock(), []
     try:
         reference = server.record([str(program.path)], corpus.variation(program.reference))
         for layout, cause in program.expected.items():
@@ -51,21 +51,21 @@ def measure(server: Server, program: corpus.Program) -> dict:
             )
     except RuntimeError as error:
         rows.append({"verdict": "crash", "found": [], "where": [str(error).splitlines()[-1]]})
-    worst = max((row["verdict"] for row in rows), key=VERDICTS.index)
+    worst_verdict = max((row["verdict"] for row in rows), key=VERDICTS.index)
     return {
         "program": str(program),
         "about": program.about,
         "is_sound": program.path.parent.name == "sound",
         "is_blind": program.is_blind,
         "causes": program.causes,
-        "verdict": worst,
-        "seconds": round(harness.clock() - started, 2),
+        "verdict": worst_verdict,
+        "seconds": round(harness.clock() - start, 2),
         "layouts": rows,
     }
 
 
 def guide() -> str:
-    """A section for each cause: what is wrong, what to do, programs that show it."""
+    """Write a section for each cause: the fault, the remedy, programs that show it."""
     examples: dict[str, list[str]] = {}
     for program in corpus.programs():
         for cause in program.causes:
@@ -90,27 +90,30 @@ def guide() -> str:
 def tables(results: dict) -> str:
     rows = results["rows"]
     sound, faults = ([row for row in rows if row["is_sound"] == is_sound] for is_sound in (True, False))
-    alarms = [row["program"] for row in sound if row["verdict"] != "right"]
+    false_alarms = [row["program"] for row in sound if row["verdict"] != "right"]
     tally = Counter(row["verdict"] for row in faults)
     layouts = sum(len(row["layouts"]) for row in sound)
-    blind = [sum(row["is_blind"] for row in of) for of in (sound, faults)]
-    several = sum(any(of.get("layout", "").count("x") == 2 for of in row["layouts"]) for row in rows)
+    num_blind = [sum(row["is_blind"] for row in group) for group in (sound, faults)]
+    num_several = sum(any(layout.get("layout", "").count("x") == 2 for layout in row["layouts"]) for row in rows)
     counts = [
-        [SHOWN.get(verdict, verdict), tally[verdict], f"{tally[verdict] / len(faults):.0%}"]
+        [VERDICT_TEXTS.get(verdict, verdict), tally[verdict], f"{tally[verdict] / len(faults):.0%}"]
         for verdict in VERDICTS
-        if tally[verdict] or verdict in SHOWN
+        if tally[verdict] or verdict in VERDICT_TEXTS
     ]
     lines = []
     for row in faults:
-        found = ", ".join(dict.fromkeys(f"`{name}`" for of in row["layouts"] for name in of["found"])) or "nothing"
-        text, shown = row["about"].removeprefix("Fault: "), SHOWN.get(row["verdict"], row["verdict"])
-        lines.append([f"{text} ([{row['program']}](../tests/audited/{row['program']}.py))", found, shown])
-    accused = f" ({', '.join(alarms)})" if alarms else ""
+        found_causes = (
+            ", ".join(dict.fromkeys(f"`{name}`" for layout in row["layouts"] for name in layout["found"])) or "nothing"
+        )
+        text, verdict = row["about"].removeprefix("Fault: "), VERDICT_TEXTS.get(row["verdict"], row["verdict"])
+        lines.append([f"{text} ([{row['program']}](../tests/audited/{row['program']}.py))", found_causes, verdict])
+    accused_text = f" ({', '.join(false_alarms)})" if false_alarms else ""
     return (
-        f"{len(sound)} sound programs under {layouts} layouts: {len(alarms)} accused{accused}. {len(faults)} programs with a "
-        f"fault:\n\n{harness.table(' | programs | share', counts)}\n"
-        f"A program counts by its worst layout; {several} of all are run on several processes as well. {blind[1]} of those "
-        f"with a fault and {blind[0]} of the sound ones were written without a look at how the audit decides.\n\n"
+        f"{len(sound)} sound programs under {layouts} layouts: {len(false_alarms)} accused{accused_text}. "
+        f"{len(faults)} programs with a fault:\n\n{harness.table(' | programs | share', counts)}\n"
+        f"A program counts by its worst layout; {num_several} of all are run on several processes as well. "
+        f"{num_blind[1]} of those with a fault and {num_blind[0]} of the sound ones were written without a look at how the "
+        "audit decides.\n\n"
         f"{harness.table('fault | what is found | verdict', lines)}\n"
         f"Exact: at most {results['about']['tolerance']:g}.\n"
     )

@@ -1,4 +1,4 @@
-"""`python -m stepaudit --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS`: audits a program under several layouts."""
+"""`python -m stepaudit --vary "FLAG=VALUE,..." ... -- PROGRAM.py ARGS` audits a program under several layouts."""
 
 import sys
 

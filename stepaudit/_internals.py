@@ -1,7 +1,7 @@
-"""All that is private of torch and datasets: what the audit has to look at in programs that are not its own.
+"""Holds every use of private parts of torch and datasets: the audit needs them to look into programs of others.
 
-Elsewhere it uses what they document, though some of that is replaced while a program is recorded (see `record.Recorder`).
-tests/test_internals.py fails where an upgrade changes what is here; it was looked up in torch 2.13 and datasets 5.2.
+The other modules use documented functions only, though some are replaced while a program is recorded (see `record.Recorder`).
+tests/test_internals.py fails where an upgrade changes a part that is used here. Looked up in torch 2.13 and datasets 5.2.
 """
 
 from typing import Any
@@ -16,19 +16,19 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 __all__ = ["FETCHERS", "BatchNorm", "Dropout", "LoaderIterator", "tree_leaves", "tree_map"]
 
 FETCHERS = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
-"""torch 2.13: by whose `fetch` each batch comes in the main process. A `LoaderIterator` says by `_next_index` which samples it
-takes, and returns them by `__next__`."""
+"""Classes whose `fetch` makes each batch in the main process (torch 2.13). The `_next_index` of a `LoaderIterator` says which
+samples it takes, its `__next__` returns them."""
 
 
-def loaded(iterator: LoaderIterator) -> Any:
+def get_dataset(iterator: LoaderIterator) -> Any:
     """Return the dataset that a loader's iterator draws from (torch 2.13, `_dataset`)."""
     return iterator._dataset
 
 
-def rows_chosen(dataset: Any, numbers: list[int]) -> list[int]:
-    """Return which rows of its table a `datasets.Dataset` means by these numbers, after `shuffle`, `select` or `shard`.
+def find_table_rows(dataset: Any, numbers: list[int]) -> list[int]:
+    """Return the rows of its table that a `datasets.Dataset` means by these numbers, after `shuffle`, `select` or `shard`.
 
-    datasets 5.2, `_indices`. Of any other dataset, and where the numbers are those of the table, the numbers.
+    datasets 5.2, `_indices`. For any other dataset, and for a table in its first order, the rows are the numbers themselves.
     """
     indices = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column"):
@@ -37,12 +37,12 @@ def rows_chosen(dataset: Any, numbers: list[int]) -> list[int]:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a program has hooks on a parameter's gradient (torch 2.13, `_backward_hooks`, `_post_accumulate_grad_hooks`)."""
+    """Tell whether a parameter's gradient has hooks (torch 2.13, `_backward_hooks`, `_post_accumulate_grad_hooks`)."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def put_last_hook_first(parameter: torch.Tensor) -> None:
-    """Call the hook that was registered last on a parameter's gradient before all others, which may change the gradient.
+    """Move the hook that was registered last on a parameter's gradient in front of all others, which may change the gradient.
 
     torch 2.13, `_backward_hooks`, a dictionary in the order of the calls; `register_hook` has no `prepend`, as modules' has.
     """
@@ -52,6 +52,6 @@ def put_last_hook_first(parameter: torch.Tensor) -> None:
     hooks.update([last, *others])
 
 
-def num_changes(tensor: torch.Tensor) -> int:
-    """Count how often a tensor was changed in place (torch 2.13, `_version`); not through `.data`."""
+def count_changes(tensor: torch.Tensor) -> int:
+    """Count the changes of a tensor in place (torch 2.13, `_version`); changes through `.data` are not counted."""
     return tensor._version

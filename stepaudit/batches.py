@@ -1,4 +1,4 @@
-"""Which samples a micro-batch computes: from what DataLoaders drew, and from what the model was given."""
+"""Finds the samples that a micro-batch computes, from the batches that DataLoaders drew and the tensors that the model got."""
 
 import dataclasses
 import hashlib
@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from stepaudit._internals import loaded, rows_chosen, tree_leaves
+from stepaudit._internals import find_table_rows, get_dataset, tree_leaves
 
-MOST_PENDING = 256  # batches that were drawn and not used; older ones are forgotten
+MAX_PENDING = 256  # batches that were drawn and not used; older ones are forgotten
 
 
 @dataclasses.dataclass(eq=False)
-class Drawn:
+class DrawnBatch:
     """A batch that a DataLoader returned.
 
     Attributes:
         dataset: id of the loader's dataset.
-        samples: indices in the dataset; None if it has none.
-        digests: hashes of its samples before they were collated; None if unseen.
-        batch: what the program got. Kept, so that no other tensor takes its place in memory.
+        samples: indices in the dataset; None if the loader has none.
+        digests: hashes of the samples before they were collated; None if they were not seen.
+        batch: the value that the program got. A reference is held, so that no other tensor takes its place in memory.
     """
 
     dataset: int
@@ -32,50 +32,57 @@ class Drawn:
     batch: Any
 
     def __post_init__(self) -> None:
-        self.leaves = [leaf for leaf in tree_leaves(plain(self.batch)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-        self.storages = {_storage(leaf) for leaf in self.leaves if leaf.numel()}
+        self.leaves = [
+            leaf for leaf in tree_leaves(to_plain(self.batch)) if isinstance(leaf, torch.Tensor) and leaf.ndim
+        ]
+        self.storages = {_find_storage(leaf) for leaf in self.leaves if leaf.numel()}
 
     @property
     def num_samples(self) -> int | None:
-        known = self.digests if self.samples is None else self.samples
-        return None if known is None else len(known)
+        items = self.digests if self.samples is None else self.samples
+        return None if items is None else len(items)
 
-    def make_rows(self, tensors: list[torch.Tensor]) -> list[int] | None:
-        """Which of its samples the tensors hold: [] for none, None for all of them or when that cannot be told."""
-        ours = sorted((leaf for leaf in self.leaves if len(leaf) == self.num_samples), key=torch.numel, reverse=True)
-        for given in tensors:
-            for leaf in ours:
-                if len(given) >= len(leaf) or given.shape[1:] != leaf.shape[1:]:
+    def find_rows(self, tensors: list[torch.Tensor]) -> list[int] | None:
+        """Find the samples of this batch that the tensors hold.
+
+        Returns:
+            Places in the batch, one per row of a tensor; None if the tensors hold the whole batch, or if rows cannot be told.
+        """
+        leaves = sorted((leaf for leaf in self.leaves if len(leaf) == self.num_samples), key=torch.numel, reverse=True)
+        for tensor in tensors:
+            for leaf in leaves:
+                if len(tensor) >= len(leaf) or tensor.shape[1:] != leaf.shape[1:]:
                     continue
-                numbers = {name: number for number, name in enumerate(map(_hash, leaf))}
-                rows = [numbers.get(_hash(row)) for row in given]
+                numbers_by_hash = {name: number for number, name in enumerate(map(_hash, leaf))}
+                rows = [numbers_by_hash.get(_hash(row)) for row in tensor]
                 if None not in rows:
                     return rows
         return None
 
 
 class Batches:
-    """Batches that were drawn, until a micro-batch uses them."""
+    """Holds batches that were drawn until a micro-batch uses them."""
 
     def __init__(self) -> None:
-        self.pending: deque[Drawn] = deque(maxlen=MOST_PENDING)
-        self.current: Drawn | None = None  # the one that the last micro-batch used
-        self.newest: int | None = None  # dataset of the batch that was drawn last
-        self.evaluated: set[int] = set()  # datasets whose batches a model in evaluation was given
-        self.digests: deque[list[str] | None] = deque(maxlen=MOST_PENDING)
+        self.pending_batches: deque[DrawnBatch] = deque(maxlen=MAX_PENDING)
+        self.current_batch: DrawnBatch | None = None  # used by the last micro-batch
+        self.newest_dataset: int | None = None  # of the batch that was drawn last
+        self.evaluated_datasets: set[int] = set()  # datasets whose batches a model in evaluation was given
+        self.digests: deque[list[str] | None] = deque(maxlen=MAX_PENDING)
 
-    def index(self, next_index: Callable, iterator: Any) -> Any:
-        """In the place of a DataLoader's method that draws indices."""
+    def draw_index(self, next_index: Callable, iterator: Any) -> Any:
+        """Draw indices in the place of a DataLoader's method, and note them."""
         index = next_index(iterator)
         iterator.__dict__.setdefault("_audit_drawn", deque()).append(index)
         return index
 
     def fetch(self, fetch: Callable, fetcher: Any, index: Any) -> Any:
-        """In the place of a method that makes a batch of indices: looks at the samples before they are collated."""
+        """Make a batch of indices in the place of a fetcher's method, and hash its samples before they are collated."""
         collate = fetcher.collate_fn
 
         def look(samples: Any) -> Any:
-            self.digests.append(_digests(samples) if fetcher.auto_collation else None)  # else they are batches already
+            # Without automatic collation the samples are batches already.
+            self.digests.append(_hash_samples(samples) if fetcher.auto_collation else None)
             return collate(samples)
 
         fetcher.collate_fn = look
@@ -84,115 +91,137 @@ class Batches:
         finally:
             fetcher.collate_fn = collate
 
-    def draw(self, following: Callable, iterator: Any) -> Any:
-        """In the place of a DataLoader's method that returns the next batch."""
+    def draw_batch(self, next_batch: Callable, iterator: Any) -> Any:
+        """Return the next batch in the place of a DataLoader's method, and note it as drawn."""
         self.digests.clear()
-        batch = following(iterator)
+        batch = next_batch(iterator)
         index = iterator.__dict__["_audit_drawn"].popleft()
         digests = self.digests.pop() if len(self.digests) == 1 else None  # workers collate elsewhere
-        self.newest = id(loaded(iterator))
-        self.pending.append(Drawn(self.newest, _samples(loaded(iterator), index), digests, batch))
+        self.newest_dataset = id(get_dataset(iterator))
+        self.pending_batches.append(
+            DrawnBatch(self.newest_dataset, _find_samples(get_dataset(iterator), index), digests, batch)
+        )
         return batch
 
     def evaluate(self) -> None:
-        """Note that a model in evaluation computes without gradients: on the loader that was used last."""
-        if self.newest is not None and (self.current is None or self.current.dataset != self.newest):
-            self.evaluated.add(self.newest)
+        """Note that the loader that drew last serves a model in evaluation, which computes without gradients."""
+        if self.newest_dataset is not None and (
+            self.current_batch is None or self.current_batch.dataset != self.newest_dataset
+        ):
+            self.evaluated_datasets.add(self.newest_dataset)
 
     def use(self, calls: Iterable[tuple[Any, tuple, dict]]) -> tuple[list[int] | None, list[str] | None, Any]:
-        """Samples and digests of a micro-batch, and its batch; None for what is unknown.
+        """Find the batch that a micro-batch computes, and mark it as used.
 
-        The batch is one whose tensors the model was given, as they are or copied; if there is none, the next of the loader
-        that was drawn from last, unless that one is used for evaluation.
+        The batch is one whose tensors the model was given, as they are or copied. If there is none, it is the next batch of the
+        loader that drew last, unless that loader is used for evaluation.
+
+        Args:
+            calls: module, args and kwargs of each call of the model since the last backward.
+
+        Returns:
+            Samples, digests and the batch itself; None for each that is unknown.
         """
-        given = [
+        tensors = [
             leaf
             for _, *call in calls
-            for leaf in tree_leaves(plain(call))
+            for leaf in tree_leaves(to_plain(call))
             if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.numel()
         ]
-        storages = {_storage(leaf) for leaf in given}
-        found = next((of for of in self.pending if of.storages & storages), None)
-        if found is None and self.current is not None and self.current.storages & storages:
-            found = self.current
-        if found is None:
-            copies = [*self.pending, *([self.current] if self.current else [])]
-            found = next((of for of in copies if any(_is_copy(a, b) for a in of.leaves for b in given)), None)
-        if found is None:
-            found = next((of for of in self.pending if of.dataset == self.newest not in self.evaluated), None)
-        if found is None:
+        storages = {_find_storage(leaf) for leaf in tensors}
+        match = next((batch for batch in self.pending_batches if batch.storages & storages), None)
+        if match is None and self.current_batch is not None and self.current_batch.storages & storages:
+            match = self.current_batch
+        if match is None:
+            copies = [*self.pending_batches, *([self.current_batch] if self.current_batch else [])]
+            match = next(
+                (batch for batch in copies if any(_is_copy(a, b) for a in batch.leaves for b in tensors)), None
+            )
+        if match is None:
+            match = next(
+                (
+                    batch
+                    for batch in self.pending_batches
+                    if batch.dataset == self.newest_dataset not in self.evaluated_datasets
+                ),
+                None,
+            )
+        if match is None:
             return None, None, None
-        rows = found.make_rows(given) if found.num_samples else None
-        is_again = found is self.current and rows is None and not _is_whole(found, given)
-        if found in self.pending:
-            self.pending.remove(found)
-        self.current = found
+        rows = match.find_rows(tensors) if match.num_samples else None
+        is_again = match is self.current_batch and rows is None and not _is_whole(match, tensors)
+        if match in self.pending_batches:
+            self.pending_batches.remove(match)
+        self.current_batch = match
 
-        def chosen(of: list | None) -> list | None:
-            if of is None:
+        def select(values: list | None) -> list | None:
+            if values is None:
                 return None
-            # A part of the batch that cannot be told from the others: its samples were counted with the first part.
-            return [] if is_again else of if rows is None else [of[row] for row in rows]
+            # A second part of a batch whose parts cannot be told apart: its samples were counted with the first part.
+            return [] if is_again else values if rows is None else [values[row] for row in rows]
 
-        return chosen(found.samples), chosen(found.digests), found.batch
-
-
-def _is_whole(drawn: Drawn, given: list[torch.Tensor]) -> bool:
-    """Whether the model was given as many rows as the batch has, or nothing that shows it."""
-    return not given or drawn.num_samples is None or any(len(leaf) >= drawn.num_samples for leaf in given)
+        return select(match.samples), select(match.digests), match.batch
 
 
-def row_names(row: torch.Tensor) -> list[str]:
-    """Shape, and hashes of a row: whole, and without what repeats at its end, or at its beginning (padding)."""
+def _is_whole(batch: DrawnBatch, tensors: list[torch.Tensor]) -> bool:
+    """Tell whether the model was given as many rows as the batch has; True as well where no tensor shows the number."""
+    return not tensors or batch.num_samples is None or any(len(leaf) >= batch.num_samples for leaf in tensors)
+
+
+def describe_row(row: torch.Tensor) -> list[str]:
+    """Describe a row [any shape] by its shape and three hashes: whole, without padding at its end, without it at its beginning.
+
+    Padding is whatever repeats the last entry, or the first one.
+    """
     row = row.detach().cpu()
     if row.ndim == 0 or len(row) < 2:
         return [str(tuple(row.shape)), *[_hash(row)] * 3]
     flat = row.reshape(len(row), -1)
-    differs = (flat != flat[-1]).any(1).nonzero(), (flat != flat[0]).any(1).nonzero()
-    end = int(differs[0][-1]) + 1 if len(differs[0]) else 0
-    begin = int(differs[1][0]) if len(differs[1]) else len(row)
+    differences = (flat != flat[-1]).any(1).nonzero(), (flat != flat[0]).any(1).nonzero()
+    end = int(differences[0][-1]) + 1 if len(differences[0]) else 0
+    begin = int(differences[1][0]) if len(differences[1]) else len(row)
     return [str(tuple(row.shape)), _hash(row), _hash(row[:end]), _hash(row[begin:])]
 
 
-def _samples(dataset: Any, index: Any) -> list[int] | None:
-    """Indices in the dataset at the bottom: `Subset` and `datasets.Dataset.shard` have other ones of their own."""
+def _find_samples(dataset: Any, index: Any) -> list[int] | None:
+    """Find the indices in the innermost dataset: `Subset` and `datasets.Dataset.shard` number their samples anew."""
     if not isinstance(index, (list, tuple)) or not all(isinstance(number, (int, np.integer)) for number in index):
         return None
     numbers = [int(number) for number in index]
     while isinstance(dataset, Subset):
         numbers, dataset = [int(dataset.indices[number]) for number in numbers], dataset.dataset
-    return rows_chosen(dataset, numbers)
+    return find_table_rows(dataset, numbers)
 
 
-def _digests(samples: Any) -> list[str] | None:
-    """A hash of each sample's content; None where one holds what cannot be hashed."""
+def _hash_samples(samples: Any) -> list[str] | None:
+    """Hash the content of each sample; None if one of them cannot be hashed."""
     try:
-        return [_digest(sample).hexdigest() for sample in samples]
+        return [_hash_sample(sample).hexdigest() for sample in samples]
     except (TypeError, ValueError, RuntimeError):
         return None
 
 
-def _digest(sample: Any) -> Any:
-    found = hashlib.blake2b(digest_size=8)
-    for leaf in tree_leaves(plain(sample)):
+def _hash_sample(sample: Any) -> Any:
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(to_plain(sample)):
         if isinstance(leaf, torch.Tensor):
-            found.update(_content(leaf))
+            digest.update(_to_bytes(leaf))
         elif isinstance(leaf, np.ndarray):
-            found.update(_content(torch.as_tensor(leaf)))
+            digest.update(_to_bytes(torch.as_tensor(leaf)))
         elif isinstance(leaf, (int, float, str, bytes, np.generic)) or leaf is None:
-            found.update(repr(leaf).encode())
+            digest.update(repr(leaf).encode())
         else:
             raise TypeError(type(leaf).__name__)
-        found.update(b"|")
-    return found
+        digest.update(b"|")
+    return digest
 
 
 def _hash(row: torch.Tensor) -> str:
-    return hashlib.blake2b(_content(row), digest_size=8).hexdigest()
+    return hashlib.blake2b(_to_bytes(row), digest_size=8).hexdigest()
 
 
-def _content(tensor: torch.Tensor) -> bytes:
-    """Its numbers, the same ones whatever their dtype."""
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the numbers of a tensor as bytes that do not depend on its dtype (float64 or int64)."""
     tensor = tensor.detach().cpu()
     return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64).contiguous().numpy().tobytes()
 
@@ -201,12 +230,12 @@ def _is_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.numel() > 1 and bool((a.detach().cpu() == b.detach().cpu()).all())
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _find_storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def plain(value: Any) -> Any:
-    """Mappings that pytree does not know (BatchEncoding) as dicts."""
+def to_plain(value: Any) -> Any:
+    """Turn mappings that pytree does not know (BatchEncoding) into dicts."""
     if type(value) in (list, tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return dict(value) if hasattr(value, "keys") and hasattr(value, "items") else value

@@ -1,4 +1,4 @@
-"""The causes that the audit names, and what to do about each."""
+"""Holds the causes that the audit names, and the remedy of each."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ TRAINER = "; shortest with samestep: ExactTrainer in the place of Trainer (docs/
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """One way in which a step comes to depend on how it is cut.
+    """One way in which a step comes to depend on the cut of its samples.
 
     Attributes:
-        text: what is wrong.
+        text: the fault.
         remedy: the lines to change.
     """
 
@@ -193,12 +193,12 @@ HARMLESS = {"reductions", "logged_loss"}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is wrong with a loop.
+    """One fault of a loop.
 
     Attributes:
         cause: see `KINDS`.
         where: modules, or steps.
-        evidence: the numbers that show it.
+        evidence: the numbers that show the fault.
     """
 
     cause: str
@@ -207,7 +207,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """The lines to change, and where more is said."""
+        """The lines to change, and the section of the guide about the cause."""
         return f"{KINDS[self.cause].remedy} ({GUIDE}#{self.cause})"
 
     def __str__(self) -> str:

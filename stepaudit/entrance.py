@@ -1,9 +1,9 @@
-"""Where a step stops being a sum over its samples: the first module whose output for a sample depends on more than the sample.
+"""Finds where a step stops being a sum over its samples: the first module whose output for a sample depends on other things.
 
 Every module's inputs and outputs are watched while the same samples are computed twice. Where the inputs agree and the outputs
-do not, the difference enters: a module that only passes it on has other inputs already, and what happens between the modules
-inside a module is seen at the module itself. Numbers that nobody uses (a gradient of 0) are not compared: the last state of an
-LSTM over padding does no harm as long as nothing is made of it.
+do not, the difference enters: a module that only passes a difference on has other inputs already, and a difference that arises
+between the modules inside a module is seen at the module itself. Numbers that nobody uses (a gradient of 0) are not compared:
+the last state of an LSTM over padding does no harm as long as nothing is computed from it.
 """
 
 import contextlib
@@ -18,105 +18,124 @@ from torch import nn
 
 from stepaudit._internals import BatchNorm, tree_leaves, tree_map
 from stepaudit.causes import Finding
-from stepaudit.judge import listed
+from stepaudit.judge import list_names
 
-MOST_SAMPLES = 8  # are enough
-DIFFERENT = 1e-6  # relative
+MAX_SAMPLES = 8  # are enough
+TOLERANCE = 1e-6  # relative
 Tensors = list[torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """Of one module: what went in, what came out, and which numbers of that are used (None: all, for all that is known)."""
+    """Holds one call of one module.
+
+    Attributes:
+        module: the module that was called.
+        module_name: its name in the model and its class.
+        inputs: copies of the tensors that it got.
+        outputs: copies of the tensors that it returned.
+        use_masks: of each output, bool of its shape: the numbers that the objective uses; None: all, as far as is known.
+    """
 
     module: nn.Module
-    where: str
+    module_name: str
     inputs: Tensors
     outputs: Tensors
-    used: list[torch.Tensor | None]
+    use_masks: list[torch.Tensor | None]
 
 
-def entrances(
+def find_entrances(
     model: nn.Module,
     samples: Sequence[Any],
     collate: Callable[[list], Any],
     call: Callable[[nn.Module, Any], torch.Tensor | None],
-    different: float = DIFFERENT,
+    tolerance: float = TOLERANCE,
 ) -> list[Finding]:
-    """Why `call(model, batch)` is no function of one sample at a time.
+    """Find the modules because of which `call(model, batch)` is no function of one sample at a time.
 
     Args:
         model: in the mode in which it is trained; a copy, whose modules are put into evaluation on the way.
-        samples: a few, two at least.
-        collate: samples to a batch, on the model's device and of its dtype.
-        call: computes the model, once or more, and returns a scalar that follows from all that is used; None: it has computed
-            the gradient itself, or that is unknown.
-        different: relative difference that is no rounding.
+        samples: a few, at least two.
+        collate: samples -> batch, on the model's device and of its dtype.
+        call: computes the model, once or more, and returns a scalar that depends on every number that is used; None: the call
+            has computed the gradient itself, or the scalar is unknown.
+        tolerance: largest relative difference that is rounding.
 
     Returns:
-        Findings with the causes `random_collate`, `state`, `dropout`, `batch_norm`, `mixed_samples`, `padding`; none if there
-        are none.
+        Findings with the causes `random_collate`, `state`, `dropout`, `batch_norm`, `mixed_samples`, `padding`; empty if every
+        output depends on one sample.
     """
     findings = []
-    with same_noise(1):
+    with fix_noise(1):
         first = collate(samples)
-    with same_noise(2):
-        again = collate(samples)
-    if not _equal(tree_leaves(first), tree_leaves(again)):
+    with fix_noise(2):
+        second = collate(samples)
+    if not _are_equal(tree_leaves(first), tree_leaves(second)):
         return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
 
-    def calls(batch: Any, seed: int = 1) -> list[Call]:
-        with same_noise(seed):
-            return _calls(model, lambda: call(model, batch))
+    def record_calls(batch: Any, seed: int = 1) -> list[Call]:
+        with fix_noise(seed):
+            return _record_calls(model, lambda: call(model, batch))
 
-    def all_of(probe: Callable[[], Call | None]) -> list[Call]:
-        """What a probe finds when what it found before is kept from doing it again, by being put into evaluation."""
-        found: dict[nn.Module, Call] = {}
-        while (one := probe()) is not None and one.module not in found:
-            found[one.module] = one
-            one.module.eval()
-        return list(found.values())
+    def collect_calls(probe: Callable[[], Call | None]) -> list[Call]:
+        """Repeat a probe until it finds nothing new: each module that it finds is put into evaluation, and is silent then."""
+        entrances: dict[nn.Module, Call] = {}
+        while (entrance := probe()) is not None and entrance.module not in entrances:
+            entrances[entrance.module] = entrance
+            entrance.module.eval()
+        return list(entrances.values())
 
-    def mixed() -> Call | None:
-        """The first sample's rows, when another one takes the place of a third, in a batch of the same lengths.
+    def find_mixing() -> Call | None:
+        """Find where the first sample's rows change when another sample of the batch is replaced, and all shapes stay.
 
-        One more beside it tells rows from what is as many by chance (experts).
+        The second batch has one sample more: a dimension that grows with it holds rows, and has not the same size by chance
+        (experts).
         """
         for place in range(len(samples) - 1, 0, -1):
             others = [*samples[:place], samples[place - 1], *samples[place + 1 :]]
-            if _shapes(collate(others)) == _shapes(first):
+            if _find_shapes(collate(others)) == _find_shapes(first):
                 rows = (0, 0, len(samples), len(samples) + 1)
-                return _first_difference(calls(first), calls(collate([*others, others[0]])), different, *rows)
+                return _find_first_difference(
+                    record_calls(first), record_calls(collate([*others, others[0]])), tolerance, *rows
+                )
         return None
 
-    def padded() -> Call | None:
-        whole = calls(first)
+    def find_padding() -> Call | None:
+        whole = record_calls(first)
         for row, sample in enumerate(samples):
-            if found := _first_difference(whole, calls(collate([sample])), different, row, 0, len(samples), 1):
-                return found
+            if entrance := _find_first_difference(
+                whole, record_calls(collate([sample])), tolerance, row, 0, len(samples), 1
+            ):
+                return entrance
         return None
 
-    def noisy() -> Call | None:
-        return _first_difference(calls(first, 1), calls(first, 2), different)
+    def find_noise() -> Call | None:
+        return _find_first_difference(record_calls(first, 1), record_calls(first, 2), tolerance)
 
-    changing = all_of(lambda: _first_difference(calls(first), calls(first), different))
-    findings += _named("state", changing, "its output differs when the same samples come again, with the same noise")
-    drawing = all_of(noisy)
-    findings += _named("dropout", drawing, "its output differs for the same samples")
-    has_noise = bool(drawing) and noisy() is not None  # evaluation does not end it, and it depends on shapes
-    mixing = all_of(mixed)
-    changes = "its output for a sample changes with another sample of the batch"
-    findings += _named("batch_norm", [one for one in mixing if isinstance(one.module, BatchNorm)], changes)
-    findings += _named("mixed_samples", [one for one in mixing if not isinstance(one.module, BatchNorm)], changes)
-    if not mixing and not has_noise and (found := padded()) is not None:
-        findings += _named("padding", [found], "its output for a sample alone differs from that in a batch")
+    state_calls = collect_calls(lambda: _find_first_difference(record_calls(first), record_calls(first), tolerance))
+    findings += _make_findings(
+        "state", state_calls, "its output differs when the same samples come again, with the same noise"
+    )
+    noise_calls = collect_calls(find_noise)
+    findings += _make_findings("dropout", noise_calls, "its output differs for the same samples")
+    has_noise = bool(noise_calls) and find_noise() is not None  # evaluation does not end it, and it depends on shapes
+    mixing_calls = collect_calls(find_mixing)
+    change = "its output for a sample changes with another sample of the batch"
+    findings += _make_findings(
+        "batch_norm", [entrance for entrance in mixing_calls if isinstance(entrance.module, BatchNorm)], change
+    )
+    findings += _make_findings(
+        "mixed_samples", [entrance for entrance in mixing_calls if not isinstance(entrance.module, BatchNorm)], change
+    )
+    if not mixing_calls and not has_noise and (entrance := find_padding()) is not None:
+        findings += _make_findings("padding", [entrance], "its output for a sample alone differs from that in a batch")
     return findings
 
 
 @contextlib.contextmanager
-def same_noise(seed: int) -> Iterator[None]:
-    """Seeds torch, numpy and random inside, and puts them back as they were."""
-    kept = random.getstate(), np.random.get_state()
+def fix_noise(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and random inside the block, and restore their states after it."""
+    states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -125,30 +144,32 @@ def same_noise(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
-def _named(cause: str, found: list[Call], evidence: str) -> list[Finding]:
-    if not found:
+def _make_findings(cause: str, calls: list[Call], evidence: str) -> list[Finding]:
+    if not calls:
         return []
-    return [Finding(cause, listed([one.where for one in found]), evidence)]
+    return [Finding(cause, list_names([call.module_name for call in calls]), evidence)]
 
 
-def _calls(model: nn.Module, compute: Callable[[], torch.Tensor | None]) -> list[Call]:
-    """Of all modules, in the order in which they end: a module after those inside it."""
+def _record_calls(model: nn.Module, compute: Callable[[], torch.Tensor | None]) -> list[Call]:
+    """Record the calls of all modules, in the order in which they end: a module after the modules inside it."""
     calls: list[Call] = []
     hooks = []
     for name, module in model.named_modules():
-        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        module_name = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-        def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, where: str = where) -> None:
-            outputs = _leaves(output)
-            call = Call(module, where, _copies((args, kwargs)), [of.detach().clone() for of in outputs], [])
-            for place, leaf in enumerate(outputs):
-                call.used.append(torch.zeros(leaf.shape, dtype=torch.bool) if leaf.requires_grad else None)
+        def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, module_name: str = module_name) -> None:
+            outputs = _find_leaves(output)
+            call = Call(
+                module, module_name, _copy_leaves((args, kwargs)), [leaf.detach().clone() for leaf in outputs], []
+            )
+            for number, leaf in enumerate(outputs):
+                call.use_masks.append(torch.zeros(leaf.shape, dtype=torch.bool) if leaf.requires_grad else None)
                 if leaf.requires_grad:
-                    leaf.register_hook(lambda gradient, call=call, place=place: _use(call, place, gradient))
+                    leaf.register_hook(lambda gradient, call=call, number=number: _note_use(call, number, gradient))
             calls.append(call)
 
         hooks.append(module.register_forward_hook(note, with_kwargs=True))
@@ -160,47 +181,48 @@ def _calls(model: nn.Module, compute: Callable[[], torch.Tensor | None]) -> list
     finally:
         for hook in hooks:
             hook.remove()
-    if not any(used is not None and used.any() for call in calls for used in call.used):
-        return [dataclasses.replace(call, used=[None] * len(call.used)) for call in calls]  # no gradient was computed
+    if not any(mask is not None and mask.any() for call in calls for mask in call.use_masks):
+        # No gradient was computed: nothing is known of use.
+        return [dataclasses.replace(call, use_masks=[None] * len(call.use_masks)) for call in calls]
     return calls
 
 
-def _use(call: Call, place: int, gradient: torch.Tensor) -> None:
-    call.used[place] = call.used[place] | (gradient.detach() != 0).to(call.used[place].device)
+def _note_use(call: Call, number: int, gradient: torch.Tensor) -> None:
+    call.use_masks[number] = call.use_masks[number] | (gradient.detach() != 0).to(call.use_masks[number].device)
 
 
-def _first_difference(
-    one: list[Call],
-    other: list[Call],
-    different: float,
+def _find_first_difference(
+    calls: list[Call],
+    other_calls: list[Call],
+    tolerance: float,
     row: int = 0,
     other_row: int = 0,
     num_rows: int = 0,
     num_other_rows: int = 0,
 ) -> Call | None:
-    """The first call whose inputs agree and whose outputs do not: in one sample's rows, or (num_rows 0) as a whole."""
+    """Find the first call whose inputs agree and whose outputs do not: in one sample's rows, or (num_rows 0) as a whole."""
 
-    def agree(some: Tensors, others: Tensors, used: list[torch.Tensor | None]) -> bool:
+    def agree(tensors: Tensors, other_tensors: Tensors, masks: list[torch.Tensor | None]) -> bool:
         if not num_rows:
-            kept = [
-                a if of is None or of.shape != a.shape else a * of.to(a.device)
-                for a, of in zip(some, used, strict=True)
+            values = [
+                a if mask is None or mask.shape != a.shape else a * mask.to(a.device)
+                for a, mask in zip(tensors, masks, strict=True)
             ]
-            kept_others = [
-                b if of is None or of.shape != b.shape else b * of.to(b.device)
-                for b, of in zip(others, used, strict=False)
+            other_values = [
+                b if mask is None or mask.shape != b.shape else b * mask.to(b.device)
+                for b, mask in zip(other_tensors, masks, strict=False)
             ]
-            return _equal(kept, kept_others, different)
-        return len(some) == len(others) and all(
-            _rows_agree(a, b, of, different, row, other_row, num_rows, num_other_rows)
-            for a, b, of in zip(some, others, used, strict=True)
+            return _are_equal(values, other_values, tolerance)
+        return len(tensors) == len(other_tensors) and all(
+            _rows_agree(a, b, mask, tolerance, row, other_row, num_rows, num_other_rows)
+            for a, b, mask in zip(tensors, other_tensors, masks, strict=True)
         )
 
-    for a, b in zip(one, other, strict=False):
-        if a.where != b.where:
+    for a, b in zip(calls, other_calls, strict=False):
+        if a.module_name != b.module_name:
             return None
-        everything = [None] * len(a.inputs)
-        if agree(a.inputs, b.inputs, everything) and not agree(a.outputs, b.outputs, a.used):
+        no_masks = [None] * len(a.inputs)
+        if agree(a.inputs, b.inputs, no_masks) and not agree(a.outputs, b.outputs, a.use_masks):
             return a
     return None
 
@@ -208,57 +230,70 @@ def _first_difference(
 def _rows_agree(
     a: torch.Tensor,
     b: torch.Tensor,
-    used: torch.Tensor | None,
-    different: float,
+    mask: torch.Tensor | None,
+    tolerance: float,
     row: int,
     other_row: int,
     num_rows: int,
     num_other_rows: int,
 ) -> bool:
-    """True as well where a tensor has no rows of samples: nothing can be said of it."""
-    places = [at for at in range(min(2, a.ndim)) if (a.shape[at], b.shape[at]) == (num_rows, num_other_rows)]
-    if a.ndim != b.ndim or not places:
+    """Tell whether a sample's rows agree; True as well for tensors without rows of samples, of which nothing can be said.
+
+    Args:
+        a, b: [num_rows, ...] and [num_other_rows, ...], or with the rows in the second dimension.
+        mask: bool of the shape of `a`, the numbers that are compared; None: all.
+        row, other_row: the sample's row in `a` and in `b`.
+    """
+    dimensions = [
+        dimension
+        for dimension in range(min(2, a.ndim))
+        if (a.shape[dimension], b.shape[dimension]) == (num_rows, num_other_rows)
+    ]
+    if a.ndim != b.ndim or not dimensions:
         return True
-    a, b = a.select(places[0], row), b.select(places[0], other_row)
-    used = torch.ones_like(a, dtype=torch.bool) if used is None else used.select(places[0], row).to(a.device)
+    a, b = a.select(dimensions[0], row), b.select(dimensions[0], other_row)
+    mask = torch.ones_like(a, dtype=torch.bool) if mask is None else mask.select(dimensions[0], row).to(a.device)
     shape = tuple(map(min, zip(a.shape, b.shape, strict=True)))
-    # Padded on the right or on the left.
-    right = tuple(slice(0, size) for size in shape)
-    left_a, left_b = (tuple(slice(of - size, of) for of, size in zip(x.shape, shape, strict=True)) for x in (a, b))
-    return _close(a[right] * used[right], b[right] * used[right], different) or _close(
-        a[left_a] * used[left_a], b[left_b] * used[left_a], different
+    # Rows are as long as the longest of their batch. Padded on the right, they agree in their first numbers; on the left, in
+    # their last ones.
+    first_part = tuple(slice(0, size) for size in shape)
+    last_part_a, last_part_b = (
+        tuple(slice(length - size, length) for length, size in zip(x.shape, shape, strict=True)) for x in (a, b)
+    )
+    return _is_close(a[first_part] * mask[first_part], b[first_part] * mask[first_part], tolerance) or _is_close(
+        a[last_part_a] * mask[last_part_a], b[last_part_b] * mask[last_part_a], tolerance
     )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, different: float = DIFFERENT) -> bool:
+def _is_close(a: torch.Tensor, b: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     if not a.is_floating_point():
         return bool((a == b).all())
     a, b = a.double(), b.double()
-    same = (a == b) | (a.isnan() & b.isnan())  # infinities, too
-    return bool(torch.where(same, 0, a - b).norm() <= different * torch.where(a.isfinite(), a, 0).norm())
+    is_same = (a == b) | (a.isnan() & b.isnan())  # infinities, too
+    return bool(torch.where(is_same, 0, a - b).norm() <= tolerance * torch.where(a.isfinite(), a, 0).norm())
 
 
-def _equal(some: list, others: list, different: float = DIFFERENT) -> bool:
-    """Leaves of two batches or outputs: tensors to rounding."""
-    if len(some) != len(others):
+def _are_equal(leaves: list, other_leaves: list, tolerance: float = TOLERANCE) -> bool:
+    """Tell whether the leaves of two batches or outputs are equal: as many, of the same shapes, tensors up to rounding."""
+    if len(leaves) != len(other_leaves):
         return False
-    for a, b in zip(some, others, strict=True):
+    for a, b in zip(leaves, other_leaves, strict=True):
         if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
             return False
-        if isinstance(a, torch.Tensor) and (a.shape != b.shape or not _close(a, b, different)):
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or not _is_close(a, b, tolerance)):
             return False
     return True
 
 
-def _leaves(value: Any) -> Tensors:
+def _find_leaves(value: Any) -> Tensors:
     value = dict(value) if hasattr(value, "to_tuple") else value  # ModelOutput
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
 
 
-def _copies(value: Any) -> Tensors:
-    """What is changed in place later must not change them."""
-    return [leaf.detach().clone() for leaf in _leaves(value)]
+def _copy_leaves(value: Any) -> Tensors:
+    """Copy the tensors of a value, so that later changes in place do not reach the copies."""
+    return [leaf.detach().clone() for leaf in _find_leaves(value)]
 
 
-def _shapes(batch: Any) -> list:
+def _find_shapes(batch: Any) -> list:
     return tree_leaves(tree_map(lambda leaf: str(leaf.shape) if isinstance(leaf, torch.Tensor) else "", batch))

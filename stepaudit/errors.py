@@ -16,7 +16,7 @@ class UsageError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint with the valid names nearest to `name`, or with all of them when none is near.
+    """Make a hint with the valid names nearest to `name`, or with all of them when none is near.
 
     >>> nearest("learning_rte", ["learning_rate", "seed"])
     'did you mean learning_rate?'

@@ -1,4 +1,4 @@
-"""Loops that take the steps of an audit: the exact one, and the one of transformers' Trainer."""
+"""Takes the steps of an audit: the exact loop, and the loop of transformers' Trainer."""
 
 import inspect
 import sys
@@ -15,16 +15,20 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, Iterable, int], None]
 
 
 def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
-    """Sums over the counts of the whole step, whatever the processes and micro-batches."""
+    """Make the loop that takes the exact step: summed losses over the counts of all micro-batches and processes.
+
+    Args:
+        loss: (model, batch) -> sums and counts, in any form that `terms` reads.
+    """
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
-        for window in _windows(batches, k):
+        for window in _split_into_windows(batches, k):
             with torch.no_grad():
                 counts = sum(terms(loss(model, batch))[1] for batch in window)
-            counts = _reduced(counts).clamp(min=1)
+            counts = _sum_over_processes(counts).clamp(min=1)
             for batch in window:
                 sums, _ = terms(loss(model, batch))
-                (_num_processes() * (sums / counts).sum()).backward()
+                (_count_processes() * (sums / counts).sum()).backward()
             _average_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -33,19 +37,22 @@ def exact_loop(loss: Callable[[nn.Module, Any], Any]) -> Loop:
 
 
 def trainer_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
-    """As transformers 5.23's Trainer: a forward with **kwargs gets `num_items_in_batch`, and its loss is not divided by k."""
+    """Accumulate as transformers 5.23's Trainer: a forward with **kwargs gets `num_items_in_batch`, others are divided by k."""
     takes_number = getattr(
         model,
         "accepts_loss_kwargs",
-        any(of.kind == inspect.Parameter.VAR_KEYWORD for of in inspect.signature(model.forward).parameters.values()),
+        any(
+            parameter.kind == inspect.Parameter.VAR_KEYWORD
+            for parameter in inspect.signature(model.forward).parameters.values()
+        ),
     )
-    for window in _windows(batches, k):
+    for window in _split_into_windows(batches, k):
         first = 1 if _shifts_labels(model) else 0
         labels = [batch["labels"][..., first:] for batch in window]
-        num_items = _reduced(sum((of != IGNORED).sum() for of in labels))
+        num_items = _sum_over_processes(sum((part != IGNORED).sum() for part in labels))
         for batch in window:
             if takes_number:
-                value = model(**batch, num_items_in_batch=num_items).loss * _num_processes()
+                value = model(**batch, num_items_in_batch=num_items).loss * _count_processes()
             else:
                 value = model(**batch).loss / len(window)
             value.backward()
@@ -55,10 +62,11 @@ def trainer_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: It
 
 
 def terms(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a loss returns, as sums [terms] and counts int64 [terms].
+    """Turn the value that a loss returns into sums [terms] and counts, int64 [terms].
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the value is neither (sum, count) nor ([sums], [counts]) nor {term: (sum, count)}, or a count is negative or
+            no whole number.
     """
     try:
         if isinstance(returned, Mapping):
@@ -72,23 +80,23 @@ def terms(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if sums.ndim != 1 or len(sums) != len(counts):
             raise ValueError
     except (TypeError, ValueError, RuntimeError):
-        what = type(returned).__name__ if not isinstance(returned, tuple) else f"a tuple of {len(returned)}"
+        type_name = type(returned).__name__ if not isinstance(returned, tuple) else f"a tuple of {len(returned)}"
         message = "loss must return (sum, count), ([sums], [counts]) or {term: (sum, count)} with scalar sums"
-        raise UsageError(f"{message}, not {what}") from None
+        raise UsageError(f"{message}, not {type_name}") from None
     if any(count != int(count) or count < 0 for count in counts):
         raise UsageError(f"loss returned the counts {counts}: numbers of targets are whole and not negative")
     return sums, torch.tensor([int(count) for count in counts], dtype=torch.int64, device=sums.device)
 
 
 def own_loss_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, k: int) -> None:
-    """The model's own mean over every batch: the truth when a batch is a whole step."""
+    """Take the model's own mean over every batch: the truth when a batch is a whole step."""
     for batch in batches:
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _windows(batches: Iterable, k: int) -> Iterable[list]:
+def _split_into_windows(batches: Iterable, k: int) -> Iterable[list]:
     window: list = []
     for batch in batches:
         window.append(batch)
@@ -99,27 +107,27 @@ def _windows(batches: Iterable, k: int) -> Iterable[list]:
         yield window
 
 
-def _num_processes() -> int:
+def _count_processes() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def _reduced(counts: torch.Tensor) -> torch.Tensor:
+def _sum_over_processes(counts: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts)
     return counts
 
 
 def _average_gradients(model: nn.Module) -> None:
-    """What DistributedDataParallel does, whatever a model returns and whichever of its parameters are used."""
+    """Average as DistributedDataParallel does, whatever a model returns and whichever of its parameters are used."""
     for parameter in model.parameters() if torch.distributed.is_initialized() else []:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= _num_processes()
+            parameter.grad /= _count_processes()
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """As Trainer decides whether the first label of each row is left out of the number."""
+    """Tell, as Trainer does, whether the first label of each row is left out of the number of targets."""
     if "transformers" not in sys.modules:
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING

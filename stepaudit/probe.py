@@ -1,9 +1,9 @@
 """Asks a model, while its own program trains it, why a step may be no sum over its samples.
 
-- The loss: l is a sum over samples only if the gradient with respect to what belongs to one sample does not depend on another
-  one. So d2 l / da_i da_j is 0 for the activations a of two samples i and j. Where it is not, samples are mixed after a: by the
-  loss, when a is what the model returns.
-- The model: it is computed again, a copy of it, on rows of the micro-batch that it was given (`entrance.py`).
+- The loss: l is a sum over samples only if its gradient with respect to the activations of one sample does not depend on other
+  samples. So d2 l / da_i da_j is 0 for the activations a of two samples i and j. Where it is not 0, samples are mixed after a:
+  by the loss, when a is the output of the model.
+- The model: a copy of it is computed again, on rows of the micro-batch that the model was given (`entrance.py`).
 """
 
 import copy
@@ -17,13 +17,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
 from stepaudit._internals import BatchNorm, tree_leaves, tree_map
-from stepaudit.entrance import MOST_SAMPLES, entrances, same_noise
+from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise
 
-DIFFERENT = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
-MOST_NUMBERS = 10_000  # of a parameter's gradient that are looked at
-MIXED = 1e-8  # of the second derivative; it is 0 otherwise
-LARGEST = 10**9  # parameters of a model that is copied
-EXPERTS = re.compile(r"rout|gat(e|ing)\b|expert|moe|switch", re.IGNORECASE)
+TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
+MAX_NUMBERS = 10_000  # of a parameter's gradient that are looked at
+MIN_MIXING = 1e-8  # of the second derivative; it is 0 otherwise
+MAX_PARAMETERS = 10**9  # parameters of a model that is copied
+EXPERT_NAME = re.compile(r"rout|gat(e|ing)\b|expert|moe|switch", re.IGNORECASE)
 
 Fact = list[str]  # cause, where
 Activation = tuple[str, nn.Module, torch.Tensor]
@@ -31,32 +31,34 @@ Grad = Callable[..., Sequence[torch.Tensor | None]]
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Whether processes must compute it together (FSDP, tensor parallelism, SyncBatchNorm): one alone cannot ask it."""
+    """Tell whether only all processes together can compute a module: FSDP, tensor parallelism, SyncBatchNorm."""
     return any(isinstance(part, SyncBatchNorm) for part in module.modules()) or any(
         hasattr(parameter, "full_tensor") for parameter in module.parameters()
     )
 
 
-def _is_good_for_one_backward(loss: torch.Tensor) -> bool:
-    """Whether a custom autograd function of the graph keeps tensors by itself, not by `save_for_backward`: its backward may use
-    them up, and the program's own would then fail."""
-    todo, seen = [loss.grad_fn], {loss.grad_fn}
-    while todo:
-        node = todo.pop()
-        kept = vars(node) if isinstance(node, BackwardCFunction) else {}
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(kept)):
+def _allows_single_backward(loss: torch.Tensor) -> bool:
+    """Tell whether a custom autograd function of the graph holds tensors by itself, not by `save_for_backward`.
+
+    Its backward may use them up, and the backward of the program would then fail.
+    """
+    pending_nodes, visited = [loss.grad_fn], {loss.grad_fn}
+    while pending_nodes:
+        node = pending_nodes.pop()
+        variables = vars(node) if isinstance(node, BackwardCFunction) else {}
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(variables)):
             return True
-        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= new
-        todo += new
+        new = {parent for parent, _ in node.next_functions if parent is not None} - visited
+        visited |= new
+        pending_nodes += new
     return False
 
 
-def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad) -> list[Fact] | None:
-    """Whether the loss mixes samples after the activations, and where. Leaves the graph as it is.
+def ask_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad) -> list[Fact] | None:
+    """Tell whether the loss mixes samples after the activations, and where. The graph is left as it is.
 
     Args:
-        loss: what a backward starts from.
+        loss: the value that a backward starts from.
         activations: name, module and output [rows * any, ...] of each module that was called, in the order of their ends.
         num_rows: samples of the micro-batch.
         grad: `torch.autograd.grad`.
@@ -66,20 +68,24 @@ def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad:
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or num_rows < 2 or not loss.requires_grad:
         return None
-    activations = [of for of in activations if len(of[2]) and len(of[2]) % num_rows == 0]
-    if not activations or _is_good_for_one_backward(loss):
+    activations = [
+        activation for activation in activations if len(activation[2]) and len(activation[2]) % num_rows == 0
+    ]
+    if not activations or _allows_single_backward(loss):
         return None
     try:
-        used = grad(loss, [of for *_, of in activations], retain_graph=True, allow_unused=True)
+        gradients = grad(loss, [output for *_, output in activations], retain_graph=True, allow_unused=True)
     except RuntimeError:  # reentrant checkpointing has no gradient of activations
         return None
-    activations = [of for of, first in zip(activations, used, strict=True) if first is not None]
+    activations = [
+        activation for activation, gradient in zip(activations, gradients, strict=True) if gradient is not None
+    ]
     states: dict[int, bool | None] = {}
 
     def mixes(number: int) -> bool | None:
         if number not in states:
             try:
-                states[number] = _mixes(loss, activations[number][2], num_rows, grad)
+                states[number] = _is_mixing(loss, activations[number][2], num_rows, grad)
             except (RuntimeError, NotImplementedError):  # attention kernels have no second derivative
                 states[number] = None
         return states[number]
@@ -87,8 +93,9 @@ def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad:
     if not activations:
         return None
     last = len(activations) - 1
-    # Samples that are mixed after an activation are mixed after each one before it: the last such one, by halves.
-    low, high = 0, last + 1  # not clean before low, clean from high on
+    # Samples that are mixed after an activation are mixed after each earlier one: find the last such activation by halves.
+    # Activations [0, low) mix, or cannot be asked; activations [high, last] do not mix.
+    low, high = 0, last + 1
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if mixes(middle) is not False else (low, middle)
@@ -97,140 +104,177 @@ def facts_of_loss(loss: Any, activations: list[Activation], num_rows: int, grad:
     if not mixes(low - 1):
         return None
     name, module, _ = activations[low - 1]
-    if EXPERTS.search(f"{name} {type(module).__name__}"):
-        return [["expert_balance", _place(name, module)]]
+    if EXPERT_NAME.search(f"{name} {type(module).__name__}"):
+        return [["expert_balance", _name_module(name, module)]]
     if low > last:
-        return [["mixed_loss", f"the loss, after {_place(name, module)}"]]
+        return [["mixed_loss", f"the loss, after {_name_module(name, module)}"]]
     name, module, _ = activations[low]
-    if EXPERTS.search(f"{name} {type(module).__name__}"):
-        return [["expert_balance", _place(name, module)]]
-    return [["batch_norm" if isinstance(module, BatchNorm) else "mixed_samples", _place(name, module)]]
+    if EXPERT_NAME.search(f"{name} {type(module).__name__}"):
+        return [["expert_balance", _name_module(name, module)]]
+    return [["batch_norm" if isinstance(module, BatchNorm) else "mixed_samples", _name_module(name, module)]]
 
 
-def _mixes(loss: torch.Tensor, activation: torch.Tensor, num_rows: int, grad: Grad) -> bool:
-    (first,) = grad(loss, activation, create_graph=True, retain_graph=True, allow_unused=True)
-    if first is None or not first.requires_grad:
+def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, num_rows: int, grad: Grad) -> bool:
+    """Tell whether the first sample's gradient depends on activations of other samples; activation [num_rows * any, ...]."""
+    (gradient,) = grad(loss, activation, create_graph=True, retain_graph=True, allow_unused=True)
+    if gradient is None or not gradient.requires_grad:
         return False
-    size = len(activation) // num_rows
+    # The first sample's activations are the first rows: differentiate a random sum of their gradient once more. The second
+    # derivative with respect to all other rows is 0 if samples are not mixed.
+    num_sample_rows = len(activation) // num_rows
     generator = torch.Generator().manual_seed(1)
-    direction = torch.randn(first[:size].shape, generator=generator, dtype=torch.float64).to(first)
-    (second,) = grad((first[:size] * direction).sum(), activation, retain_graph=True, allow_unused=True)
-    if second is None:
+    direction = torch.randn(gradient[:num_sample_rows].shape, generator=generator, dtype=torch.float64).to(gradient)
+    (second_gradient,) = grad(
+        (gradient[:num_sample_rows] * direction).sum(), activation, retain_graph=True, allow_unused=True
+    )
+    if second_gradient is None:
         return False
-    own, others = second[:size].abs().max(), second[size:].abs().max()
-    return bool(others > MIXED * torch.maximum(own, others))
+    self_effect, cross_effect = (
+        second_gradient[:num_sample_rows].abs().max(),
+        second_gradient[num_sample_rows:].abs().max(),
+    )
+    return bool(cross_effect > MIN_MIXING * torch.maximum(self_effect, cross_effect))
 
 
-def facts_of_model(module: nn.Module, args: tuple, kwargs: dict, used: set[int], num_rows: int) -> list[Fact] | None:
-    """Whether a call of a model is a function of one sample at a time, and where it stops being one.
+def ask_model(
+    module: nn.Module, args: tuple, kwargs: dict, output_numbers: set[int], num_rows: int
+) -> list[Fact] | None:
+    """Tell whether a call of a model is a function of one sample at a time, and where it stops being one.
 
     Args:
-        used: which of the tensors that it returns the loss follows from, by their place.
+        module: the model; a copy of it is computed.
+        args, kwargs: of the call.
+        output_numbers: places of those returned tensors on which the loss depends.
         num_rows: samples of the micro-batch.
 
     Returns:
-        Facts with the causes of `entrances`; None where the model cannot be asked.
+        Facts with the causes of `find_entrances`; None where the model cannot be asked.
     """
-    if num_rows < 2 or sum(parameter.numel() for parameter in module.parameters()) > LARGEST:
+    if num_rows < 2 or sum(parameter.numel() for parameter in module.parameters()) > MAX_PARAMETERS:
         return None
     try:
         model = copy.deepcopy(module).double()
-        rows, samples = _Rows(args, kwargs, num_rows), range(num_rows)[:MOST_SAMPLES]
-        found = entrances(model, samples, rows.select, _Objective(used), DIFFERENT)
-        facts = [[finding.cause, finding.where] for finding in found]
-        experts = [_place(name, part) for name, part in model.named_modules() if EXPERTS.search(type(part).__name__)]
-        if experts and not facts and not _is_sum(model, rows, used, samples):
+        selection, samples = _RowSelection(args, kwargs, num_rows), range(num_rows)[:MAX_SAMPLES]
+        findings = find_entrances(model, samples, selection.select, _Objective(output_numbers), TOLERANCE)
+        facts = [[finding.cause, finding.where] for finding in findings]
+        experts = [
+            _name_module(name, part) for name, part in model.named_modules() if EXPERT_NAME.search(type(part).__name__)
+        ]
+        if experts and not facts and not _is_sum(model, selection, output_numbers, samples):
             facts = [["expert_balance", experts[0]]]
     except Exception:  # of any kind: the model is somebody's program, and is asked what it was not written for
         return None
     return facts
 
 
-def _is_sum(model: nn.Module, rows: "_Rows", used: set[int], samples: Sequence[int]) -> bool:
-    """Whether the gradient of the loss that a model computes itself is a weighted sum of those of single samples.
+def _is_sum(model: nn.Module, selection: "_RowSelection", output_numbers: set[int], samples: Sequence[int]) -> bool:
+    """Tell whether the gradient of a loss that a model computes itself is a weighted sum of gradients of single samples.
 
-    Numbers of the tokens of each expert pass no gradient, have no second derivative, and are seen here only.
+    The numbers of tokens of each expert pass no gradient and have no second derivative: they are seen here only.
     """
 
-    def gradient(chosen: Sequence[int]) -> list[torch.Tensor] | None:
-        args, kwargs = rows.select(chosen)
-        with same_noise(1):
-            returned = outputs_of(model(*args, **kwargs))
-        losses = [of for number, of in enumerate(returned) if number in used and not of.ndim and of.requires_grad]
+    def compute_gradient(rows: Sequence[int]) -> list[torch.Tensor] | None:
+        args, kwargs = selection.select(rows)
+        with fix_noise(1):
+            outputs = find_outputs(model(*args, **kwargs))
+        losses = [
+            output
+            for number, output in enumerate(outputs)
+            if number in output_numbers and not output.ndim and output.requires_grad
+        ]
         if not losses:
             return None
-        found = torch.autograd.grad(losses[0], parameters, allow_unused=True)
-        return [torch.zeros(1) if of is None else of.flatten()[:MOST_NUMBERS].cpu() for of in found]
+        gradients = torch.autograd.grad(losses[0], parameters, allow_unused=True)
+        return [
+            torch.zeros(1) if gradient is None else gradient.flatten()[:MAX_NUMBERS].cpu() for gradient in gradients
+        ]
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if (whole := gradient(samples)) is None:
+    if (batch_gradient := compute_gradient(samples)) is None:
         return True
-    singles = [gradient([sample]) for sample in samples]
-    flat = torch.cat(whole)
-    matrix = torch.stack([torch.cat(single) for single in singles], 1)
+    sample_gradients = [compute_gradient([sample]) for sample in samples]
+    # Least squares: weights [samples] of the gradients of single samples, the columns of [numbers, samples].
+    flat = torch.cat(batch_gradient)
+    matrix = torch.stack([torch.cat(gradients) for gradients in sample_gradients], 1)
     weights = torch.linalg.lstsq(matrix, flat[:, None], driver="gelsd").solution
-    rests = (matrix @ weights)[:, 0].sub(flat).split([len(of) for of in whole])
-    large = [(rest, of) for rest, of in zip(rests, whole, strict=True) if of.norm() > DIFFERENT * flat.norm()]
-    return all(rest.norm() <= DIFFERENT * of.norm() for rest, of in large)
+    rests = (matrix @ weights)[:, 0].sub(flat).split([len(part) for part in batch_gradient])
+    large_parts = [
+        (rest, part) for rest, part in zip(rests, batch_gradient, strict=True) if part.norm() > TOLERANCE * flat.norm()
+    ]
+    return all(rest.norm() <= TOLERANCE * part.norm() for rest, part in large_parts)
 
 
 class _Objective:
-    """A function of what the loss follows from."""
+    """Sums the squares of the returned tensors on which the loss depends."""
 
-    def __init__(self, used: set[int]):
-        self.used = used
+    def __init__(self, output_numbers: set[int]):
+        self.output_numbers = output_numbers
 
     def __call__(self, model: nn.Module, batch: tuple[tuple, dict]) -> torch.Tensor | None:
         args, kwargs = batch
-        returned = outputs_of(model(*args, **kwargs))
-        values = [of.square().sum() for number, of in enumerate(returned) if number in self.used and of.requires_grad]
+        outputs = find_outputs(model(*args, **kwargs))
+        values = [
+            output.square().sum()
+            for number, output in enumerate(outputs)
+            if number in self.output_numbers and output.requires_grad
+        ]
         return torch.stack(values).sum() if values else None
 
 
-def outputs_of(returned: Any) -> list[torch.Tensor]:
-    """The tensors of floating point numbers that a module returned."""
-    returned = dict(returned) if hasattr(returned, "to_tuple") else returned
-    return [of for of in tree_leaves(returned) if isinstance(of, torch.Tensor) and of.is_floating_point()]
+def find_outputs(value: Any) -> list[torch.Tensor]:
+    """Find the floating point tensors in the value that a module returned."""
+    value = dict(value) if hasattr(value, "to_tuple") else value
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-class _Rows:
-    """The arguments of a call for some of its rows, without the padding that these do not need."""
+class _RowSelection:
+    """Selects rows of the arguments of a call, without the padding that the rows do not need."""
 
     def __init__(self, args: tuple, kwargs: dict, num_rows: int):
-        self.call = tree_map(_detached, (args, _mapping(kwargs)))
+        self.call = tree_map(_detach, (args, _to_dicts(kwargs)))
         self.num_rows = num_rows
-        self.width, self.lengths, self.is_left = self._padding()
+        self.width, self.lengths, self.is_left_padded = self._find_padding()
 
     def select(self, rows: Sequence[int]) -> tuple[tuple, dict]:
-        chosen = torch.as_tensor(list(rows))
-        longest = self.width if self.lengths is None else int(self.lengths[chosen].max())
+        indices = torch.as_tensor(list(rows))
+        max_length = self.width if self.lengths is None else int(self.lengths[indices].max())
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != self.num_rows:
                 return leaf
-            leaf = leaf[chosen.to(leaf.device)]
+            leaf = leaf[indices.to(leaf.device)]
             for dimension in range(1, leaf.ndim):
                 if self.lengths is not None and leaf.shape[dimension] == self.width:
-                    leaf = leaf.narrow(dimension, self.width - longest if self.is_left else 0, longest)
+                    leaf = leaf.narrow(dimension, self.width - max_length if self.is_left_padded else 0, max_length)
             return leaf
 
         return tree_map(cut, self.call)
 
-    def _padding(self) -> tuple[int, torch.Tensor | None, bool]:
-        """Width of the rows, and how many tokens of each are no padding; None if that cannot be seen."""
-        leaves = [of for of in tree_leaves(self.call) if isinstance(of, torch.Tensor) and of.ndim in (2, 3)]
-        rows = [of for of in leaves if len(of) == self.num_rows and of.shape[1] > 1]
-        masks = [of for of in rows if of.ndim == 2 and not of.is_floating_point() and of.max() == 1 and of.min() == 0]
-        tokens = [of for of in rows if of.ndim == 2 and not of.is_floating_point() and of.max() > 1]
-        numbers = [of for of in rows if of.ndim == 3 and of.is_floating_point()]
+    def _find_padding(self) -> tuple[int, torch.Tensor | None, bool]:
+        """Find the padding by a mask, by tokens that are 0, or by positions whose numbers are all 0.
+
+        Returns:
+            Width of the rows; number of tokens of each row that are no padding, int64 [rows], None if that cannot be seen;
+            whether the padding is on the left.
+        """
+        leaves = [leaf for leaf in tree_leaves(self.call) if isinstance(leaf, torch.Tensor) and leaf.ndim in (2, 3)]
+        rows = [leaf for leaf in leaves if len(leaf) == self.num_rows and leaf.shape[1] > 1]
+        masks = [
+            leaf
+            for leaf in rows
+            if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.max() == 1 and leaf.min() == 0
+        ]
+        tokens = [leaf for leaf in rows if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.max() > 1]
+        numbers = [leaf for leaf in rows if leaf.ndim == 3 and leaf.is_floating_point()]
         for is_real in (
             *(mask.bool() for mask in masks),
-            *(of != 0 for of in tokens),
-            *((of != 0).any(2) for of in numbers),
+            *(leaf != 0 for leaf in tokens),
+            *((leaf != 0).any(2) for leaf in numbers),
         ):
-            width, places = is_real.shape[1], torch.arange(is_real.shape[1], device=is_real.device)
-            ends = torch.where(is_real, places + 1, 0).max(1).values.cpu()
-            begins = torch.where(is_real, places, width).min(1).values.cpu()
+            # is_real [rows, width]: a row is padded behind its last real position, or before its first one.
+            width, positions = is_real.shape[1], torch.arange(is_real.shape[1], device=is_real.device)
+            ends = torch.where(is_real, positions + 1, 0).max(1).values.cpu()
+            begins = torch.where(is_real, positions, width).min(1).values.cpu()
             if (ends == 0).any():
                 continue
             if (ends < width).any():
@@ -240,16 +284,16 @@ class _Rows:
         return 0, None, False
 
 
-def _mapping(kwargs: dict) -> dict:
+def _to_dicts(kwargs: dict) -> dict:
     return {name: dict(value) if hasattr(value, "keys") else value for name, value in kwargs.items()}
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = leaf.detach()
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
-def _place(name: str, module: nn.Module) -> str:
+def _name_module(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__

@@ -1,4 +1,4 @@
-"""Steps that several processes take together, over gloo."""
+"""Takes steps in several processes together, over gloo."""
 
 import contextlib
 import copy
@@ -25,12 +25,17 @@ TIMEOUT = 300  # seconds for all cuts of one number of processes
 
 
 def run(
-    command: list[str], num_processes: int, what: str, timeout: float, variables: Mapping[str, str] | None = None
+    command: list[str], num_processes: int, title: str, timeout: float, variables: Mapping[str, str] | None = None
 ) -> None:
-    """Run a command, in `num_processes` processes in the environment that torchrun gives; the first failure ends them all.
+    """Run a command in `num_processes` processes, in the environment that torchrun gives; the first failure ends all of them.
+
+    Args:
+        title: names the command in messages.
+        timeout: in seconds.
+        variables: of the environment, besides.
 
     Raises:
-        UsageError: one failed (the end of what it wrote), or it took longer than `timeout` seconds.
+        UsageError: a process failed (with the end of its output), or the command took longer than `timeout` seconds.
     """
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | dict(variables or {})
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -48,30 +53,41 @@ def run(
     with tempfile.TemporaryDirectory(prefix="audit-") as folder, contextlib.ExitStack() as stack:
         logs, processes = [Path(folder) / str(rank) for rank in range(num_processes)], []
         for rank, log in enumerate(logs):
-            own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_processes > 1 else {})
+            process_environment = environment | (
+                {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_processes > 1 else {}
+            )
             output = stack.enter_context(log.open("w"))
-            processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, env=process_environment, stdout=output, stderr=subprocess.STDOUT)
+            )
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         deadline = time.monotonic() + timeout
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"{what} took longer than {timeout:g} seconds: does a process wait, or is more time needed?"
+                    f"{title} took longer than {timeout:g} seconds: does a process wait, or is more time needed?"
                 )
             time.sleep(0.02)
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
-            where = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
+            place = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
             last = "\n  ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-12:])
-            raise UsageError(f"{what} failed{where}:\n  {last}")
+            raise UsageError(f"{title} failed{place}:\n  {last}")
 
 
 def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Recording]]:
-    """Of each cut the recordings of all processes, which talk over gloo. Functions need not be importable: they are sent."""
+    """Take the steps of every cut in processes that talk over gloo. Functions need not be importable: they are sent.
+
+    Args:
+        subject: a `step.Subject`.
+
+    Returns:
+        For each cut the recordings of all processes.
+    """
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        sent = dataclasses.replace(subject, model=copy.deepcopy(subject.model).cpu()), cuts
-        (Path(folder) / "subject").write_bytes(_sent(sent))
+        subject_and_cuts = dataclasses.replace(subject, model=copy.deepcopy(subject.model).cpu()), cuts
+        (Path(folder) / "subject").write_bytes(_pickle(subject_and_cuts))
         (Path(folder) / "path").write_text(json.dumps(sys.path))
         command = [sys.executable, "-c", "from stepaudit import processes; processes.work()", folder]
         run(command, num_processes, f"the audit on {num_processes} processes", TIMEOUT)
@@ -79,28 +95,30 @@ def take_steps(subject: Any, cuts: list, num_processes: int) -> list[list[Record
 
 
 def load(folder: Path, num_runs: int, num_processes: int) -> list[list[Recording]]:
-    """What `num_processes` wrote for each run: RUN-RANK.npz."""
+    """Load the recordings that `num_processes` processes wrote for each run: RUN-RANK.npz."""
     runs, ranks = range(num_runs), range(num_processes)
     return [[Recording.load(folder / f"{number}-{rank}.npz") for rank in ranks] for number in runs]
 
 
-def _sent(value: Any) -> bytes:
-    """Pickled; functions and classes of modules that another process cannot import, by value."""
-    named = {
+def _pickle(value: Any) -> bytes:
+    """Pickle a value; functions and classes of modules that another process cannot import go by value."""
+    modules_by_name = {
         name: module for name, module in sys.modules.items() if name == getattr(module, "__name__", "") != "__main__"
     }
-    tops = {name.partition(".")[0] for name in named}
-    hidden = {top for top in tops if not any(finder.find_spec(top, None) for finder in sys.meta_path)}
-    own = [module for name, module in named.items() if name.partition(".")[0] in hidden]
+    packages = {name.partition(".")[0] for name in modules_by_name}
+    local_packages = {
+        package for package in packages if not any(finder.find_spec(package, None) for finder in sys.meta_path)
+    }
+    local_modules = [module for name, module in modules_by_name.items() if name.partition(".")[0] in local_packages]
     with contextlib.ExitStack() as stack:
-        for module in own:
+        for module in local_modules:
             cloudpickle.register_pickle_by_value(module)
             stack.callback(cloudpickle.unregister_pickle_by_value, module)
         return cloudpickle.dumps(value)
 
 
 def work() -> None:
-    """What one of the processes does: the environment and FOLDER say which."""
+    """Do the work of one process: the environment tells its rank, FOLDER the subject and the cuts."""
     folder, code = Path(sys.argv[1]), 0
     try:
         sys.path[:] = json.loads((folder / "path").read_text())

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from stepaudit.record import Enough, Recorder
+from stepaudit.record import EnoughSteps, Recorder
 
-FAILED = "failed"  # file in FOLDER: the recorder failed, not the program
+FAILURE_FILE = "failed"  # in FOLDER: says that the recorder failed, not the program
 
 
 def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
@@ -29,7 +29,7 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
     try:
         with recorder:
             exec(compile(Path(program).read_bytes(), program, "exec"), module.__dict__)
-    except Enough:
+    except EnoughSteps:
         pass
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -40,7 +40,7 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
         code = 1
         frames = traceback.extract_tb(error.__traceback__)
         if Path(frames[-1].filename).parent == Path(__file__).parent and frames[-1].name != "main":
-            (Path(folder) / FAILED).write_text(f"{type(error).__name__}: {error}, in {frames[-1].name}")
+            (Path(folder) / FAILURE_FILE).write_text(f"{type(error).__name__}: {error}, in {frames[-1].name}")
     if os.getpid() == pid:  # not in a process that the program forked
         recorder.recording.save(Path(folder) / f"0-{recorder.recording.process_index}.npz")
     sys.stdout.flush()
@@ -49,19 +49,19 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
 
 
 def _count_children(recorder: Recorder) -> None:
-    """Note the Python processes that the program starts, which are not recorded. A DataLoader's workers are daemons."""
+    """Count the Python processes that the program starts: they are not recorded. A DataLoader's workers are daemons."""
     start, init = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
 
-    def started(process: Any) -> None:
+    def start_and_count(process: Any) -> None:
         recorder.num_children += not process.daemon
         start(process)
 
-    def opened(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+    def init_and_count(process: Any, args: Any, *more: Any, **options: Any) -> None:
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
         recorder.num_children += any("python" in Path(os.fsdecode(word)).name for word in words[:1])
-        init(process, args, *rest, **named)
+        init(process, args, *more, **options)
 
-    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = started, opened
+    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = start_and_count, init_and_count
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A pytest plugin, there once the package is installed: the fixture `assert_same_step`, the option `--audit-processes`."""
+"""Gives pytest, once the package is installed, the fixture `assert_same_step` and the option `--audit-processes`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ import pytest
 from stepaudit.errors import UsageError
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("stepaudit").addoption(
         "--audit-processes",
-        type=_numbers,
+        type=_parse_numbers,
         metavar="1,2",
         help="numbers of processes of assert_same_step, where a test gives none (default 1)",
     )
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def assert_same_step(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`stepaudit.assert_same_step`: a failure shows the table and the causes, and no traceback."""
+    """Return `stepaudit.assert_same_step`, whose failures show the table and the causes, and no traceback."""
 
     def check(*args: Any, **kwargs: Any) -> Any:
         from stepaudit import audit_step  # here: every run of pytest loads this plugin, and few need torch

@@ -1,75 +1,77 @@
-"""Random projections of gradients: linear, so that sums and differences survive, and so do, nearly, norms and angles."""
+"""Projects gradients at random to few numbers: linearly, so that sums and differences survive, and norms and angles nearly."""
 
 from collections.abc import Iterable
 
 import torch
 
-WHOLE = 4096  # tensors of at most so many numbers are kept as they are
+EXACT_SIZE = 4096  # largest number of elements of a tensor that is not projected
 GROUPS, COLUMNS = 8, 512
 
 Signs = dict[tuple, torch.Tensor]
 
 
-def project(tensor: torch.Tensor, known: Signs) -> torch.Tensor:
-    """A random projection of a tensor, where it lies.
+def project(tensor: torch.Tensor, signs_cache: Signs) -> torch.Tensor:
+    """Project a tensor at random, on its device.
 
-    A tensor of n <= 4096 numbers is kept whole. A larger one is laid out as 8 matrices G_i of 512 columns, and of each s_i G_i
-    is kept, s_i a row of random signs that depends on n only: E |s_i G_i|^2 = |G_i|^2 (Johnson and Lindenstrauss 1984; with
-    signs Achlioptas 2003, doi 10.1016/S0022-0000(03)00025-4). What does not fill a row of each is added as it is. The length's
-    standard error is |G| / 4 where all rows are alike, and |G| / 90 where they have nothing in common. As fast as a norm.
+    A tensor of n <= 4096 numbers is returned whole. A larger one is laid out as 8 matrices G_i of 512 columns, each of which is
+    replaced by s_i G_i, s_i a row of random signs that depends on n only: E |s_i G_i|^2 = |G_i|^2 (Johnson and Lindenstrauss
+    1984; with signs Achlioptas 2003, doi 10.1016/S0022-0000(03)00025-4). The numbers at the end that do not fill a row of each
+    matrix are added as they are. The length's standard error is |G| / 4 where all rows are alike, and |G| / 90 where they have
+    nothing in common. A projection is as fast as a norm.
 
     Args:
         tensor: any shape and dtype.
-        known: signs that earlier calls drew; new ones are added.
+        signs_cache: signs that earlier calls drew; new ones are added.
 
     Returns:
         [size(n)], float64 of float64, float32 of all else.
     """
     flat = tensor.detach().reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    if flat.numel() <= WHOLE:
+    if flat.numel() <= EXACT_SIZE:
         return flat
     num_rows = flat.numel() // (GROUPS * COLUMNS)
     num_even = GROUPS * num_rows * COLUMNS
-    signs = _signs(num_rows, flat.device, flat.dtype, known)
+    # signs [8, 1, rows] times the even part [8, rows, 512] is [8, 1, 512]: 4096 numbers, to which the rest is added.
+    signs = _draw_signs(num_rows, flat.device, flat.dtype, signs_cache)
     projected = torch.bmm(signs, flat[:num_even].view(GROUPS, num_rows, COLUMNS)).flatten()
     projected[: flat.numel() - num_even] += flat[num_even:]
     return projected
 
 
 def size(num_numbers: int) -> int:
-    """How many numbers stand for a tensor of `num_numbers`."""
-    return min(num_numbers, WHOLE)
+    """Return the size of the projection of a tensor of `num_numbers` numbers."""
+    return min(num_numbers, EXACT_SIZE)
 
 
-def sketch(tensors: Iterable[torch.Tensor | None], like: list[torch.Tensor]) -> torch.Tensor:
-    """The projection of each tensor, one after the other.
+def sketch(tensors: Iterable[torch.Tensor | None], parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Project each tensor, and join the projections.
 
     Args:
-        tensors: any shapes and dtypes, None for zeros; each is forgotten before the next is asked for.
-        like: tensors of the same shapes, for those that are None.
+        tensors: any shapes and dtypes, None for zeros; each is freed before the next one is made.
+        parameters: tensors of the same shapes, which give the sizes of those that are None.
 
     Returns:
-        float64 [numbers] on the host.
+        float64 [sum of the projections' sizes] on the host.
     """
     parts = []
-    for tensor, shape in zip(tensors, like, strict=True):
+    for tensor, parameter in zip(tensors, parameters, strict=True):
         if tensor is None:
-            parts.append(torch.zeros(size(shape.numel()), dtype=torch.float64))
+            parts.append(torch.zeros(size(parameter.numel()), dtype=torch.float64))
         else:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            parts.append(project(whole, _known).double().cpu())
+            full_tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            parts.append(project(full_tensor, _SIGNS_CACHE).double().cpu())
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-_known: Signs = {}
+_SIGNS_CACHE: Signs = {}
 
 
-def _signs(num: int, device: torch.device, dtype: torch.dtype, known: Signs) -> torch.Tensor:
-    """[GROUPS, 1, num] of plus and minus 1."""
-    key = num, device, dtype
-    if key not in known:
-        generator = torch.Generator().manual_seed(num)
-        signs = torch.randint(2, (GROUPS, 1, num), generator=generator, dtype=torch.int8) * 2 - 1
-        known[key] = signs.to(device, dtype)
-    return known[key]
+def _draw_signs(num_rows: int, device: torch.device, dtype: torch.dtype, signs_cache: Signs) -> torch.Tensor:
+    """Draw signs, plus and minus 1, [GROUPS, 1, num_rows], from a seed that is the number of rows."""
+    key = num_rows, device, dtype
+    if key not in signs_cache:
+        generator = torch.Generator().manual_seed(num_rows)
+        signs = torch.randint(2, (GROUPS, 1, num_rows), generator=generator, dtype=torch.int8) * 2 - 1
+        signs_cache[key] = signs.to(device, dtype)
+    return signs_cache[key]

@@ -1,4 +1,4 @@
-"""Runs a program under several layouts, and compares the steps that it takes: `python -m stepaudit`."""
+"""Runs a program under several layouts, and compares its steps: `python -m stepaudit`."""
 
 import argparse
 import dataclasses
@@ -14,16 +14,16 @@ from typing import Any
 
 from stepaudit.causes import HARMLESS, Finding
 from stepaudit.errors import UsageError, nearest
-from stepaudit.judge import alone, compare
+from stepaudit.judge import compare, find_faults
 from stepaudit.processes import load, run
-from stepaudit.program import FAILED as FAILED_FILE
+from stepaudit.program import FAILURE_FILE
 from stepaudit.recording import Recording
 from stepaudit.table import table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
-FAILED = 3  # exit code of an audit that has failed itself
-MOST_PROCESSES = 64
-WORDS = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
+FAILURE_CODE = 3  # exit code of an audit that has failed itself
+MAX_PROCESSES = 64
+USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
          [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
 DESCRIPTION = """Runs a training program unchanged, once per layout, with hooks in torch, and compares the gradients of its
 steps: plain PyTorch, Accelerate, transformers' Trainer, Lightning. What differs is named with its cause.
@@ -35,12 +35,12 @@ EPILOG = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that takes no shortened flag, and says what is wrong in one line."""
+    """Parses flags as argparse does, but refuses shortened flags, and says each problem in one line."""
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        flags, unknown = self.parse_known_args(argv)
-        if unknown:
-            word, valid = unknown[0][:60], re.findall(r"--\w+", WORDS)
+        flags, unknown_words = self.parse_known_args(argv)
+        if unknown_words:
+            word, valid = unknown_words[0][:60], re.findall(r"--\w+", USAGE)
             hint = f"{nearest(word.split('=')[0], valid)}; " if word.startswith("-") else ""
             raise UsageError(f"{self.prog}: unexpected {word!r}: {hint}the program and its flags come after --")
         return flags
@@ -50,16 +50,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 class AuditError(RuntimeError):
-    """The audit itself has failed: nothing is known of the program."""
+    """Says that the audit itself has failed: nothing is known of the program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Variation:
-    """How the program is run once.
+    """Describes one run of the program.
 
     Attributes:
-        flags: name -> value. How a name is given: `batch` or `--batch` as --batch=4, `-b` as -b 4, `key:batch` as batch=4,
-            `env:BATCH` as the environment variable.
+        flags: name -> value. The name decides the form: `batch` or `--batch` gives --batch=4, `-b` gives -b 4, `key:batch`
+            gives batch=4, `env:BATCH` sets the environment variable.
     """
 
     flags: dict[str, str]
@@ -72,7 +72,8 @@ class Variation:
 
     @property
     def argv(self) -> list[str]:
-        """
+        """Words of the command line after the program.
+
         >>> Variation({"batch": "4", "--k": "2", "-b": "4", "key:data.batch": "4", "env:BATCH": "4"}, 1).argv
         ['--batch=4', '--k=2', '-b', '4', 'data.batch=4']
         """
@@ -90,68 +91,85 @@ class Variation:
         return {name.removeprefix("env:"): value for name, value in self.flags.items() if name.startswith("env:")}
 
 
-def variations(
+def make_variations(
     vary: list[str], processes: list[int], per_process: tuple[str, ...] = (WINDOW, BATCH)
 ) -> list[Variation]:
-    """Every variation on every number of processes, with the same global batch: k is divided by N, or b where k cannot be.
+    """Make every variation on every number of processes, with the same global batch: k is divided by N, or b where k cannot be.
 
     Args:
-        vary: FLAG=VALUE,FLAG=VALUE of each.
+        vary: FLAG=VALUE,FLAG=VALUE for each variation.
         processes: numbers of processes.
-        per_process: flags of which one is divided by N, the first that can be. A program without them is run as it is: what it
-            makes of N is seen in its samples.
+        per_process: flags, the first divisible one of which is divided by N. A program without these flags is run as it is: its
+            samples show its use of N.
 
-    >>> [str(v) for v in variations(["per_device_train_batch_size=8,gradient_accumulation_steps=1"], [1, 2])]
+    Raises:
+        UsageError: a text is not FLAG=VALUE,..., or none of the flags can be divided by N.
+
+    >>> [str(v) for v in make_variations(["per_device_train_batch_size=8,gradient_accumulation_steps=1"], [1, 2])]
     ['b 8, k 1, N 1', 'b 4, k 1, N 2']
     """
-    names = [_bare(name) for name in per_process]
-    problems, found = [], []
+    names = [_normalize_name(name) for name in per_process]
+    problems, runs = [], []
     for text in vary:
         flags = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
         if len(flags) != len(text.split(",")):
             problems.append(f'--vary is {text!r}, not FLAG=VALUE,FLAG=VALUE: for example "{BATCH}=8,{WINDOW}=1"')
             continue
         for num_processes in processes:
-            own = sorted((name for name in flags if _bare(name) in names), key=lambda name: names.index(_bare(name)))
-            numbers = {name: int(flags[name]) for name in own if flags[name].isdecimal() and len(flags[name]) < 10}
-            divided = next((name for name, number in numbers.items() if not number % num_processes), None)
-            if num_processes == 1 or not own:
-                found.append(Variation(flags, num_processes))
-            elif divided is None:
+            divisible_names = sorted(
+                (name for name in flags if _normalize_name(name) in names),
+                key=lambda name: names.index(_normalize_name(name)),
+            )
+            numbers = {
+                name: int(flags[name]) for name in divisible_names if flags[name].isdecimal() and len(flags[name]) < 10
+            }
+            divided_name = next((name for name, number in numbers.items() if not number % num_processes), None)
+            if num_processes == 1 or not divisible_names:
+                runs.append(Variation(flags, num_processes))
+            elif divided_name is None:
                 problems.append(
-                    f"--vary {text!r} on {num_processes} processes: {' and '.join(own)} cannot be divided by {num_processes}"
+                    f"--vary {text!r} on {num_processes} processes: {' and '.join(divisible_names)} cannot be divided by "
+                    f"{num_processes}"
                 )
             else:
-                found.append(Variation(flags | {divided: str(int(flags[divided]) // num_processes)}, num_processes))
+                runs.append(
+                    Variation(flags | {divided_name: str(int(flags[divided_name]) // num_processes)}, num_processes)
+                )
     if problems:
         raise UsageError(problems)
-    return found
+    return runs
 
 
-def _bare(name: str) -> str:
-    """A flag's name without the signs of how it is given.
+def _normalize_name(name: str) -> str:
+    """Return the bare name of a flag, without the signs of its form.
 
-    >>> _bare("--per-device-train-batch-size"), _bare("-b"), _bare("env:BATCH")
+    >>> _normalize_name("--per-device-train-batch-size"), _normalize_name("-b"), _normalize_name("env:BATCH")
     ('per_device_train_batch_size', 'b', 'BATCH')
     """
     return name.removeprefix("key:").removeprefix("env:").lstrip("-").replace("-", "_")
 
 
 def record(program: list[str], variation: Variation, num_steps: int, timeout: float) -> list[Recording]:
-    """Run `program` once, and return what each process did.
+    """Run a program once, and return the recording of each process.
+
+    Args:
+        program: file, and words of its command line.
+        variation: flags and number of processes.
+        num_steps: optimizer steps to be recorded; 0: all.
+        timeout: in seconds.
 
     Raises:
-        UsageError: it failed, or took no step.
+        UsageError: the program failed, or took no step.
         AuditError: the recorder failed.
     """
-    what = f"{program[0]} ({variation})"
+    title = f"{program[0]} ({variation})"
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         words = ["-m", "stepaudit.program", folder, str(num_steps), *program, *variation.argv]
         try:
-            run([sys.executable, *words], variation.num_processes, what, timeout, variation.environment)
+            run([sys.executable, *words], variation.num_processes, title, timeout, variation.environment)
         except UsageError as error:
-            if (failed := Path(folder) / FAILED_FILE).exists():
-                raise AuditError(f"{what}: {failed.read_text()}") from error
+            if (failure_file := Path(folder) / FAILURE_FILE).exists():
+                raise AuditError(f"{title}: {failure_file.read_text()}") from error
             raise
         (recordings,) = load(Path(folder), 1, variation.num_processes)
     if not recordings[0].steps:
@@ -161,7 +179,7 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
                 f"; it started {recordings[0].num_children} processes of its own, which are not recorded: leave torchrun, "
                 "accelerate launch or spawn out, and give --processes 2 to the audit"
             )
-        raise UsageError(f"{what} ended without a step of an optimizer of torch.optim{hint}")
+        raise UsageError(f"{title} ended without a step of an optimizer of torch.optim{hint}")
     return recordings
 
 
@@ -169,8 +187,8 @@ def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
     """Run the command.
 
     Args:
-        argv: its words: flags, `--`, a program and the program's words.
-        prog: how it was called, for usage and messages.
+        argv: flags, `--`, a program and the program's words.
+        prog: name of the command in usage and messages.
 
     Returns:
         The exit code: 0 exact, 1 not exact, 3 when the audit itself has failed.
@@ -182,7 +200,7 @@ def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
         return _audit_script(argv, prog)
     except UsageError:
         raise
-    except Exception as error:  # ours, whatever it is: it must not look like a verdict
+    except Exception as error:  # of the audit, whatever it is: it must not look like a verdict
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
         print(
@@ -190,13 +208,13 @@ def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
             "Please report it, with the program",
             file=sys.stderr,
         )
-        return FAILED
+        return FAILURE_CODE
 
 
-def _parser(prog: str) -> _Parser:
+def _make_parser(prog: str) -> _Parser:
     parser = _Parser(
         prog,
-        f"{prog} {WORDS}",
+        f"{prog} {USAGE}",
         DESCRIPTION,
         EPILOG.format(prog=prog, batch=BATCH, window=WINDOW),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -244,56 +262,68 @@ def _parser(prog: str) -> _Parser:
 
 
 def _audit_script(argv: list[str], prog: str) -> int:
-    own, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    flags = _parser(prog).parse(own)
+    audit_words, program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    flags = _make_parser(prog).parse(audit_words)
     if not program:
         raise UsageError(f"{prog}: the program is missing behind --: write -- PROGRAM.py ARGS; see {prog} --help")
     if not os.path.isfile(program[0]):
         raise UsageError(f"{prog}: {program[0]} is not a file")
-    if not all(number.isdecimal() and 0 < int(number[:9]) <= MOST_PROCESSES for number in flags.processes.split(",")):
-        rule = f"not numbers from 1 to {MOST_PROCESSES} with commas: for example 1,2"
+    if not all(number.isdecimal() and 0 < int(number[:9]) <= MAX_PROCESSES for number in flags.processes.split(",")):
+        rule = f"not numbers from 1 to {MAX_PROCESSES} with commas: for example 1,2"
         raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
-    wrong = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
+    violations = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
     rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
-    if any(wrong.values()):
+    if any(violations.values()):
         raise UsageError(
-            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in wrong.items() if is_wrong
+            f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in violations.items() if is_wrong
         )
-    varied = {_bare(part.split("=")[0]) for text in flags.vary for part in text.split(",")}
-    if unknown := [name for name in flags.per_process if _bare(name) not in varied]:
-        raise UsageError(f"--per_process {unknown[0]} is no flag of --vary: {nearest(_bare(unknown[0]), varied)}")
-    runs = variations(
+    varied_names = {_normalize_name(part.split("=")[0]) for text in flags.vary for part in text.split(",")}
+    if unknown_names := [name for name in flags.per_process if _normalize_name(name) not in varied_names]:
+        raise UsageError(
+            f"--per_process {unknown_names[0]} is no flag of --vary: {nearest(_normalize_name(unknown_names[0]), varied_names)}"
+        )
+    runs = make_variations(
         flags.vary, [int(number) for number in flags.processes.split(",")], tuple(flags.per_process) or (WINDOW, BATCH)
     )
     if len(runs) < 2:
         raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
-    if problem := _not_a_program(program[0]):
+    if problem := _find_program_problem(program[0]):
         raise UsageError(f"{prog}: {program[0]} {problem}")
     recordings = []
     for variation in runs:
         if not flags.json:
             print(f"{program[0]}: {variation}", file=sys.stderr, flush=True)
         recordings.append(record(program, variation, flags.steps, flags.timeout))
-    in_itself = alone(recordings[0])
+    reference_findings = find_faults(recordings[0])
     comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
-    is_exact = all(of.is_exact for of in comparisons) and all(of.cause in HARMLESS for of in in_itself)
+    is_exact = all(comparison.is_exact for comparison in comparisons) and all(
+        finding.cause in HARMLESS for finding in reference_findings
+    )
     if flags.json:
         rows = [
             {"layout": str(variation)}
-            | _for_json(dataclasses.asdict(comparison))
-            | {"findings": [_finding(of) for of in comparison.findings], "is_exact": comparison.is_exact}
+            | _to_json(dataclasses.asdict(comparison))
+            | {
+                "findings": [_finding_to_json(finding) for finding in comparison.findings],
+                "is_exact": comparison.is_exact,
+            }
             for variation, comparison in zip(runs[1:], comparisons, strict=True)
         ]
         answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
-        print(json.dumps(answer | {"findings": [_finding(of) for of in in_itself], "comparisons": rows}))
+        print(
+            json.dumps(
+                answer
+                | {"findings": [_finding_to_json(finding) for finding in reference_findings], "comparisons": rows}
+            )
+        )
     else:
-        print(table(runs, in_itself, comparisons))
+        print(table(runs, reference_findings, comparisons))
         print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
     return 0 if is_exact else 1
 
 
-def _not_a_program(name: str) -> str:
-    """Why Python cannot run a file; empty if it can."""
+def _find_program_problem(name: str) -> str:
+    """Say why Python cannot run a file; empty if it can."""
     try:
         compile(Path(name).read_bytes(), name, "exec")
     except OSError as error:
@@ -305,11 +335,11 @@ def _not_a_program(name: str) -> str:
     return ""
 
 
-def _for_json(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN: null where a step is not compared."""
+def _to_json(row: dict[str, Any]) -> dict[str, Any]:
+    """Replace NaN, which JSON does not know, by null: these steps are not compared."""
     numbers = {name: row[name] for name in ("errors", "ratios", "cosines", "loss_errors", "update_errors")}
     return row | {name: [x if math.isfinite(x) else None for x in values] for name, values in numbers.items()}
 
 
-def _finding(finding: Finding) -> dict[str, str]:
+def _finding_to_json(finding: Finding) -> dict[str, str]:
     return dataclasses.asdict(finding) | {"remedy": finding.remedy}

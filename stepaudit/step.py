@@ -1,4 +1,4 @@
-"""`audit_step`: does a model with its loss, or a training loop, take the same step however its samples are cut?"""
+"""Audits whether a model with its loss, or a training loop, takes the same step however its samples are cut: `audit_step`."""
 
 import contextlib
 import copy
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from stepaudit import processes as side_by_side
+from stepaudit import processes as process_runner
 from stepaudit._internals import tree_map
 from stepaudit.causes import HARMLESS, Finding
-from stepaudit.entrance import MOST_SAMPLES, entrances, same_noise
+from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise
 from stepaudit.errors import UsageError
-from stepaudit.judge import Comparison, alone, compare
+from stepaudit.judge import Comparison, compare, find_faults
 from stepaudit.loops import Loop, exact_loop, own_loss_loop, terms, trainer_loop
 from stepaudit.record import Recorder
 from stepaudit.recording import Recording
@@ -25,15 +25,15 @@ from stepaudit.table import table
 
 # Largest relative error of a gradient that is rounding. float64: many losses compute in float32 inside.
 TOLERANCES = {"float64": 1e-7, "float32": 1e-5, "bfloat16": 5e-2}
-SUPPOSED = {"batch_norm", "dropout", "not_a_sum"}  # causes that gradients and lists of modules only suggest
+SUSPECTED_CAUSES = {"batch_norm", "dropout", "not_a_sum"}  # causes that gradients and lists of modules only suggest
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How the samples of a step are cut.
+    """Describes how the samples of a step are cut into micro-batches.
 
     Attributes:
-        per_device_train_batch_size: most samples in a forward (b). Uneven where it does not divide.
+        per_device_train_batch_size: largest number of samples in a forward (b). Uneven where it does not divide.
         num_processes: N, each with every N-th sample.
         dtype: "float64", "float32", or "bfloat16": autocast of float32 weights.
         is_shuffled: the samples of each step in another order.
@@ -45,10 +45,10 @@ class Cut:
     is_shuffled: bool = False
 
     def micro_batches(self, num_samples: int, global_batch_size: int, process_index: int) -> list[list[list[int]]]:
-        """Sample ids of each micro-batch of each step, on one process.
+        """Return the sample ids of each micro-batch of each step, on one process.
 
-        All processes have the same number of micro-batches, as most loops need it, and none of them is empty: where a process
-        has too few samples for that, another one takes one more than b at once.
+        All processes have the same number of micro-batches, as most loops need it, and no micro-batch is empty: where a process
+        has too few samples for that, another process takes one more than b at once.
 
         >>> Cut(3).micro_batches(10, 7, 0)
         [[[0, 1, 2], [3, 4, 5], [6]], [[7, 8, 9]]]
@@ -62,10 +62,11 @@ class Cut:
             ids = np.arange(start, min(start + global_batch_size, num_samples))
             if self.is_shuffled:
                 ids = np.random.default_rng(start).permutation(ids)
-            own = ids[process_index::num_processes]
+            process_ids = ids[process_index::num_processes]
+            # As many micro-batches as the largest share needs, and at most as many as the smallest share has samples.
             k = min(math.ceil(math.ceil(len(ids) / num_processes) / b), len(ids) // num_processes)
-            parts = [own[first : first + b] for first in range(0, len(own), b)]
-            steps.append([part.tolist() for part in (parts if len(parts) == k else np.array_split(own, k))])
+            parts = [process_ids[first : first + b] for first in range(0, len(process_ids), b)]
+            steps.append([part.tolist() for part in (parts if len(parts) == k else np.array_split(process_ids, k))])
         return steps
 
     def __str__(self) -> str:
@@ -75,12 +76,12 @@ class Cut:
 
 @dataclasses.dataclass
 class Audit:
-    """What `audit_step` found.
+    """Holds the result of `audit_step`.
 
     Attributes:
-        cuts: those compared with one batch of all samples of a step, on one process, in float64.
+        cuts: compared with one batch of all samples of a step, on one process, in float64.
         comparisons, tolerances: one for each cut.
-        findings: what is wrong with the loop in itself.
+        findings: faults of the loop by itself.
     """
 
     cuts: list[Cut]
@@ -90,17 +91,17 @@ class Audit:
 
     @property
     def is_exact(self) -> bool:
-        """Every cut takes the same step, within its tolerance."""
+        """Whether every cut takes the same step, within its tolerance."""
         harmless = all(finding.cause in HARMLESS for finding in self.findings)
         return harmless and all(comparison.is_exact for comparison in self.comparisons)
 
     @property
     def causes(self) -> set[str]:
         """Keys of `stepaudit.CAUSES`, over all cuts."""
-        return {finding.cause for of in (self, *self.comparisons) for finding in of.findings}
+        return {finding.cause for part in (self, *self.comparisons) for finding in part.findings}
 
     def __str__(self) -> str:
-        """The table, below each row what was found, and the verdict."""
+        """Write the table, the causes below it, and the verdict."""
         labels = [f"{cut} (tolerance {tolerance:g})" for cut, tolerance in zip(self.cuts, self.tolerances, strict=True)]
         text = table(["all samples at once, N 1, float64", *labels], self.findings, self.comparisons)
         return f"{text}\n{'exact' if self.is_exact else 'NOT exact'}"
@@ -108,7 +109,7 @@ class Audit:
 
 @dataclasses.dataclass
 class Subject:
-    """What is audited: all that a process needs to take the steps."""
+    """Holds the audited loop, and all that a process needs to take its steps."""
 
     model: nn.Module
     samples: Sequence[Any]
@@ -124,16 +125,18 @@ class Subject:
         device = next(model.parameters()).device
         steps = cut.micro_batches(len(self.samples), self.global_batch_size, process_index)
         k = max(len(step) for step in steps)
-        flat = [micro_batch for step in steps for micro_batch in step]
-        loader = DataLoader(self.samples, batch_sampler=flat, collate_fn=Placed(self.collate, model))
+        all_micro_batches = [micro_batch for step in steps for micro_batch in step]
+        loader = DataLoader(
+            self.samples, batch_sampler=all_micro_batches, collate_fn=PlacedCollate(self.collate, model)
+        )
         bf16 = torch.autocast(device.type, torch.bfloat16) if cut.dtype == "bfloat16" else contextlib.nullcontext()
         optimizer = self.optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
-        with same_noise(process_index), Recorder(model=model) as recorder, bf16:
+        with fix_noise(process_index), Recorder(model=model) as recorder, bf16:
             loop(model, optimizer, loader, k)
         return recorder.recording
 
     def objective(self, model: nn.Module, batch: Any) -> torch.Tensor | None:
-        """The loss of one batch; without one, the loop takes a step on it, at a rate of 0, and computes the gradient."""
+        """Compute the loss of one batch; without a loss, let the loop take a step on it, at a rate of 0, and return None."""
         if self.loss:
             return terms(self.loss(model, batch))[0].sum()
         self.loop(model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader([batch], batch_size=None), 1)
@@ -141,19 +144,19 @@ class Subject:
 
 
 @dataclasses.dataclass
-class Placed:
-    """`collate`, and then to the model's device, floating point numbers to its dtype."""
+class PlacedCollate:
+    """Collates, then moves batches to the model's device, and floating point numbers to its dtype."""
 
     collate: Callable[[list], Any]
     model: nn.Module
 
     def __call__(self, samples: list) -> Any:
-        like = next(self.model.parameters())
+        parameter = next(self.model.parameters())
 
         def place(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return leaf.to(like.device, like.dtype if leaf.is_floating_point() else None)
+            return leaf.to(parameter.device, parameter.dtype if leaf.is_floating_point() else None)
 
         batch = self.collate(samples)
         return tree_map(place, dict(batch) if isinstance(batch, Mapping) else batch)
@@ -174,31 +177,34 @@ def audit_step(
 ) -> Audit:
     """Compare one large batch with every cut of it, and name the cause where they differ.
 
-    What is audited:
+    The arguments decide which loop is audited:
 
     - A `loss` without a `loop`: whether sums and counts make the step exact, by
       L = sum_j (sum_{i in S} s_j(i)) / (sum_{i in S} c_j(i)) over the samples S of a step, each micro-batch adding its part.
-    - A `loop`: that training loop. The truth is the step by `loss`, or, without one, the loop itself on one large batch.
+    - A `loop`: that training loop. The truth is the step by `loss`, or, without a loss, the loop itself on one large batch.
     - Neither: a Hugging Face model whose batches have `labels`, accumulated as transformers' Trainer does it.
 
-    The model is copied, and left as it is; dropout and BatchNorm are as in training. Noise is seeded alike for each cut.
+    The model is copied, and left as it is; dropout and BatchNorm are as in training. Noise has the same seed for each cut.
 
     Args:
         model: on any device; several processes compute on the CPU.
-        samples: of one step, or, with `global_batch_size`, of several. A few ragged ones show more than many equal ones.
+        samples: of one step, or, with `global_batch_size`, of several. A few ragged samples show more than many equal ones.
         collate: list of samples -> batch (tensors in any nesting).
         loss: (model, batch) -> (sum, count), or ([sum of each term], [count of each term]), or {term: (sum, count)}.
             sum: scalar tensor, with a gradient; count: number of targets, int or integer tensor.
         loop: (model, optimizer, batches, k) -> None: takes steps of k micro-batches each; the last step may have fewer.
-            `batches` is a DataLoader, of this process's samples. On several processes the process group is there, and
-            wrapping the model is the loop's.
+            `batches` is a DataLoader of this process's samples. On several processes the process group exists, and the loop
+            wraps the model.
         global_batch_size: samples per step (B); default: all; with a loop two fifths of them, so that the last step is
             partial.
         cuts: default `default_cuts`.
-        processes: numbers of processes for the default cuts, beside the float32 and bfloat16 ones on one.
+        processes: numbers of processes for the default cuts; the float32 and bfloat16 cuts are on one process.
         tolerance: largest relative error of a gradient that is rounding: for all dtypes, or {dtype: tolerance}; default
             `TOLERANCES`.
         optimizer: (parameters) -> optimizer for the loop; default SGD.
+
+    Returns:
+        The comparisons of all cuts with the truth, and the causes of their differences.
 
     Raises:
         UsageError: arguments of the wrong kind, a loss that does not return sums and counts, processes that fail.
@@ -212,29 +218,29 @@ def audit_step(
         loss,
         loop or (exact_loop(loss) if loss else trainer_loop),
         global_batch_size or (math.ceil(len(samples) * 2 / 5) if loop else len(samples)),
-        optimizer or _sgd,
+        optimizer or _make_sgd,
     )
     cuts = list(dict.fromkeys(cuts or default_cuts(subject.global_batch_size, processes)))
-    tolerances = TOLERANCES | _tolerances(tolerance)
-    _check(subject, cuts)
+    tolerances = TOLERANCES | _read_tolerances(tolerance)
+    _check_arguments(subject, cuts)
 
-    truth = exact_loop(loss) if loss else loop or own_loss_loop
-    reference = [subject.take_steps(Cut(subject.global_batch_size), truth)]
+    true_loop = exact_loop(loss) if loss else loop or own_loss_loop
+    reference = [subject.take_steps(Cut(subject.global_batch_size), true_loop)]
     recordings = {cut: [subject.take_steps(cut, subject.loop)] for cut in cuts if cut.num_processes == 1}
     for num_processes in sorted({cut.num_processes for cut in cuts} - {1}):
-        own = [cut for cut in cuts if cut.num_processes == num_processes]
-        recordings |= zip(own, side_by_side.take_steps(subject, own, num_processes), strict=True)
-    if not all(recording.steps for of in (reference, *recordings.values()) for recording in of):
+        process_cuts = [cut for cut in cuts if cut.num_processes == num_processes]
+        recordings |= zip(process_cuts, process_runner.take_steps(subject, process_cuts, num_processes), strict=True)
+    if not all(recording.steps for group in (reference, *recordings.values()) for recording in group):
         raise UsageError("the loop takes no step of the optimizer that it is given: it must call optimizer.step()")
     if loss and loop:
         _note_counts(subject, recordings.values())
     comparisons = [compare(reference, recordings[cut], tolerances[cut.dtype]) for cut in cuts]
     _name_causes(subject, cuts, comparisons, is_own_loop=loop is not None or loss is None)
-    return Audit(cuts, comparisons, [tolerances[cut.dtype] for cut in cuts], alone(reference))
+    return Audit(cuts, comparisons, [tolerances[cut.dtype] for cut in cuts], find_faults(reference))
 
 
 def assert_same_step(*args: Any, **kwargs: Any) -> Audit:
-    """`audit_step` for tests: the same arguments.
+    """Run `audit_step` in a test, with the same arguments.
 
     Raises:
         AssertionError: a cut is not exact; the message is the table and the causes.
@@ -246,26 +252,26 @@ def assert_same_step(*args: Any, **kwargs: Any) -> Audit:
 
 
 def default_cuts(global_batch_size: int, processes: Sequence[int] = (1,)) -> list[Cut]:
-    """Halves, quarters, single samples, uneven ones, another order; quarters in float32 and bfloat16.
+    """Return cuts into halves, quarters, single samples, uneven parts, another order; quarters in float32 and bfloat16.
 
     >>> print(*default_cuts(16), sep="; ")  # doctest: +NORMALIZE_WHITESPACE
     b 8, N 1, float64; b 4, N 1, float64; b 1, N 1, float64; b 7, N 1, float64;
     b 4, N 1, float64, shuffled; b 4, N 1, float32; b 4, N 1, bfloat16
     """
-    found = []
+    cuts = []
     for num_processes in processes:
         share = math.ceil(global_batch_size / num_processes)
         half, quarter = math.ceil(share / 2), math.ceil(share / 4)
         uneven = next((b for b in range(half - 1, 1, -1) if share % b), 1)
         if num_processes > 1:
-            found.append(Cut(share, num_processes))
-        found += [Cut(b, num_processes) for b in (half, quarter, 1, uneven)]
-        found.append(Cut(quarter, num_processes, is_shuffled=True))
-    found += [Cut(math.ceil(global_batch_size / 4), dtype=dtype) for dtype in ("float32", "bfloat16")]
-    return list(dict.fromkeys(found))
+            cuts.append(Cut(share, num_processes))
+        cuts += [Cut(b, num_processes) for b in (half, quarter, 1, uneven)]
+        cuts.append(Cut(quarter, num_processes, is_shuffled=True))
+    cuts += [Cut(math.ceil(global_batch_size / 4), dtype=dtype) for dtype in ("float32", "bfloat16")]
+    return list(dict.fromkeys(cuts))
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
@@ -273,59 +279,61 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _name_causes(subject: Subject, cuts: list[Cut], comparisons: list[Comparison], is_own_loop: bool) -> None:
-    """Put the module where it goes wrong, or the loss, in the place of what the gradients alone let suppose."""
+    """Replace causes that the gradients only suggest by the module, or the loss, at which the samples mix."""
     by_cut = dict(zip(cuts, comparisons, strict=True))
-    wrong = [of for of in comparisons if not of.is_exact]
-    if not wrong:
+    wrong_comparisons = [comparison for comparison in comparisons if not comparison.is_exact]
+    if not wrong_comparisons:
         return
     model = copy.deepcopy(subject.model).double().train()
-    samples = [subject.samples[number] for number in range(min(MOST_SAMPLES, len(subject.samples)))]
-    collate = Placed(subject.collate, model)
-    found = entrances(model, samples, collate, subject.objective)
-    if subject.loss and not found:
-        found = _additivity(model, samples, collate, subject.loss)
-    for comparison in wrong if found else []:
-        if not is_own_loop or found[0].cause == "random_collate":
-            comparison.findings[:] = found
-        elif {finding.cause for finding in comparison.findings} & SUPPOSED:
-            comparison.findings[:] = found + [of for of in comparison.findings if of.cause not in SUPPOSED]
+    samples = [subject.samples[number] for number in range(min(MAX_SAMPLES, len(subject.samples)))]
+    collate = PlacedCollate(subject.collate, model)
+    findings = find_entrances(model, samples, collate, subject.objective)
+    if subject.loss and not findings:
+        findings = _check_additivity(model, samples, collate, subject.loss)
+    for comparison in wrong_comparisons if findings else []:
+        if not is_own_loop or findings[0].cause == "random_collate":
+            comparison.findings[:] = findings
+        elif {finding.cause for finding in comparison.findings} & SUSPECTED_CAUSES:
+            comparison.findings[:] = findings + [
+                finding for finding in comparison.findings if finding.cause not in SUSPECTED_CAUSES
+            ]
     for cut, comparison in by_cut.items():
         twin = by_cut.get(dataclasses.replace(cut, dtype="float64"))
         if cut.dtype != "float64" and not comparison.is_exact and twin is not None:
-            size = Finding("rounding", cut.dtype, f"relative error {max(comparison.errors):.2g}")
-            comparison.findings[:] = [size] if twin.is_exact else twin.findings
+            finding = Finding("rounding", cut.dtype, f"relative error {max(comparison.errors):.2g}")
+            comparison.findings[:] = [finding] if twin.is_exact else twin.findings
 
 
-def _additivity(
+def _check_additivity(
     model: nn.Module, samples: list, collate: Callable[[list], Any], loss: Callable[[nn.Module, Any], Any]
 ) -> list[Finding]:
-    """Whether sums and counts of samples one by one add up to those of their batch."""
-    with torch.no_grad(), same_noise(1):
+    """Check that sums and counts of single samples add up to the sums and counts of their batch."""
+    with torch.no_grad(), fix_noise(1):
         sums, counts = terms(loss(model, collate(samples)))
-        alone_sums, alone_counts = (
-            sum(of) for of in zip(*(terms(loss(model, collate([s]))) for s in samples), strict=True)
+        single_sums, single_counts = (
+            sum(values) for values in zip(*(terms(loss(model, collate([s]))) for s in samples), strict=True)
         )
-    findings, number = [], len(samples)
+    findings, num_samples = [], len(samples)
     for j in range(len(sums)):
-        where = getattr(loss, "__qualname__", "loss") + (f", term {j + 1}" if len(sums) > 1 else "")
-        if counts[j] != alone_counts[j]:
-            evidence = f"{counts[j]} in a batch of {number}, {alone_counts[j]} one by one"
-            findings.append(Finding("counts", where, evidence))
-        if not (sums[j] - alone_sums[j]).abs() <= 1e-6 * alone_sums[j].abs():
-            evidence = f"{sums[j]:.6g} for a batch of {number}, {alone_sums[j]:.6g} one by one"
-            findings.append(Finding("not_summed", where, evidence))
+        place = getattr(loss, "__qualname__", "loss") + (f", term {j + 1}" if len(sums) > 1 else "")
+        if counts[j] != single_counts[j]:
+            evidence = f"{counts[j]} in a batch of {num_samples}, {single_counts[j]} one by one"
+            findings.append(Finding("counts", place, evidence))
+        if not (sums[j] - single_sums[j]).abs() <= 1e-6 * single_sums[j].abs():
+            evidence = f"{sums[j]:.6g} for a batch of {num_samples}, {single_sums[j]:.6g} one by one"
+            findings.append(Finding("not_summed", place, evidence))
     return findings
 
 
 def _note_counts(subject: Subject, recordings: Iterable[list[Recording]]) -> None:
-    """Give every micro-batch whose samples are known the number of its targets, by the loss."""
+    """Note in every micro-batch whose samples are known the numbers of its targets, computed by the loss."""
     model = copy.deepcopy(subject.model).double().train()
-    collate, counts = Placed(subject.collate, model), []
-    with torch.no_grad(), same_noise(1):
+    collate, counts = PlacedCollate(subject.collate, model), []
+    with torch.no_grad(), fix_noise(1):
         for number in range(len(subject.samples)):
             counts.append(terms(subject.loss(model, collate([subject.samples[number]])))[1])
-    for recording in (of for processes in recordings for of in processes):
-        for micro_step in (of for step in recording.steps for of in step.micro_steps):
+    for recording in (recording for processes in recordings for recording in processes):
+        for micro_step in (micro_step for step in recording.steps for micro_step in step.micro_steps):
             if micro_step.samples:
                 micro_step.counts = sum(counts[number] for number in micro_step.samples).tolist()
 
@@ -333,8 +341,12 @@ def _note_counts(subject: Subject, recordings: Iterable[list[Recording]]) -> Non
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-def _check(subject: Subject, cuts: list[Cut]) -> None:
-    """Raises UsageError with all that is wrong."""
+def _check_arguments(subject: Subject, cuts: list[Cut]) -> None:
+    """Check the arguments of `audit_step`.
+
+    Raises:
+        UsageError: with all problems at once.
+    """
     problems = []
     if not isinstance(subject.model, nn.Module) or not any(p.requires_grad for p in subject.model.parameters()):
         problems.append(
@@ -367,9 +379,9 @@ def _check(subject: Subject, cuts: list[Cut]) -> None:
             )
 
 
-def _tolerances(tolerance: float | Mapping[str, float] | None) -> Mapping[str, float]:
-    given = dict.fromkeys(TOLERANCES, tolerance) if isinstance(tolerance, (int, float)) else dict(tolerance or {})
-    wrong = [name for name, value in given.items() if name not in TOLERANCES or not value >= 0]
-    if wrong:
+def _read_tolerances(tolerance: float | Mapping[str, float] | None) -> Mapping[str, float]:
+    tolerances = dict.fromkeys(TOLERANCES, tolerance) if isinstance(tolerance, (int, float)) else dict(tolerance or {})
+    wrong_names = [name for name, value in tolerances.items() if name not in TOLERANCES or not value >= 0]
+    if wrong_names:
         raise UsageError(f"tolerance is {tolerance}: a number that is not negative, or one for {', '.join(TOLERANCES)}")
-    return given
+    return tolerances

@@ -1,4 +1,4 @@
-"""Comparisons as text."""
+"""Writes comparisons as text."""
 
 from collections.abc import Sequence
 
@@ -6,41 +6,42 @@ from stepaudit.causes import Finding
 from stepaudit.judge import Comparison
 
 
-def table(labels: Sequence[object], in_itself: list[Finding], comparisons: list[Comparison]) -> str:
-    """One row for each layout, and below the table each cause, with the numbers of the first row that has it, and its remedy.
+def table(labels: Sequence[object], reference_findings: list[Finding], comparisons: list[Comparison]) -> str:
+    """Write one row for each layout, and below the table each cause, with the numbers of its first row, and its remedy.
 
-    Steps whose samples are not the reference's are not compared, and not counted.
+    Steps with other samples than the reference's are not compared, and not counted.
 
     Args:
-        labels: the reference's first.
-        in_itself: findings of the reference.
-        comparisons: with the reference, of the other labels.
+        labels: of the layouts, the reference first.
+        reference_findings: faults of the reference by itself.
+        comparisons: of the other layouts with the reference.
     """
     width = max(len(str(label)) for label in ["layout", *labels])
-    findings: dict[str, Finding] = {}  # of each cause the first one
-    for finding in (finding for of in comparisons for finding in of.findings):
+    findings: dict[str, Finding] = {}  # cause -> its first finding
+    for finding in (finding for comparison in comparisons for finding in comparison.findings):
         findings.setdefault(finding.cause, finding)
     causes = list(findings)
     lines = [
         f"{'layout':{width}}  steps   error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
         f"{labels[0]!s:{width}}  the reference",
     ]
-    for finding in in_itself:
+    for finding in reference_findings:
         lines += [f"  {finding}", f"    do: {finding.remedy}"]
-    for label, of in zip(labels[1:], comparisons, strict=True):
-        notes = "".join(f" [{causes.index(finding.cause) + 1}]" for finding in of.findings)
-        compared = [t for t, error in enumerate(of.errors) if error == error]
-        if compared:
-            first, last = compared[0], compared[-1]
+    for label, comparison in zip(labels[1:], comparisons, strict=True):
+        marks = "".join(f" [{causes.index(finding.cause) + 1}]" for finding in comparison.findings)
+        compared_steps = [t for t, error in enumerate(comparison.errors) if error == error]
+        if compared_steps:
+            first_step, last_step = compared_steps[0], compared_steps[-1]
             numbers = (
-                f"{of.errors[first]:14.2g}, {of.errors[last]:14.2g}  {of.ratios[first]:8.4g} {of.cosines[first]:8.4f}"
+                f"{comparison.errors[first_step]:14.2g}, {comparison.errors[last_step]:14.2g}  "
+                f"{comparison.ratios[first_step]:8.4g} {comparison.cosines[first_step]:8.4f}"
             )
-            worst = "" if of.is_exact else f"{of.worst} {of.worst_error:.2g}"
-            largest = max(of.loss_errors[t] for t in compared)
-            row = f"{label!s:{width}}  {len(compared):5}  {numbers}  {largest:10.2g}  {worst}{notes}"
+            worst_parameter = "" if comparison.is_exact else f"{comparison.worst} {comparison.worst_error:.2g}"
+            largest_error = max(comparison.loss_errors[t] for t in compared_steps)
+            row = f"{label!s:{width}}  {len(compared_steps):5}  {numbers}  {largest_error:10.2g}  {worst_parameter}{marks}"
             lines.append(row.rstrip())
         else:
-            lines.append(f"{label!s:{width}}  not compared{notes}")
+            lines.append(f"{label!s:{width}}  not compared{marks}")
     for number, finding in enumerate(findings.values(), 1):
         lines += [f"[{number}] {finding}", f"    do: {finding.remedy}"]
     return "\n".join(lines)

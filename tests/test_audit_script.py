@@ -15,11 +15,11 @@ from common import ROOT, fresh_accelerator
 
 from samestep.errors import UsageError
 from stepaudit import script
-from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, alone, compare
-from stepaudit.random_projection import WHOLE, sketch
-from stepaudit.record import Enough, Recorder, _honours
+from stepaudit.judge import CAUSES, HARMLESS, Comparison, Finding, compare, find_faults
+from stepaudit.random_projection import EXACT_SIZE, sketch
+from stepaudit.record import EnoughSteps, Recorder, _honours_num_items
 from stepaudit.recording import Recording
-from stepaudit.script import Variation, audit_script, record, variations
+from stepaudit.script import Variation, audit_script, make_variations, record
 from stepaudit.table import table
 
 AUDITED = ROOT / "tests" / "audited"
@@ -28,15 +28,15 @@ PROGRAMS = corpus.programs()
 
 
 def program(name: str):
-    return next(of.path for of in PROGRAMS if of.path.stem == name)
+    return next(program.path for program in PROGRAMS if program.path.stem == name)
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(name, b, k): what a program does, recorded in this process."""
+    """Give run(name, b, k), which records a program in this process."""
     monkeypatch.syspath_prepend(str(AUDITED))
 
-    def here(name: str, b: int, k: int, num_steps: int | None = None) -> list[Recording]:
+    def record_here(name: str, b: int, k: int, num_steps: int | None = None) -> list[Recording]:
         fresh_accelerator()
         module = types.ModuleType("__main__")
         module.__file__ = str(program(name))
@@ -46,11 +46,11 @@ def run(monkeypatch):
         try:
             with recorder:
                 exec(compile(program(name).read_bytes(), name, "exec"), module.__dict__)
-        except Enough:
+        except EnoughSteps:
             assert num_steps is not None
         return [recorder.recording]
 
-    return here
+    return record_here
 
 
 @pytest.mark.distributed
@@ -58,7 +58,9 @@ def run(monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
     reference = server.record([str(program.path)], corpus.variation(program.reference))
-    assert not [of for of in alone(reference) if of.cause not in program.also | set(program.causes)]
+    assert not [
+        finding for finding in find_faults(reference) if finding.cause not in program.also | set(program.causes)
+    ]
     for layout in program.expected:
         comparison = compare(reference, server.record([str(program.path)], corpus.variation(layout)), corpus.TOLERANCE)
         assert corpus.verdict(program, layout, comparison) == "right", comparison.findings
@@ -67,67 +69,67 @@ def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
 
 def test_two_faults_at_once(run):
     """As documented, Accelerate also divides the last window's 7 micro-batches by 8."""
-    found = compare(run("accelerate_documented", 16, 1), run("accelerate_documented", 2, 8), TOLERANCE).findings
-    assert [of.cause for of in found] == ["mean_of_means", "tail"]
-    assert (found[1].where, found[1].evidence) == ("step 5", "7 micro-batches are divided by 8")
+    findings = compare(run("accelerate_documented", 16, 1), run("accelerate_documented", 2, 8), TOLERANCE).findings
+    assert [finding.cause for finding in findings] == ["mean_of_means", "tail"]
+    assert (findings[1].where, findings[1].evidence) == ("step 5", "7 micro-batches are divided by 8")
 
 
 def test_evidence_and_places(run):
     """The module, the factor, the counts."""
-    found = {}
+    findings = {}
     for name in ("batch_norm", "not_divided_by_k", "mean_of_means", "trainer_bert_classifier", "tail_divided_by_k"):
-        found[name], *more = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE).findings
-        assert [(of.cause, of.evidence.split(": ")[-1]) for of in more] == (
+        findings[name], *others = compare(run(name, 16, 1), run(name, 4, 4), TOLERANCE).findings
+        assert [(finding.cause, finding.evidence.split(": ")[-1]) for finding in others] == (
             [("logged_loss", "k times")] if name == "trainer_bert_classifier" else []
         )
-    assert found["batch_norm"].where == "1 (BatchNorm1d)"
-    assert found["not_divided_by_k"].evidence == "4 = k times the gradient"
-    assert found["mean_of_means"].evidence.startswith(
+    assert findings["batch_norm"].where == "1 (BatchNorm1d)"
+    assert findings["not_divided_by_k"].evidence == "4 = k times the gradient"
+    assert findings["mean_of_means"].evidence.startswith(
         "targets of the micro-batches: 48, 40, 38, 57; they need the weights 1.0"
     )
-    assert found["trainer_bert_classifier"].where == "BertForSequenceClassification, step 1"
-    assert found["trainer_bert_classifier"].evidence == "4 times the gradient"
-    assert found["tail_divided_by_k"].evidence == "0.5 = 2/4 of the gradient"
-    assert str(found["batch_norm"]).startswith(CAUSES["batch_norm"])
+    assert findings["trainer_bert_classifier"].where == "BertForSequenceClassification, step 1"
+    assert findings["trainer_bert_classifier"].evidence == "4 times the gradient"
+    assert findings["tail_divided_by_k"].evidence == "0.5 = 2/4 of the gradient"
+    assert str(findings["batch_norm"]).startswith(CAUSES["batch_norm"])
 
 
 def test_a_recording_is_written_and_read(run, tmp_path):
     (recording,) = run("trainer_bert_classifier", 4, 4, num_steps=2)
     assert len(recording.steps) == 2
-    assert not recording.unfinished
+    assert not recording.unfinished_micro_steps
     recording.save(tmp_path / "0.npz")
-    again = Recording.load(tmp_path / "0.npz")
-    assert np.array_equal(again.steps[1].micro_steps[3].gradient, recording.steps[1].micro_steps[3].gradient)
-    assert str(again) == str(recording)
-    assert again.steps[0].micro_steps[1].samples == [4, 5, 6, 7]
+    copy = Recording.load(tmp_path / "0.npz")
+    assert np.array_equal(copy.steps[1].micro_steps[3].gradient, recording.steps[1].micro_steps[3].gradient)
+    assert str(copy) == str(recording)
+    assert copy.steps[0].micro_steps[1].samples == [4, 5, 6, 7]
 
 
 def test_parameters_are_kept_so_that_steps_are_compared_one_by_one():
     """The first step's error must not be seen in the last one."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.weight.detach().clone()
+    initial_weight = model.weight.detach().clone()
     for recorder, moves in ((Recorder(), False), (Recorder(keep_parameters=False), True)):
         with recorder:
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
-        assert model.weight.equal(before) != moves
+        assert model.weight.equal(initial_weight) != moves
         assert len(recorder.recording.steps) == 1
 
 
 def test_nothing_is_left_behind(run):
-    before = torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step
+    originals = torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step
     run("scheduler_per_step", 4, 4)
-    assert before == (torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step)
+    assert originals == (torch.autograd.backward, torch.nn.Module.__call__, torch.optim.lr_scheduler.LRScheduler.step)
 
 
 def test_numbers_that_are_not_finite_and_other_models(run):
     reference, broken = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     broken[0].steps[2].gradient[5] = np.nan
     comparison = compare(reference, broken, TOLERANCE)
-    assert [(of.cause, of.where) for of in comparison.findings] == [("not_finite", "step 3")]
+    assert [(finding.cause, finding.where) for finding in comparison.findings] == [("not_finite", "step 3")]
     other = compare(reference, run("two_terms", 4, 4), TOLERANCE)
-    assert [of.cause for of in other.findings] == ["parameters"]
+    assert [finding.cause for finding in other.findings] == ["parameters"]
     v = Variation({}, 1)
     assert "not compared" in table([v, v], [], [other])
 
@@ -139,9 +141,11 @@ def test_the_table_shows_the_numbers():
         Comparison([2e-9], [1.0], [1.0], [3e-9], [0], "a.weight", 2e-9, []),
         Comparison([0.1], [1.0], [1.0], [0.1], [0], "b", 0.1, [Finding("tail", "step 9", "7/8")]),
     ]
-    heading, reference, in_itself, _, first, second, third, *causes = table("rxyz", [leak], comparisons).splitlines()
+    heading, reference, reference_finding, _, first, second, third, *causes = table(
+        "rxyz", [leak], comparisons
+    ).splitlines()
     assert reference.split() == "r the reference".split()
-    assert in_itself == f"  {leak}"
+    assert reference_finding == f"  {leak}"
     assert first.split() == "x 2 1e-09, 0.5 1 1.0000 0.25 a.weight 0.4 [1] [2]".split()
     assert second.split() == "y 1 2e-09, 2e-09 1 1.0000 3e-09".split()
     assert third.split()[-3:] == ["b", "0.1", "[2]"]
@@ -150,19 +154,23 @@ def test_the_table_shows_the_numbers():
 
 
 def test_processes_that_take_different_gradients(run):
-    zero, one = run("groupnorm", 16, 1)[0], run("groupnorm", 16, 1)[0]
-    one.process_index = 1
-    assert not [of for of in alone([zero, one]) if of.cause == "not_reduced"]
-    one.steps[1].gradient *= 1.5
-    assert [(of.cause, of.where) for of in alone([zero, one])] == [("not_reduced", "step 2, process 1")]
+    first, second = run("groupnorm", 16, 1)[0], run("groupnorm", 16, 1)[0]
+    second.process_index = 1
+    assert not [finding for finding in find_faults([first, second]) if finding.cause == "not_reduced"]
+    second.steps[1].gradient *= 1.5
+    assert [(finding.cause, finding.where) for finding in find_faults([first, second])] == [
+        ("not_reduced", "step 2, process 1")
+    ]
 
 
 def test_rates_and_steps_that_depend_on_the_layout(run):
     reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     other[0].steps[2].learning_rates = [0.5 * rate for rate in other[0].steps[2].learning_rates]
     del other[0].steps[3:]
-    found = [(of.cause, of.where, of.evidence) for of in compare(reference, other, TOLERANCE).findings]
-    assert found == [("num_steps", "", "3, not 5"), ("learning_rate", "step 3", "0.005, not 0.01")]
+    findings = [
+        (finding.cause, finding.where, finding.evidence) for finding in compare(reference, other, TOLERANCE).findings
+    ]
+    assert findings == [("num_steps", "", "3, not 5"), ("learning_rate", "step 3", "0.005, not 0.01")]
 
 
 def test_samples_whose_contents_are_drawn_anew_are_told_by_their_indices(run):
@@ -172,18 +180,22 @@ def test_samples_whose_contents_are_drawn_anew_are_told_by_their_indices(run):
         for micro_step in step.micro_steps:
             micro_step.digests = [f"another {digest}" for digest in micro_step.digests]
     last = other[0].steps[-1]
-    last.gradient, last.unclipped = 2 * last.gradient, 2 * last.unclipped
+    last.gradient, last.unclipped_gradient = 2 * last.gradient, 2 * last.unclipped_gradient
     last.micro_steps[-1].samples += [0, 1]
     last.micro_steps[-1].digests += ["another one", "another two"]
-    (found,) = compare(reference, other, TOLERANCE).findings
-    assert (found.cause, found.where, found.evidence) == ("duplicated", "step 5", "2 more than once: 0, 1")
+    (finding,) = compare(reference, other, TOLERANCE).findings
+    assert (finding.cause, finding.where, finding.evidence) == ("duplicated", "step 5", "2 more than once: 0, 1")
 
 
 def test_a_last_step_that_is_left_out(run):
     reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     del other[0].steps[-1]
-    (found,) = compare(reference, other, TOLERANCE).findings
-    assert (found.cause, found.where, found.evidence) == ("dropped", "step 5", "13 samples, too few for a whole step")
+    (finding,) = compare(reference, other, TOLERANCE).findings
+    assert (finding.cause, finding.where, finding.evidence) == (
+        "dropped",
+        "step 5",
+        "13 samples, too few for a whole step",
+    )
 
 
 def test_another_update_of_the_same_gradient(run):
@@ -193,10 +205,10 @@ def test_another_update_of_the_same_gradient(run):
     assert compare(reference, other, TOLERANCE).is_exact
     other[0].steps[1].change *= 2
     comparison = compare(reference, other, TOLERANCE)
-    assert [(of.cause, of.where) for of in comparison.findings] == [("update", "step 2")]
+    assert [(finding.cause, finding.where) for finding in comparison.findings] == [("update", "step 2")]
     assert comparison.update_errors[1] == pytest.approx(1.1)
     other[0].steps[1].learning_rates[0] *= 2
-    assert [of.cause for of in compare(reference, other, TOLERANCE).findings] == ["learning_rate"]
+    assert [finding.cause for finding in compare(reference, other, TOLERANCE).findings] == ["learning_rate"]
 
 
 def test_losses_that_a_program_logs(run):
@@ -210,17 +222,17 @@ def test_losses_that_a_program_logs(run):
             optimizer.step()
             optimizer.zero_grad()
             accelerator.log({"loss": factor * sum(m.loss for m in recorder.recording.steps[-1].micro_steps), "x": 1})
-    (found,) = compare([recorder.recording], [recorder.recording], TOLERANCE).findings
-    assert (found.cause, found.where) == ("logged_loss", "step 2")
-    assert found.evidence.endswith(": k times")
+    (finding,) = compare([recorder.recording], [recorder.recording], TOLERANCE).findings
+    assert (finding.cause, finding.where) == ("logged_loss", "step 2")
+    assert finding.evidence.endswith(": k times")
     assert compare([recorder.recording], [recorder.recording], TOLERANCE).is_exact
 
 
 def test_a_micro_step_that_counts_twice(run):
     reference, other = run("groupnorm", 16, 1), run("groupnorm", 4, 4)
     other[0].steps[0].gradient = other[0].steps[0].gradient + other[0].steps[0].micro_steps[0].gradient
-    (found,) = compare(reference, other, TOLERANCE).findings
-    assert (found.cause, found.evidence) == ("changed_between", "micro-batches are weighted by 2, 1, 1, 1")
+    (finding,) = compare(reference, other, TOLERANCE).findings
+    assert (finding.cause, finding.evidence) == ("changed_between", "micro-batches are weighted by 2, 1, 1, 1")
 
 
 def test_modules_that_do_nothing_are_no_suspects():
@@ -245,7 +257,7 @@ def test_asking_a_loss_about_num_items_leaves_no_trace():
             return types.SimpleNamespace(loss=self.norm(x).sum() * 0 + torch.rand(()) / num_items_in_batch)
 
     state, model = torch.get_rng_state(), Noisy()
-    assert _honours(model, (), {"x": torch.ones(3, 1), "num_items_in_batch": torch.tensor(4)})
+    assert _honours_num_items(model, (), {"x": torch.ones(3, 1), "num_items_in_batch": torch.tensor(4)})
     assert torch.get_rng_state().equal(state)
     assert (model.norm.running_mean.item(), model.norm.num_batches_tracked.item()) == (0, 0)
 
@@ -253,19 +265,19 @@ def test_asking_a_loss_about_num_items_leaves_no_trace():
 def test_a_multiple_of_the_gradient_is_not_put_down_to_batch_norm(run):
     reference, other = run("trainer_bert_classifier", 16, 1), run("trainer_bert_classifier", 4, 4)
     other[0].batch_norms = ["somewhere"]
-    causes = {of.cause for of in compare(reference, other, TOLERANCE).findings}
+    causes = {finding.cause for finding in compare(reference, other, TOLERANCE).findings}
     assert causes == {"ignores_num_items", "logged_loss"}
 
 
-@pytest.mark.parametrize("size", [WHOLE, WHOLE + 1, 40 * WHOLE + 7])
+@pytest.mark.parametrize("size", [EXACT_SIZE, EXACT_SIZE + 1, 40 * EXACT_SIZE + 7])
 def test_a_sketch_is_linear_and_keeps_lengths(size):
     a, b = torch.randn(2, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    one, two, both = (sketch([tensor], [a]) for tensor in (a, b, 3 * a - b))
-    assert len(one) == min(size, WHOLE)
-    assert torch.allclose(3 * one - two, both, atol=1e-12)
-    assert one.norm().item() == pytest.approx(a.norm().item(), rel=0.1)
-    assert (one @ two / one.norm() / two.norm()).abs() < 0.1
-    assert sketch([None], [a]).equal(torch.zeros_like(one))
+    sketch_a, sketch_b, sketch_sum = (sketch([tensor], [a]) for tensor in (a, b, 3 * a - b))
+    assert len(sketch_a) == min(size, EXACT_SIZE)
+    assert torch.allclose(3 * sketch_a - sketch_b, sketch_sum, atol=1e-12)
+    assert sketch_a.norm().item() == pytest.approx(a.norm().item(), rel=0.1)
+    assert (sketch_a @ sketch_b / sketch_a.norm() / sketch_b.norm()).abs() < 0.1
+    assert sketch([None], [a]).equal(torch.zeros_like(sketch_a))
 
 
 # ---------------------------------------------------------------------------------------------------- the command
@@ -286,9 +298,9 @@ def command(*argv: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command_says_what_is_wrong_and_exits_with_1():
-    done = command(*VARY, "--steps", "2", "--", str(program("not_divided_by_k")))
-    assert done.returncode == 1, done.stderr
-    lines = done.stdout.splitlines()
+    process = command(*VARY, "--steps", "2", "--", str(program("not_divided_by_k")))
+    assert process.returncode == 1, process.stderr
+    lines = process.stdout.splitlines()
     assert lines[1] == "b 16, k 1, N 1  the reference"
     assert lines[2].startswith("b 4, k 4, N 1       2 ")
     assert lines[2].endswith(" [1]")
@@ -318,12 +330,12 @@ def test_json_has_null_where_a_step_is_not_compared(monkeypatch, capsys, run):
 
 
 def test_the_global_batch_is_the_same_on_every_number_of_processes():
-    found = variations(["per_device_train_batch_size=8,gradient_accumulation_steps=2", "x=1"], [1, 2, 4])
-    assert [str(of) for of in found] == [
+    runs = make_variations(["per_device_train_batch_size=8,gradient_accumulation_steps=2", "x=1"], [1, 2, 4])
+    assert [str(run) for run in runs] == [
         *("b 8, k 2, N 1", "b 8, k 1, N 2", "b 2, k 2, N 4"),
         *("x 1, N 1", "x 1, N 2", "x 1, N 4"),
     ]
-    assert found[0].argv == ["--per_device_train_batch_size=8", "--gradient_accumulation_steps=2"]
+    assert runs[0].argv == ["--per_device_train_batch_size=8", "--gradient_accumulation_steps=2"]
 
 
 @pytest.mark.parametrize(
@@ -359,10 +371,10 @@ def test_bad_usage(argv, message, monkeypatch):
 
 def test_a_program_that_fails_or_takes_no_step(tmp_path):
     file = tmp_path / "program.py"
-    said = "import sys; sys.exit('what it said')"
+    exit_text = "import sys; sys.exit('what it said')"
     for text, message in (
         ("raise KeyError('x')", "KeyError: 'x'"),
-        (said, "what it said"),
+        (exit_text, "what it said"),
         ("pass", "ended without a step of an optimizer"),
     ):
         file.write_text(text)

@@ -22,15 +22,15 @@ from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
 from samestep.errors import UsageError
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
-from stepaudit import processes as side_by_side
-from stepaudit.entrance import _close
+from stepaudit import processes as process_runner
+from stepaudit.entrance import _is_close
 from stepaudit.loops import terms
 
 QUARTERS = [Cut(4)]
 
 
 class Tagger(nn.Module):
-    """A label for every token; `middle` changes what is between the embedding and the head."""
+    """Labels every token; `middle` is a module between the embedding and the head."""
 
     def __init__(self, middle: nn.Module | None = None):
         super().__init__()
@@ -41,8 +41,8 @@ class Tagger(nn.Module):
         return self.head(x if self.middle is None else self.middle(x))
 
 
-class Between(nn.Module):
-    """A function as a module: x [batch, length, width] -> the same."""
+class FunctionModule(nn.Module):
+    """Wraps a function as a module: x [batch, length, width] -> [batch, length, width]."""
 
     def __init__(self, function, *modules: nn.Module):
         super().__init__()
@@ -61,12 +61,12 @@ def mean_loss(model, batch):
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()), loss(model, batch)[1]
 
 
-def padding_counted(model, batch):
+def loss_with_padding(model, batch):
     return loss(model, batch)[0], batch["labels"].numel()
 
 
 def two_terms(model, batch):
-    """Tokens, and whether the first token is even."""
+    """Sum the losses of tokens, and of whether the first token is even."""
     logits = model(batch["input_ids"])
     tokens = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     rows = F.cross_entropy(logits[:, 0, :2], batch["input_ids"][:, 0] % 2, reduction="sum")
@@ -88,45 +88,49 @@ def samples():
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seed_torch():
     torch.manual_seed(0)
 
 
 # ---------------------------------------------------------------------------------------------- a loss
 
 FAULTS = {
-    "batch_norm": (Between(batch_norm, nn.BatchNorm1d(16)), loss, "middle.inner.0 (BatchNorm1d)"),
+    "batch_norm": (FunctionModule(batch_norm, nn.BatchNorm1d(16)), loss, "middle.inner.0 (BatchNorm1d)"),
     "dropout": (nn.Sequential(nn.Dropout(0.1), nn.Tanh()), loss, "middle.0 (Dropout)"),
-    "mixed_samples": (Between(lambda x, inner: inner(x - x.mean((0, 1))), nn.Linear(16, 16)), loss, "middle (Between)"),
-    "padding": (
-        nn.Sequential(nn.Identity(), Between(lambda x: x - x.mean(1, keepdim=True))),
+    "mixed_samples": (
+        FunctionModule(lambda x, inner: inner(x - x.mean((0, 1))), nn.Linear(16, 16)),
         loss,
-        "middle.1 (Between)",
+        "middle (FunctionModule)",
+    ),
+    "padding": (
+        nn.Sequential(nn.Identity(), FunctionModule(lambda x: x - x.mean(1, keepdim=True))),
+        loss,
+        "middle.1 (FunctionModule)",
     ),
     "not_summed": (None, mean_loss, "mean_loss"),
-    "counts": (None, padding_counted, "padding_counted"),
+    "counts": (None, loss_with_padding, "loss_with_padding"),
 }
 
 
 @pytest.mark.parametrize("cause", FAULTS)
 def test_a_fault_of_the_model_or_the_loss(cause, samples):
-    middle, of, where = FAULTS[cause]
-    audit = audit_step(Tagger(middle), samples, collate, of)
+    middle, loss_function, place = FAULTS[cause]
+    audit = audit_step(Tagger(middle), samples, collate, loss_function)
     assert not audit.is_exact
     assert audit.causes == {cause}
     for comparison in audit.comparisons:
-        ((found,),) = [comparison.findings]
-        assert found.where == where
+        ((finding,),) = [comparison.findings]
+        assert finding.where == place
     assert "NOT exact" in str(audit)
 
 
 def test_several_modules_are_named_also_functions_that_draw(samples):
-    model = Tagger(nn.Sequential(nn.Dropout(0.1), Between(lambda x: x)))
+    model = Tagger(nn.Sequential(nn.Dropout(0.1), FunctionModule(lambda x: x)))
     model.middle[1].forward = types.MethodType(lambda self, x: F.dropout(x, 0.1, self.training), model.middle[1])
-    model.middle.append(Between(batch_norm, nn.BatchNorm1d(16)))
+    model.middle.append(FunctionModule(batch_norm, nn.BatchNorm1d(16)))
     (comparison,) = audit_step(model, samples, collate, loss, cuts=QUARTERS).comparisons
-    assert [(of.cause, of.where) for of in comparison.findings] == [
-        ("dropout", "middle.0 (Dropout), middle.1 (Between)"),
+    assert [(finding.cause, finding.where) for finding in comparison.findings] == [
+        ("dropout", "middle.0 (Dropout), middle.1 (FunctionModule)"),
         ("batch_norm", "middle.2.inner.0 (BatchNorm1d)"),
     ]
 
@@ -135,16 +139,18 @@ def test_a_collate_function_that_draws(samples):
     audit = audit_step(Tagger(), samples, noisy_collate, loss, cuts=QUARTERS)
     assert audit.causes == {"random_collate"}
     assert audit.comparisons[0].findings[0].where == "collate"
-    assert audit_step(Tagger(), samples, noisy_collate, loop=documented, cuts=QUARTERS).causes == {"random_collate"}
+    assert audit_step(Tagger(), samples, noisy_collate, loop=documented_loop, cuts=QUARTERS).causes == {
+        "random_collate"
+    }
 
 
 def test_padding_on_the_left_is_no_fault(samples):
     def collate_left(samples):
         return {
-            name: value.flip(1) for name, value in collate([_reversed(s) for s in samples]).items() if value.ndim > 1
+            name: value.flip(1) for name, value in collate([_reverse(s) for s in samples]).items() if value.ndim > 1
         }
 
-    def _reversed(sample):
+    def _reverse(sample):
         return {name: value.flip(0) if value.ndim else value for name, value in sample.items()}
 
     assert audit_step(Tagger(), samples, collate_left, loss, cuts=QUARTERS).is_exact
@@ -153,36 +159,38 @@ def test_padding_on_the_left_is_no_fault(samples):
 
 def test_infinite_numbers_are_compared():
     inf, nan = float("inf"), float("nan")
-    assert _close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
-    assert not _close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
-    assert not _close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
-    assert _close(torch.zeros(2), torch.zeros(2))
-    assert not _close(torch.zeros(2), torch.ones(2))
+    assert _is_close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
+    assert not _is_close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
+    assert not _is_close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
+    assert _is_close(torch.zeros(2), torch.zeros(2))
+    assert not _is_close(torch.zeros(2), torch.ones(2))
 
 
 def test_floating_point_inputs_have_the_dtype_of_the_cut():
     samples = [(torch.randn(4), torch.randn(())) for _ in range(8)]
 
-    def stacked(samples):
-        return [torch.stack(of) for of in zip(*samples, strict=True)]
+    def stack(samples):
+        return [torch.stack(values) for values in zip(*samples, strict=True)]
 
-    def squares(model, batch):
+    def sum_squares(model, batch):
         return F.mse_loss(model(batch[0]).squeeze(1), batch[1], reduction="sum"), len(batch[1])
 
-    assert audit_step(nn.Linear(4, 1), samples, stacked, squares).is_exact
+    assert audit_step(nn.Linear(4, 1), samples, stack, sum_squares).is_exact
 
 
-@pytest.mark.parametrize("of", [loss, two_terms])
-def test_what_is_exact_is_not_accused(of, samples):
+@pytest.mark.parametrize("loss_function", [loss, two_terms])
+def test_what_is_exact_is_not_accused(loss_function, samples):
     """Seven cuts, uneven, in another order, rounded: all as exact as their numbers are."""
-    audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, of)
+    audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, loss_function)
     assert audit.is_exact
     assert [str(cut) for cut in audit.cuts] == [str(cut) for cut in default_cuts(16)]
-    largest = {cut.dtype: max(of.errors) for cut, of in zip(audit.cuts, audit.comparisons, strict=True)}
-    assert largest["float64"] < 1e-13
-    assert 1e-9 < largest["float32"] < 1e-5
-    assert 1e-4 < largest["bfloat16"] < 5e-2
-    assert max(of.loss_errors[0] for of in audit.comparisons[:5]) < 1e-13
+    largest_errors = {
+        cut.dtype: max(comparison.errors) for cut, comparison in zip(audit.cuts, audit.comparisons, strict=True)
+    }
+    assert largest_errors["float64"] < 1e-13
+    assert 1e-9 < largest_errors["float32"] < 1e-5
+    assert 1e-4 < largest_errors["bfloat16"] < 5e-2
+    assert max(comparison.loss_errors[0] for comparison in audit.comparisons[:5]) < 1e-13
     assert str(audit).endswith("\nexact")
 
 
@@ -191,8 +199,10 @@ def test_several_steps_the_last_of_them_partial_and_a_term_without_targets(sampl
         sums = two_terms(model, batch)
         return {"tokens": sums["tokens"], "rows": (0 * sums["rows"][0], 0)}
 
-    for of in (loss, no_rows):
-        (comparison,) = audit_step(Tagger(), samples, collate, of, cuts=[Cut(2)], global_batch_size=6).comparisons
+    for loss_function in (loss, no_rows):
+        (comparison,) = audit_step(
+            Tagger(), samples, collate, loss_function, cuts=[Cut(2)], global_batch_size=6
+        ).comparisons
         assert not comparison.findings
         assert len(comparison.errors) == 3
         assert max(comparison.errors) < 1e-13
@@ -200,7 +210,7 @@ def test_several_steps_the_last_of_them_partial_and_a_term_without_targets(sampl
 
 def test_the_truth_is_the_models_own_mean(samples):
     """One large batch, by sums and counts, has the loss and the gradient of the usual mean."""
-    audit = audit_step(Tagger(), samples, collate, loss, loop=documented, cuts=[Cut(16)], global_batch_size=16)
+    audit = audit_step(Tagger(), samples, collate, loss, loop=documented_loop, cuts=[Cut(16)], global_batch_size=16)
     assert audit.is_exact
     assert audit.comparisons[0].errors[0] < 1e-14
 
@@ -208,7 +218,7 @@ def test_the_truth_is_the_models_own_mean(samples):
 def test_rounding_that_is_larger_than_the_tolerance(samples):
     cuts = [Cut(4), Cut(4, dtype="float32")]
     audit = audit_step(Tagger(), samples, collate, loss, cuts=cuts, tolerance={"float32": 1e-12})
-    assert [of.is_exact for of in audit.comparisons] == [True, False]
+    assert [comparison.is_exact for comparison in audit.comparisons] == [True, False]
     assert audit.causes == {"rounding"}
     assert "tolerance 1e-12" in str(audit)
 
@@ -221,17 +231,17 @@ def test_low_precision_is_given_the_cause_of_the_same_cut(samples):
 
 
 def test_everything_is_left_as_it_was(samples):
-    model = Tagger(Between(batch_norm, nn.BatchNorm1d(16))).eval()
-    before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    model = Tagger(FunctionModule(batch_norm, nn.BatchNorm1d(16))).eval()
+    state, torch_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     np.random.seed(5)
-    numbers = np.random.get_state()[1].copy()
+    numpy_state = np.random.get_state()[1].copy()
     call = nn.Module.__call__
     audit_step(model, samples, collate, loss)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not model.training
     assert not model.middle.inner[0]._forward_hooks
-    assert torch.get_rng_state().equal(noise)
-    assert (np.random.get_state()[1] == numbers).all()
+    assert torch.get_rng_state().equal(torch_state)
+    assert (np.random.get_state()[1] == numpy_state).all()
     assert nn.Module.__call__ is call
     assert model.head.weight.grad is None
 
@@ -240,7 +250,7 @@ def test_everything_is_left_as_it_was(samples):
 
 
 @pytest.mark.parametrize(
-    ("build", "kind", "causes", "where"),
+    ("build", "kind", "causes", "place"),
     [
         (llama, "clm", set(), ""),
         (gpt2, "clm", {"shifted_labels"}, "GPT2LMHeadModel, step 1"),
@@ -253,16 +263,18 @@ def test_everything_is_left_as_it_was(samples):
         ),
     ],
 )
-def test_a_plain_model_with_labels(build, kind, causes, where):
+def test_a_plain_model_with_labels(build, kind, causes, place):
     audit = audit_step(build(), sentences(16, kind=kind), collate, cuts=[Cut(4), Cut(5)])
     assert audit.causes == causes
-    assert {found.where for of in audit.comparisons for found in of.findings} == ({where} if causes else set())
+    assert {finding.where for comparison in audit.comparisons for finding in comparison.findings} == (
+        {place} if causes else set()
+    )
     if build is gpt2:  # beside the model's own mean
         assert audit.comparisons[0].errors[0] == pytest.approx(1 - 183 / 199)
 
 
-class WithLabels(Tagger):
-    """A loss of its own, as transformers' models have it."""
+class LossTagger(Tagger):
+    """Computes a loss itself, as transformers' models do."""
 
     def forward(self, input_ids, attention_mask, labels, num_items_in_batch=None, **_):
         logits = super().forward(input_ids).flatten(0, 1)
@@ -270,40 +282,42 @@ class WithLabels(Tagger):
         return types.SimpleNamespace(loss=total / (num_items_in_batch or (labels != -100).sum()))
 
 
-class WithoutNumber(WithLabels):
+class MeanLossTagger(LossTagger):
     def forward(self, input_ids, attention_mask, labels, next_sentence_label=None):
         return super().forward(input_ids, attention_mask, labels)
 
 
 def test_a_model_that_takes_no_number_is_divided_by_k(samples):
-    assert audit_step(WithoutNumber(), EVEN, collate, cuts=[Cut(4), Cut(2)], global_batch_size=8).is_exact
-    assert audit_step(WithoutNumber(), samples, collate, cuts=QUARTERS).causes == {"mean_of_means"}
+    assert audit_step(MeanLossTagger(), EVEN, collate, cuts=[Cut(4), Cut(2)], global_batch_size=8).is_exact
+    assert audit_step(MeanLossTagger(), samples, collate, cuts=QUARTERS).causes == {"mean_of_means"}
 
 
 # ---------------------------------------------------------------------------------------------- loops
 
 
-def _usual(model, optimizer, batches, k, *, divide=True, mean=True, after=None, before=None, empty=True):
-    """The usual loop, each part of which can be wrong."""
+def _run_usual_loop(
+    model, optimizer, batches, k, *, divide=True, mean=True, end_backward=None, begin_forward=None, zero_grad=True
+):
+    """Run the usual loop, each part of which can be made wrong."""
     for number, batch in enumerate(batches, 1):
-        if before:
-            before(model, number)
+        if begin_forward:
+            begin_forward(model, number)
         total, count = loss(model, batch)
         ((total / count if mean else total) / (k if divide else 1)).backward()
-        if after:
-            after(model, number)
+        if end_backward:
+            end_backward(model, number)
         if number % k == 0 or number == len(batches):
             optimizer.step()
-            if empty:
+            if zero_grad:
                 optimizer.zero_grad()
 
 
-def documented(model, optimizer, batches, k):
-    _usual(model, optimizer, batches, k)
+def documented_loop(model, optimizer, batches, k):
+    _run_usual_loop(model, optimizer, batches, k)
 
 
-def with_accelerate(model, optimizer, batches, k):
-    """As Accelerate documents it; on several processes the batches are shared out already."""
+def accelerate_loop(model, optimizer, batches, k):
+    """Accumulate as Accelerate documents it; on several processes the batches are shared out already."""
     accelerator = Accelerator(gradient_accumulation_steps=k, cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     batches = accelerator.prepare(batches) if accelerator.num_processes == 1 else batches
@@ -315,23 +329,25 @@ def with_accelerate(model, optimizer, batches, k):
             optimizer.zero_grad()
 
 
-def undivided(model, optimizer, batches, k):
-    _usual(model, optimizer, batches, k, divide=False)
+def undivided_loop(model, optimizer, batches, k):
+    _run_usual_loop(model, optimizer, batches, k, divide=False)
 
 
-def never_emptied(model, optimizer, batches, k):
-    _usual(model, optimizer, batches, k, empty=False)
+def never_emptying_loop(model, optimizer, batches, k):
+    _run_usual_loop(model, optimizer, batches, k, zero_grad=False)
 
 
-def clipped_too_early(model, optimizer, batches, k):
-    _usual(model, optimizer, batches, k, after=lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+def early_clipping_loop(model, optimizer, batches, k):
+    _run_usual_loop(
+        model, optimizer, batches, k, end_backward=lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    )
 
 
-def emptied_too_often(model, optimizer, batches, k):
-    _usual(model, optimizer, batches, k, before=lambda model, _: model.zero_grad())
+def often_emptying_loop(model, optimizer, batches, k):
+    _run_usual_loop(model, optimizer, batches, k, begin_forward=lambda model, _: model.zero_grad())
 
 
-def batches_left_out(model, optimizer, batches, k):
+def omitting_loop(model, optimizer, batches, k):
     for number, batch in enumerate(batches, 1):
         if number != 2:
             total, count = loss(model, batch)
@@ -341,7 +357,7 @@ def batches_left_out(model, optimizer, batches, k):
             optimizer.zero_grad()
 
 
-def batches_used_twice(model, optimizer, batches, k):
+def repeating_loop(model, optimizer, batches, k):
     for number, batch in enumerate(batches, 1):
         for _ in range(2 if number == 2 else 1):
             total, count = loss(model, batch)
@@ -351,8 +367,8 @@ def batches_used_twice(model, optimizer, batches, k):
             optimizer.zero_grad()
 
 
-def exact(model, optimizer, batches, k):
-    """As in README: sums over the counts of the window; on several processes, of all of them."""
+def exact_loop(model, optimizer, batches, k):
+    """Take sums over the counts of the window, as in README; on several processes, over the counts of all of them."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     model = DistributedDataParallel(model) if num_processes > 1 else model
     window = []
@@ -360,11 +376,11 @@ def exact(model, optimizer, batches, k):
         window.append(batch)
         if len(window) < k and number < len(batches):
             continue
-        count = sum((of["labels"] != -100).sum() for of in window)
+        count = sum((micro_batch["labels"] != -100).sum() for micro_batch in window)
         if num_processes > 1:
             torch.distributed.all_reduce(count)
-        for of in window:
-            (loss(model, of)[0] * num_processes / count).backward()
+        for micro_batch in window:
+            (loss(model, micro_batch)[0] * num_processes / count).backward()
         optimizer.step()
         optimizer.zero_grad()
         window = []
@@ -374,18 +390,18 @@ EVEN = [
     {"input_ids": torch.arange(row, row + 6) % VOCAB, "labels": torch.arange(row, row + 6) % 9} for row in range(20)
 ]
 LOOPS = {  # on 20 ragged samples in steps of 8, 8, 4, or on equal ones, or in steps of 10
-    "exact": (exact, False, set()),
-    "exact on equal samples": (exact, True, set()),
-    "documented": (documented, False, {"mean_of_means", "tail"}),
-    "documented on equal samples": (documented, True, {"tail"}),
-    "with_accelerate": (with_accelerate, False, {"mean_of_means", "tail"}),
-    "with_accelerate on equal samples": (with_accelerate, True, {"tail"}),
-    "undivided": (undivided, True, {"factor"}),
-    "never_emptied": (never_emptied, True, {"leak"}),
-    "clipped_too_early": (clipped_too_early, True, {"changed_between"}),
-    "emptied_too_often": (emptied_too_often, True, {"emptied_between"}),
-    "batches_left_out": (batches_left_out, True, {"dropped"}),
-    "batches_used_twice": (batches_used_twice, True, {"duplicated"}),
+    "exact": (exact_loop, False, set()),
+    "exact on equal samples": (exact_loop, True, set()),
+    "documented": (documented_loop, False, {"mean_of_means", "tail"}),
+    "documented on equal samples": (documented_loop, True, {"tail"}),
+    "with_accelerate": (accelerate_loop, False, {"mean_of_means", "tail"}),
+    "with_accelerate on equal samples": (accelerate_loop, True, {"tail"}),
+    "undivided": (undivided_loop, True, {"factor"}),
+    "never_emptied": (never_emptying_loop, True, {"leak"}),
+    "clipped_too_early": (early_clipping_loop, True, {"changed_between"}),
+    "emptied_too_often": (often_emptying_loop, True, {"emptied_between"}),
+    "batches_left_out": (omitting_loop, True, {"dropped"}),
+    "batches_used_twice": (repeating_loop, True, {"duplicated"}),
 }
 
 
@@ -398,23 +414,23 @@ def test_a_loop(name, has_loss):
     loop, is_even, causes = LOOPS[name]
     data = EVEN if is_even else sentences(20, kind="mlm")
     cuts = [Cut(2)] if causes else [Cut(2), Cut(3), Cut(2, is_shuffled=True)]
-    size = 10 if name.startswith("batches") else 8
+    global_batch_size = 10 if name.startswith("batches") else 8
     audit = audit_step(
-        Tagger(), data, collate, loss if has_loss else None, loop=loop, cuts=cuts, global_batch_size=size
+        Tagger(), data, collate, loss if has_loss else None, loop=loop, cuts=cuts, global_batch_size=global_batch_size
     )
-    assert {found.cause for of in audit.comparisons for found in of.findings} == causes
-    assert all(len(of.errors) == -(-20 // size) for of in audit.comparisons)
+    assert {finding.cause for comparison in audit.comparisons for finding in comparison.findings} == causes
+    assert all(len(comparison.errors) == -(-20 // global_batch_size) for comparison in audit.comparisons)
     assert audit.is_exact == (not causes)
-    assert {of.cause for of in audit.findings} == (causes & {"leak"} if not has_loss else set())
+    assert {comparison.cause for comparison in audit.findings} == (causes & {"leak"} if not has_loss else set())
 
 
 def test_a_loop_has_a_partial_last_step_unless_told_otherwise():
-    (comparison,) = audit_step(Tagger(), EVEN[:10], collate, loss, loop=documented, cuts=[Cut(2)]).comparisons
-    assert [(of.cause, of.where) for of in comparison.findings] == [("tail", "step 3")]
+    (comparison,) = audit_step(Tagger(), EVEN[:10], collate, loss, loop=documented_loop, cuts=[Cut(2)]).comparisons
+    assert [(finding.cause, finding.where) for finding in comparison.findings] == [("tail", "step 3")]
 
 
 def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
-    def means(model, optimizer, batches, k):
+    def average_means(model, optimizer, batches, k):
         for batch in batches:
             pairs = two_terms(model, batch).values()
             sum(total / count / k for total, count in pairs).backward()
@@ -422,19 +438,19 @@ def test_the_mean_of_means_of_two_terms_is_named_with_both_counts():
 
     data = sentences(16, kind="mlm")
     (comparison,) = audit_step(
-        Tagger(), data, collate, two_terms, loop=means, cuts=QUARTERS, global_batch_size=16
+        Tagger(), data, collate, two_terms, loop=average_means, cuts=QUARTERS, global_batch_size=16
     ).comparisons
-    (found,) = comparison.findings
-    assert found.cause == "mean_of_means"
-    assert found.evidence == "targets of the micro-batches: 12+4, 20+4, 16+4, 11+4"
+    (finding,) = comparison.findings
+    assert finding.cause == "mean_of_means"
+    assert finding.evidence == "targets of the micro-batches: 12+4, 20+4, 16+4, 11+4"
 
 
 @pytest.mark.parametrize("has_loss", [True, False])
 def test_a_fault_of_the_model_is_named_inside_a_loop_too(has_loss, samples):
-    model = Tagger(Between(batch_norm, nn.BatchNorm1d(16)))
-    of = loss if has_loss else None
-    audit = audit_step(model, samples, collate, of, loop=exact, cuts=QUARTERS, global_batch_size=16)
-    assert [(of.cause, of.where) for of in audit.comparisons[0].findings] == [
+    model = Tagger(FunctionModule(batch_norm, nn.BatchNorm1d(16)))
+    loss_function = loss if has_loss else None
+    audit = audit_step(model, samples, collate, loss_function, loop=exact_loop, cuts=QUARTERS, global_batch_size=16)
+    assert [(finding.cause, finding.where) for finding in audit.comparisons[0].findings] == [
         ("batch_norm", "middle.inner.0 (BatchNorm1d)")
     ]
 
@@ -445,54 +461,54 @@ def test_a_fault_of_the_model_is_named_inside_a_loop_too(has_loss, samples):
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_two_processes(samples):
-    """Sent there: a model and functions of a module that cannot be imported. A loop's own wrapping; what is not reduced."""
-    hidden = types.ModuleType("cannot_be_imported")
-    hidden.__file__ = "somewhere"
-    exec("import torch\ndef loss(model, batch):\n    return of(model, batch)", hidden.__dict__)
-    hidden.of = loss
+    """Send a model, and functions of a module that cannot be imported. Audit loops that wrap the model, and one without."""
+    module = types.ModuleType("cannot_be_imported")
+    module.__file__ = "somewhere"
+    exec("import torch\ndef loss(model, batch):\n    return inner_loss(model, batch)", module.__dict__)
+    module.inner_loss = loss
     cuts = [Cut(4, num_processes=2), Cut(3, num_processes=2, is_shuffled=True), Cut(16, num_processes=2)]
-    sys.modules["cannot_be_imported"] = hidden
+    sys.modules["cannot_be_imported"] = module
     try:
-        audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, hidden.loss, cuts=cuts)
+        audit = audit_step(Tagger(nn.LayerNorm(16)), samples, collate, module.loss, cuts=cuts)
     finally:
         del sys.modules["cannot_be_imported"]
     assert "cannot_be_imported" not in cloudpickle.list_registry_pickle_by_value()
     assert audit.is_exact
-    assert max(of.errors[0] for of in audit.comparisons) < 1e-13
-    of_trainer = audit_step(WithLabels(), samples, collate, cuts=cuts)
-    assert of_trainer.is_exact
-    assert max(of.loss_errors[0] for of in of_trainer.comparisons) < 1e-13
+    assert max(comparison.errors[0] for comparison in audit.comparisons) < 1e-13
+    trainer_audit = audit_step(LossTagger(), samples, collate, cuts=cuts)
+    assert trainer_audit.is_exact
+    assert max(comparison.loss_errors[0] for comparison in trainer_audit.comparisons) < 1e-13
 
     def loop(model, optimizer, batches, k):
-        loops = {1: documented, 2: exact, 4: with_accelerate}  # documented does not reduce
+        loops = {1: documented_loop, 2: exact_loop, 4: accelerate_loop}  # documented_loop does not reduce
         loops[k](model, optimizer, batches, k)
 
     cuts = [Cut(b, num_processes=2) for b in (2, 4, 1)]
-    right, wrong, accelerated = audit_step(Tagger(), EVEN, collate, loss, loop=loop, cuts=cuts).comparisons
-    assert [of.cause for of in right.findings] == ["reductions"]
-    assert "not_reduced" in {of.cause for of in wrong.findings}
-    assert [(of.cause, of.where) for of in accelerated.findings] == [("last_window", "at the end")]
+    exact, unreduced, accelerate = audit_step(Tagger(), EVEN, collate, loss, loop=loop, cuts=cuts).comparisons
+    assert [finding.cause for finding in exact.findings] == ["reductions"]
+    assert "not_reduced" in {finding.cause for finding in unreduced.findings}
+    assert [(finding.cause, finding.where) for finding in accelerate.findings] == [("last_window", "at the end")]
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_processes_that_fail_or_wait(samples, monkeypatch):
-    def failing(model, batch):
+    def failing_loss(model, batch):
         if os.environ.get("RANK") == "1":
             raise KeyError("mine")
         return loss(model, batch)
 
     with pytest.raises(UsageError, match=r"failed \(process 1 of 2\):(.|\n)*KeyError: 'mine'"):
-        audit_step(Tagger(), samples, collate, failing, cuts=[Cut(4, num_processes=2)])
+        audit_step(Tagger(), samples, collate, failing_loss, cuts=[Cut(4, num_processes=2)])
 
-    def waiting(model, batch):
+    def waiting_loss(model, batch):
         if os.environ.get("RANK") == "1":
             torch.distributed.barrier()
         return loss(model, batch)
 
-    monkeypatch.setattr(side_by_side, "TIMEOUT", 8)
+    monkeypatch.setattr(process_runner, "TIMEOUT", 8)
     with pytest.raises(UsageError, match="2 processes took longer than 8 seconds"):
-        audit_step(Tagger(), samples, collate, waiting, cuts=[Cut(4, num_processes=2)])
+        audit_step(Tagger(), samples, collate, waiting_loss, cuts=[Cut(4, num_processes=2)])
 
 
 # ---------------------------------------------------------------------------------------------- cuts, bad input
@@ -507,18 +523,18 @@ def test_a_cut_has_every_sample_once(b, num_processes, num_samples, global_batch
     steps = zip(*(cut.micro_batches(num_samples, global_batch_size, r) for r in range(num_processes)), strict=True)
     for number, processes in enumerate(steps):
         assert len({len(micro_steps) for micro_steps in processes}) == 1
-        sizes = [len(of) for micro_steps in processes for of in micro_steps]
+        sizes = [len(sample) for micro_steps in processes for sample in micro_steps]
         assert min(sizes) >= 1
         assert max(sizes) <= b + (num_processes > 1)
-        first = number * global_batch_size
-        expected = range(first, min(first + global_batch_size, num_samples))
-        assert sorted(of for micro_steps in processes for part in micro_steps for of in part) == list(expected)
+        start = number * global_batch_size
+        expected = range(start, min(start + global_batch_size, num_samples))
+        assert sorted(sample for micro_steps in processes for part in micro_steps for sample in part) == list(expected)
 
 
 def test_a_shuffled_cut_has_another_order_within_its_steps():
     first, second = Cut(10, is_shuffled=True).micro_batches(20, 10, 0)
     assert first[0] != sorted(first[0])
-    assert [of - 10 for of in second[0]] != first[0]
+    assert [sample - 10 for sample in second[0]] != first[0]
 
 
 def test_sums_and_counts_in_several_forms():
@@ -551,9 +567,9 @@ def test_sums_and_counts_in_several_forms():
     ],
 )
 def test_bad_input(change, message, samples):
-    given = {"model": Tagger(), "samples": samples, "collate": collate, "loss": loss} | change
+    arguments = {"model": Tagger(), "samples": samples, "collate": collate, "loss": loss} | change
     with pytest.raises(UsageError, match=message):
-        audit_step(**given)
+        audit_step(**arguments)
 
 
 def test_assert_same_step(samples):
@@ -566,7 +582,7 @@ def test_assert_same_step(samples):
 
 
 class Recurrent(nn.Module):
-    """A label for every token of what an LSTM says; its last states are returned, and nobody uses them."""
+    """Labels every token by an LSTM, which returns its last states, too; nobody uses them."""
 
     def __init__(self, kind=nn.LSTM):
         super().__init__()
@@ -581,11 +597,11 @@ class Recurrent(nn.Module):
 
 
 class Pooled(Tagger):
-    """A pooled value over the padding, which nobody uses."""
+    """Computes a pooled value over the padding, which nobody uses."""
 
     def __init__(self):
         super().__init__()
-        self.pooler = Between(lambda x: x.mean(1))
+        self.pooler = FunctionModule(lambda x: x.mean(1))
 
     def forward(self, input_ids):
         x = self.embedding(input_ids)
@@ -600,17 +616,17 @@ def test_padding_that_nobody_uses_does_no_harm(model, samples):
 
 
 def test_the_last_state_over_padding_is_named_where_it_is_used(samples):
-    class Last(Recurrent):
+    class LastState(Recurrent):
         def forward(self, input_ids):
             states = self.rnn(self.embedding(input_ids))[1][0][-1]
             return self.head(states)[:, None].expand(-1, input_ids.shape[1], -1)
 
-    audit = audit_step(Last(), samples, collate, loss, cuts=QUARTERS)
-    assert [(of.cause, of.where) for of in audit.comparisons[0].findings] == [("padding", "rnn (LSTM)")]
+    audit = audit_step(LastState(), samples, collate, loss, cuts=QUARTERS)
+    assert [(finding.cause, finding.where) for finding in audit.comparisons[0].findings] == [("padding", "rnn (LSTM)")]
 
 
-def plain(weight):
-    """A plain loop that divides every micro-batch by its own number; `weight` says by which."""
+def make_plain_loop(weight):
+    """Make a plain loop that divides every micro-batch by a number of its own: weight(batch)."""
 
     def loop(model, optimizer, batches, k):
         for number, batch in enumerate(batches, 1):
@@ -625,7 +641,7 @@ def plain(weight):
 
 
 CLASS_WEIGHTS = torch.rand(VOCAB, generator=torch.Generator().manual_seed(3)) + 0.5
-OWN_NUMBERS = {
+DENOMINATORS = {
     "ragged mean": (lambda batch: (batch["labels"] != -100).sum(), "mean_of_means"),
     "class weights": (
         lambda batch: CLASS_WEIGHTS[batch["labels"].clamp(min=0)][batch["labels"] != -100].sum().double(),
@@ -635,10 +651,10 @@ OWN_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", OWN_NUMBERS)
+@pytest.mark.parametrize("name", DENOMINATORS)
 def test_weights_that_differ_from_micro_step_to_micro_step_are_no_factor(name, samples):
-    weight, cause = OWN_NUMBERS[name]
-    audit = audit_step(Tagger(), samples, collate, loop=plain(weight), cuts=QUARTERS, global_batch_size=16)
+    weight, cause = DENOMINATORS[name]
+    audit = audit_step(Tagger(), samples, collate, loop=make_plain_loop(weight), cuts=QUARTERS, global_batch_size=16)
     assert audit.causes == {cause}
 
 
@@ -650,6 +666,6 @@ def test_weights_that_differ_from_micro_step_to_micro_step_are_no_factor(name, s
     ],
 )
 def test_samples_and_losses_of_other_kinds_end_in_one_line(samples, loss, message):
-    with pytest.raises(UsageError, match=message) as raised:
+    with pytest.raises(UsageError, match=message) as error_info:
         audit_step(Tagger(), samples, collate, loss)
-    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    assert error_info.value.__suppress_context__ or error_info.value.__context__ is None

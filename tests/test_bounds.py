@@ -22,8 +22,8 @@ def test_odd_values_of_every_field_are_refused_in_one_line_or_run():
         suppress_health_check=list(HealthCheck),
     )
     @given(CASES)
-    def every_case(case):
-        answered = answer(case)
-        assert not answered.problem, f"{answered.problem}: {case}\n{answered.errors[-3000:]}"
+    def check_case(case):
+        result = answer(case)
+        assert not result.problem, f"{result.problem}: {case}\n{result.errors[-3000:]}"
 
-    every_case()
+    check_case()

@@ -471,14 +471,14 @@ def test_batches_come_by_a_fetch_of_indices(monkeypatch, dataset):
     assert isinstance(iterator, of_audit.LoaderIterator)
     assert next(iterator).tolist() == [0, 1]
     assert seen == ["__next__", "_next_index", "fetch"]
-    assert of_audit.loaded(iterator) is dataset
+    assert of_audit.get_dataset(iterator) is dataset
 
 
 def test_rows_of_a_table():
     rows = datasets.Dataset.from_dict({"row": list(range(10))})
-    assert of_audit.rows_chosen(rows, [3, 1]) == [3, 1]
-    assert of_audit.rows_chosen(rows.select([9, 7, 5, 2]), [3, 1]) == [2, 7]
-    assert of_audit.rows_chosen(Subset(list(range(10)), [1]), [0]) == [0]
+    assert of_audit.find_table_rows(rows, [3, 1]) == [3, 1]
+    assert of_audit.find_table_rows(rows.select([9, 7, 5, 2]), [3, 1]) == [2, 7]
+    assert of_audit.find_table_rows(Subset(list(range(10)), [1]), [0]) == [0]
 
 
 def test_hooks_of_a_parameter():
@@ -497,12 +497,12 @@ def test_hooks_of_a_parameter():
 
 def test_changes_in_place_are_counted():
     x = torch.ones(2)
-    before = of_audit.num_changes(x)
+    before = of_audit.count_changes(x)
     x.add_(1)
     x[0] = 3
-    assert of_audit.num_changes(x) == before + 2
+    assert of_audit.count_changes(x) == before + 2
     x.data.add_(1)
-    assert of_audit.num_changes(x) == before + 2
+    assert of_audit.count_changes(x) == before + 2
 
 
 def test_layers_of_any_number_of_dimensions():

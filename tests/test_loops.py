@@ -18,10 +18,10 @@ TOLERANCE = 1e-6
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(loop, model, b, k): what a loop does, recorded in this process."""
+    """Give run(loop, model, b, k), which records a loop in this process."""
     monkeypatch.syspath_prepend(str(LOOPS))
 
-    def here(loop: str, model: str, b: int, k: int) -> list[Recording]:
+    def record_here(loop: str, model: str, b: int, k: int) -> list[Recording]:
         fresh_accelerator()
         file = LOOPS / f"{loop}.py"
         monkeypatch.setattr(sys, "argv", [loop, "--model", model, f"--{BATCH}", str(b), f"--{WINDOW}", str(k)])
@@ -32,7 +32,7 @@ def run(monkeypatch):
             exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
         return [recorder.recording]
 
-    return here
+    return record_here
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -53,14 +53,14 @@ def test_trainer_takes_k_times_the_classifiers_gradient(run):
         run("exact", "bert_classifier", 32, 1), run("transformers_trainer", "bert_classifier", 8, 4), TOLERANCE
     )
     assert comparison.errors[0] == pytest.approx(3.0, abs=TOLERANCE)
-    assert [of.cause for of in comparison.findings] == ["ignores_num_items"]
+    assert [finding.cause for finding in comparison.findings] == ["ignores_num_items"]
 
 
 def test_accelerate_divides_the_last_window_by_k(run):
     comparison = compare(run("exact", "gpt2", 32, 1), run("accelerate_documented", "gpt2", 8, 4), TOLERANCE)
     assert comparison.errors[0] == pytest.approx(0.095, abs=0.005)
     assert comparison.errors[-1] == pytest.approx(0.56, abs=0.01)
-    (tail,) = [of for of in comparison.findings if of.cause == "tail"]
+    (tail,) = [finding for finding in comparison.findings if finding.cause == "tail"]
     assert (tail.where, tail.evidence) == ("step 3", "2 micro-batches are divided by 4")
 
 
@@ -75,7 +75,7 @@ def test_accelerate_divides_the_last_window_by_k(run):
 )
 def test_all_causes_are_named(run, loop, model, causes):
     findings = compare(run("exact", model, 32, 1), run(loop, model, 8, 4), TOLERANCE).findings
-    assert {of.cause for of in findings} - {"logged_loss"} == causes
+    assert {finding.cause for finding in findings} - {"logged_loss"} == causes
     if "mean_of_means" in causes:
         assert findings[0].evidence == "targets of the micro-batches: 54+8, 56+8, 38+8, 36+8"
 
@@ -94,9 +94,9 @@ def test_lightning_takes_the_steps_that_accelerate_takes(run):
 def test_trainer_on_two_processes(run, server, b, k, error, num_repeated):
     """k N times the gradient; and 77 samples are evened out with the first ones."""
     program = [str(LOOPS / "transformers_trainer.py"), "--model", "bert_classifier"]
-    two = server.record(program, Variation({BATCH: str(b), WINDOW: str(k)}, 2))
-    comparison = compare(run("exact", "bert_classifier", 32, 1), two, TOLERANCE)
+    recordings = server.record(program, Variation({BATCH: str(b), WINDOW: str(k)}, 2))
+    comparison = compare(run("exact", "bert_classifier", 32, 1), recordings, TOLERANCE)
     assert comparison.errors[0] == pytest.approx(error, abs=TOLERANCE)
-    found = {of.cause: of.evidence for of in comparison.findings}
-    assert found.keys() == {"ignores_num_items", "duplicated"}
-    assert found["duplicated"].startswith(f"{num_repeated} more than once: 0, 1, 2")
+    evidence = {finding.cause: finding.evidence for finding in comparison.findings}
+    assert evidence.keys() == {"ignores_num_items", "duplicated"}
+    assert evidence["duplicated"].startswith(f"{num_repeated} more than once: 0, 1, 2")

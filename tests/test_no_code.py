@@ -33,7 +33,7 @@ SMALL = "--max_train_steps 1 --global_batch_size 4"
 
 
 class Payload:
-    """Makes its mark when it is unpickled."""
+    """Makes the mark when it is unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -54,7 +54,7 @@ def pickled(mark) -> bytes:
 
 @pytest.fixture
 def plant(mark):
-    """Write Python that makes the mark. What was imported is not run again, so no text is written twice."""
+    """Write Python that makes the mark. An imported module is not run again, so no text is written twice."""
     number = itertools.count()
 
     def write(*files: Path, more: str = "") -> None:
@@ -66,20 +66,20 @@ def plant(mark):
 
 @pytest.fixture
 def leaves_mark(mark):
-    """The naive way makes the mark, whatever else becomes of it; then it is taken away."""
+    """Check that the naive way makes the mark, whatever else comes of it; then remove the mark."""
 
-    def leaves(naive, *arguments, **named):
+    def check_mark(naive_function, *arguments, **options):
         with contextlib.suppress(Exception):
-            naive(*arguments, **named)
+            naive_function(*arguments, **options)
         assert mark.exists(), "the payload is none"
         mark.unlink()
 
-    return leaves
+    return check_mark
 
 
 @pytest.fixture
 def ask(scripts, corpus, tmp_path, mark, capsys, monkeypatch):
-    """Call a program: its exit code, 0, or 2 with one clear line, which comes second. There is no mark after it."""
+    """Call a program, and return its exit code, 0 or 2, and the one line of its error. Check that there is no mark after it."""
 
     def call(program: str, *flags: str) -> tuple[int, str]:
         fresh_accelerator()
@@ -104,7 +104,7 @@ def ask(scripts, corpus, tmp_path, mark, capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def models(scripts, corpus, tmp_path_factory) -> dict[str, Path]:
-    """A small model of each kind with its tokenizer and a checkpoint."""
+    """Train a small model of each kind, with its tokenizer and a checkpoint."""
     folders = {}
     for program in ("pretrain_bert", "pretrain_gpt2"):
         fresh_accelerator()
@@ -115,7 +115,7 @@ def models(scripts, corpus, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def model(models, tmp_path) -> Path:
-    """A copy of the small BERT, to be changed."""
+    """Copy the small BERT, so that a test may change it."""
     return shutil.copytree(models["pretrain_bert"], tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*"))
 
 
@@ -281,17 +281,17 @@ def test_classes_of_a_folder(model, plant, leaves_mark, ask, monkeypatch):
 
 def test_a_kernel_that_a_configuration_names(model, monkeypatch):
     """Of attention, on the hub: code that transformers would load."""
-    loaded = []
+    kernel_names = []
     monkeypatch.setattr(
-        "transformers.modeling_utils.lazy_import_flash_attention", lambda name, **_: loaded.append(name)
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda name, **_: kernel_names.append(name)
     )
     config = json.loads((model / "config.json").read_text()) | {"attn_implementation": "their/kernel"}
     (model / "config.json").write_text(json.dumps(config))
     AutoModelForPreTraining.from_pretrained(model)
-    assert set(loaded) == {"their/kernel"}
-    loaded.clear()
+    assert set(kernel_names) == {"their/kernel"}
+    kernel_names.clear()
     trace.trace_config(str(model), 1, 32, mixed_precision="no")
-    assert not loaded
+    assert not kernel_names
 
 
 def test_generation(models, plant, leaves_mark, ask, tmp_path):
@@ -300,7 +300,7 @@ def test_generation(models, plant, leaves_mark, ask, tmp_path):
     plant(model / "custom_generate" / "generate.py", more="def generate(*_, **__): ...\n")
     leaves_mark(GPT2LMHeadModel.from_pretrained, model, trust_remote_code=True)
     plant(model / "custom_generate" / "generate.py", more="def generate(*_, **__): ...\n")
-    how = (
+    flags = (
         "--model_name_or_path",
         str(model),
         "--tokenizer_name",
@@ -310,7 +310,7 @@ def test_generation(models, plant, leaves_mark, ask, tmp_path):
         "--sample_length",
         "4",
     )
-    assert ask("pretrain_gpt2", *how) == (0, "")
+    assert ask("pretrain_gpt2", *flags) == (0, "")
 
 
 def test_chat_templates(model, mark, leaves_mark, ask):

@@ -6,7 +6,7 @@ from corpus import variation
 from forked import Server
 from own_loops import page
 
-from stepaudit.judge import alone, compare
+from stepaudit.judge import compare, find_faults
 
 LOOPS = ROOT / "tests" / "own_loops"
 TOLERANCE = 1e-5
@@ -59,7 +59,7 @@ def test_the_audit_says_exact_after(server, name):
     program = str(LOOPS / "after" / f"{name}.py")
     for first, layouts in (EXACT_STEPS if name == "causal_lm" else WINDOWS).items():
         reference = server.record([program], variation(first))
-        assert not alone(reference)
+        assert not find_faults(reference)
         for layout in layouts:
             comparison = compare(reference, server.record([program], variation(layout)), TOLERANCE)
             assert comparison.is_exact, (layout, comparison.findings, comparison.errors)

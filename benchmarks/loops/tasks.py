@@ -17,17 +17,17 @@ NUM_SAMPLES, LENGTHS, VOCABULARY, CLASSES, MASK = 77, (4, 64), 64, 3, 2
 
 
 def flags() -> tuple[str, int, int]:
-    """Model, samples of a micro-batch, micro-batches of a step."""
+    """Parse the flags: model, samples of a micro-batch, micro-batches of a step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--per_device_train_batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
-    given = parser.parse_args()
-    return given.model, given.per_device_train_batch_size, given.gradient_accumulation_steps
+    arguments = parser.parse_args()
+    return arguments.model, arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
 
 
 def task(name: str) -> tuple[transformers.PreTrainedModel, list[dict]]:
-    """A model and its samples: the same in every program and process."""
+    """Make a model and its samples, the same ones in every program and process."""
     torch.manual_seed(0)
     return build(name).double().train(), samples(name)
 
@@ -73,7 +73,7 @@ def samples(name: str) -> list[dict]:
 
 
 def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
-    """Pads tokens with 0, labels of tokens with -100, and says which tokens are no padding."""
+    """Pad tokens with 0, labels of tokens with -100, and say in `attention_mask` which tokens are no padding."""
     batch = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -87,18 +87,18 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def targets(name: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What each term of the loss predicts; -100 is left out."""
+    """Return the labels that each term of the loss predicts; -100 is left out."""
     labels = batch["labels"][:, 1:] if name == "gpt2" else batch["labels"]
     return [labels, batch["next_sentence_label"]] if name == "bert_pretraining" else [labels]
 
 
 def counts(name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[terms] number of targets."""
+    """Count the targets of each term, int64 [terms]."""
     return torch.stack([(labels != -100).sum() for labels in targets(name, batch)])
 
 
 def sums(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[terms] summed losses, in float64."""
+    """Sum the losses of each term, float64 [terms]."""
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "next_sentence_label")}
     output = model(**inputs)
     if name == "bert_pretraining":

@@ -9,7 +9,7 @@ from setup import RATE, arguments
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-given = arguments()
+flags = arguments()
 num_processes = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -30,7 +30,7 @@ data = TensorDataset(torch.randn(77, 12), torch.randint(5, (77,)))
 model = Module()
 trainer = lightning.Trainer(
     max_epochs=1,
-    accumulate_grad_batches=given["gradient_accumulation_steps"],
+    accumulate_grad_batches=flags["gradient_accumulation_steps"],
     accelerator="cpu",
     devices=num_processes,
     strategy="ddp" if num_processes > 1 else "auto",
@@ -39,4 +39,4 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(model, DataLoader(data, batch_size=given["per_device_train_batch_size"]))
+trainer.fit(model, DataLoader(data, batch_size=flags["per_device_train_batch_size"]))

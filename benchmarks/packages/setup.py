@@ -1,4 +1,4 @@
-"""What the programs of this folder share: flags, a tiny Llama or BERT, a tokenizer made here, 77 seeded samples.
+"""Gives the programs of this folder flags, a tiny Llama or BERT, a tokenizer made here, 77 seeded samples.
 
 The rate is RATE in the environment: 0 leaves the model as it is, so that each step's gradient is taken at the same place.
 """
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 NUM_SAMPLES, RATE = 77, float(os.environ.get("RATE", "0.01"))
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "<user>", "<assistant>"]
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "<user>", "<assistant>"]
 WORDS = "red green blue one two three four big small cat dog bird runs sleeps sings fast slow here there now".split()
 CHAT = (
     "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} {% else %}<assistant> "
@@ -42,7 +42,7 @@ torch.manual_seed(0)
 
 
 def arguments() -> dict:
-    """What a trainer gets: the layout, and `ARGUMENTS`."""
+    """Return the arguments of a trainer: the layout, and `ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--per_device_train_batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
@@ -50,15 +50,15 @@ def arguments() -> dict:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(SPECIAL_TOKENS + WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    special |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=64, chat_template=CHAT, **special)
+    special_tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    special_tokens |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=64, chat_template=CHAT, **special_tokens)
 
 
 SIZES = {
-    "vocab_size": len(SPECIAL + WORDS),
+    "vocab_size": len(SPECIAL_TOKENS + WORDS),
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -73,7 +73,7 @@ def llama(kind: type = LlamaForCausalLM, **more) -> LlamaForCausalLM:
 
 
 def folder(model: torch.nn.Module) -> str:
-    """Where it is saved, with the tokenizer: some trainers load the model by name."""
+    """Save a model with the tokenizer, and return the folder: some trainers load the model by name."""
     path = tempfile.mkdtemp(prefix="packages-model-")
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
