@@ -190,7 +190,6 @@ class Recorder:
         self.calls: list[tuple[nn.Module, tuple, dict]] = []  # of the model, since the last backward
         self.activations: list[probe.Activation] = []  # outputs of modules, since the last backward, as long as needed
         self.outputs: list[torch.Tensor] = []  # of the first call
-        self.names: dict[nn.Module, str] = {}
         self.batches = Batches()
         self.averages: list[tuple[list[torch.Tensor], int]] = []  # tensors, and the sum of their versions
         self.followed_modules: set[nn.Module] = set()
