@@ -522,7 +522,7 @@ class Rows:
 
 def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
     """The split `train`, and `validation` or else `test`."""
-    splits = load_hub(name, config, None, None, other="train_dir")
+    splits = load_hub(name, config, None, None, alternative="train_dir")
     if "train" not in splits:
         raise UsageError(f"dataset_name {name!r} has no split train, only {_some(list(splits))}: give another dataset")
     train = Rows(splits["train"], name, "train")
