@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if trained is not None:
         resnet = trained.resnet.eval()
         resnet.save_pretrained(run.output_dir)
-        images.processor(recipe).save_pretrained(run.output_dir)
+        images.make_processor(recipe).save_pretrained(run.output_dir)
         if held_out is not None:
             micro_batch, places = predict(resnet, held_out, 256)
             names = ([train.classes[place] for place in labels.tolist()] for labels in (micro_batch["labels"], places))
