@@ -118,7 +118,7 @@ class Recovery:
 
     def _cut_smaller(self, step: int) -> None:
         """Called by all processes after a failed attempt."""
-        self.capacity.note(self.steps.longest_at_once, has_fit=False)
+        self.capacity.note(self.steps.max_longest_samples, has_fit=False)
         self.remember()
         self.model.zero_grad(set_to_none=True)
         if isinstance(self.model, DistributedDataParallel):

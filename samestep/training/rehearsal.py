@@ -44,7 +44,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         return
     if recovery.settings.per_device_train_batch_size is not None:
         capacity.fails = None  # what was asked for is tried, whatever failed before
-    wanted = steps.longest_at_once
+    wanted = steps.max_longest_samples
     before = capacity.fits, capacity.fails
 
     def fits(num_samples: int) -> bool:
@@ -86,12 +86,12 @@ def _take_the_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> 
     depends_on_cut = getattr(recovery.log.recipe, "normalization", None) == "batch"
     if settings.speed == "safe" or is_given or depends_on_cut:
         return
-    most = steps.longest_at_once
+    most = steps.max_longest_samples
     if capacity.at_once is None:
         capacity.at_once = _fastest(recovery, forward_backward, most)
         recovery.remember()
     if capacity.at_once < most:
-        steps.set_caps(*steps.caps_for(capacity.at_once))
+        steps.set_caps(*steps.find_caps(capacity.at_once))
         size = capacity.at_once * steps.source.max_length
         unit = recovery.log.recipe.unit
         recovery.accelerator.print(f"micro-batches: at most {size} {unit}s at once (--speed {settings.speed})")
