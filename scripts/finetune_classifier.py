@@ -42,12 +42,12 @@ def main(argv: list[str]) -> int:
             return False
         if run.num_done not in run.log.evaluated:
             batch_size = settings.per_device_eval_batch_size
-            sums, logits = evaluation.outputs(accelerator, model, held_out, recipe.seed, batch_size)
+            sums, logits = evaluation.evaluate_logits(accelerator, model, held_out, recipe.seed, batch_size)
             judged = evaluation.judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code)
             run.log.evaluation(run.num_done, sums, judged)
-            if settings.eval_steps and evaluation.best_of(run.log.evaluations, metric)[0] == run.num_done:
+            if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.num_done:
                 report.save_best(accelerator, run.output_dir, run.bare_model.bert, train.tokenizer)
-        num_worse = evaluation.best_of(run.log.evaluations, metric)[1]
+        num_worse = evaluation.find_best(run.log.evaluations, metric)[1]
         return settings.early_stopping_patience is not None and num_worse >= settings.early_stopping_patience
 
     # The loss of a step, n being the samples of the whole global batch (all processes, all micro-batches):
@@ -75,13 +75,13 @@ def main(argv: list[str]) -> int:
     trained, best_step = run.finish(evaluate), None
     if trained is not None:
         if settings.load_best_model_at_end and held_out is not None:
-            best_step = evaluation.best_of(run.log.evaluations, metric)[0]
+            best_step = evaluation.find_best(run.log.evaluations, metric)[0]
             trained.bert.load_state_dict(load_file(run.output_dir / "best" / "model.safetensors"))
         trained.bert.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
         if held_out is not None and train.classes is not None:
             logits = evaluation.classify(trained, held_out, settings.per_device_eval_batch_size)
-            picture = plots.plot_confusion(evaluation.confusion(held_out, logits), train.classes)
+            picture = plots.plot_confusion(evaluation.count_confusions(held_out, logits), train.classes)
             (run.output_dir / "confusion.png").write_bytes(picture)
         if unlabelled is not None:
             logits = evaluation.classify(trained, unlabelled, settings.per_device_eval_batch_size)

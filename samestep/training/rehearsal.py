@@ -115,7 +115,7 @@ def _fastest(recovery: Recovery, forward_backward: ForwardBackward, most: int) -
         return compute
 
     with _leaving_no_trace(recovery):
-        return kernels.fastest(kernels.measure(accelerator, {size: computation(size) for size in sizes}))
+        return kernels.find_fastest(kernels.measure(accelerator, {size: computation(size) for size in sizes}))
 
 
 def measure_batch_norm(recovery: Recovery, model: nn.Module, loss_of: LossOf) -> None:
