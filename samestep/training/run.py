@@ -191,7 +191,7 @@ class Run:
         if self.num_done == self.num_steps:
             evaluate()
         self.log.close()
-        trained = checkpoint.whole_model(self.accelerator, self.model, self.build)
+        trained = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained if self.is_finished and self.accelerator.is_main_process else None
 
     def publish(self, usage: str, best_step: int | None = None) -> None:
