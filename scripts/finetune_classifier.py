@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
     metric, batch_size = settings.metric_for_best_model or recipe.metrics[0], settings.per_device_eval_batch_size
     evaluation.check_metrics(recipe.metrics, metric, settings.trust_metric_code)
-
     # The model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(labelled_texts.build)
     new_texts = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None

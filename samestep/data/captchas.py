@@ -61,7 +61,7 @@ DAY = 24 * 3600  # seconds
 class SeededSecrets:
     """The part of the module `secrets` that captcha.image uses, with numbers drawn from a seed.
 
-    Only raw numbers of the bit generator are used: numpy promises that those never change, unlike what it derives from them.
+    Only raw numbers of the bit generator are used: numpy promises that these never change, unlike numbers derived from them.
 
     Args:
         bits: generator of the numbers, 64 bits each.

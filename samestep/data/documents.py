@@ -166,7 +166,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     return documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
 
 
-# A segment starts after a blank line and at a list item; it ends after a full stop (not that of an initial), with its
+# A segment starts after a blank line and at a list item; it ends after a full stop (not after an initial's), with its
 # closing quotes, before a new line, an upper-case letter, a digit or a quote; the CJK full stop needs no space.
 _ITEM = r"[^\S\n]*(?:[-*+•‣]|\d{1,3}[.)])\s"
 _ITEM_START = re.compile(_ITEM)
@@ -242,7 +242,7 @@ def load_hub(
                 raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
     try:
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
-    except Exception as error:  # of any kind: what is read was written by others
+    except Exception as error:  # of any kind: others wrote the files that are read
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UsageError(
             f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "

@@ -118,7 +118,7 @@ class Images:
         return len(self.rows)
 
     def __str__(self) -> str:
-        """Say how many images there are, and how they differ from what the recipe says."""
+        """Say how many images there are, and in what they differ from the recipe."""
         lines = [f"{len(self)} images of {len(self.classes)} classes"]
         if len(self) != self.planned_size:
             lines.append(f"num_train_samples is {self.planned_size}: epochs are those of {len(self)}")
@@ -204,7 +204,7 @@ def build(
 ) -> tuple[Images, Images | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
-    Held-out samples are those of validation_dir, or of the hub dataset's split `validation` or else `test`, or else
+    Held-out samples come from validation_dir, or from the hub dataset's split `validation` or else `test`; else they are
     validation_fraction of the images, drawn by the seed. Every process of a run must see the same files.
 
     Args:
@@ -288,7 +288,7 @@ def _decode(image: Image.Image, num_channels: int) -> Image.Image:
         if image.width * image.height > Image.MAX_IMAGE_PIXELS:
             raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):  # Pillow would cut off what exceeds 255
+        if image.mode.startswith("I;16"):  # Pillow would cut off values above 255
             return _decode(Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)), num_channels)
         if image.mode == "P" and "transparency" in image.info:
             return image.convert("RGBA").convert("RGB" if num_channels == 3 else "L")  # Pillow warns otherwise

@@ -75,7 +75,7 @@ class PerSample:
 
 
 def per_sample(collator: Callable[[list], Mapping[str, torch.Tensor]], seed: int) -> PerSample:
-    """Make what a collator draws (`DataCollatorForLanguageModeling`'s masks) a function of the seed, the epoch and the sample.
+    """Make a collator's draws (`DataCollatorForLanguageModeling`'s masks) a function of the seed, the epoch and the sample.
 
     The collator sees every sample once by itself, with torch, numpy and random seeded for it, and all of them once together,
     for the padding. So the same sample is masked in the same way in every cut of the step, and otherwise in the next epoch.

@@ -87,7 +87,7 @@ class Steps(Dataset):
         source: gives the samples.
         order: decides which samples each step holds.
         layout: decides how each step is cut.
-        process_index: number of this process among those of the layout.
+        process_index: number of this process among the layout's processes.
         max_tokens: most tokens in a micro-batch, padding included; None: no such cap.
         same_num_micro_batches: give every process as many micro-batches as the one with most, empty ones if need be (sharded
             models, each of whose forwards needs all processes).
@@ -119,8 +119,8 @@ class Steps(Dataset):
         )
 
     def __getitem__(self, step: int) -> StepData:
-        # All arrays are of the step's samples, [global batch]; `parts` holds, of each process, its micro-batches as arrays of
-        # places in them, and `places` those of this process
+        # Arrays are over the step's samples, [global batch]. `parts` has a list for each process: its micro-batches, as arrays
+        # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
         parts = self._partition(lengths)
         places = parts[self.process_index]

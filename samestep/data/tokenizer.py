@@ -179,7 +179,7 @@ def load_tokenizer(
     missing_tokens = [name for name in required_tokens if getattr(tokenizer, name) is None]
     if missing_tokens:
         raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing_tokens)}: give one like {example}'s")
-    if entries.keys() <= set(tokenizer.all_special_tokens):  # what transformers makes of a folder that lacks it
+    if entries.keys() <= set(tokenizer.all_special_tokens):  # so transformers loads a folder without one
         raise UsageError(
             f"tokenizer {name_or_path} has no vocabulary: it must hold tokenizer.json, or what it is made of"
         )

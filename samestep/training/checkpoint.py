@@ -191,7 +191,7 @@ class Saver:
     and `close` raises if the last one is missing.
 
     Args:
-        accelerator, recipe: those of this run.
+        accelerator, recipe: the run's.
         model, optimizer: as prepared by `accelerator`.
         data_fingerprints: see `State`.
         settings: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all.
@@ -328,7 +328,7 @@ class Saver:
             self._write(state, parts)
 
     def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Write this process's parts; process 0 waits for those of the other processes, and makes a checkpoint of all."""
+        """Write this process's parts; process 0 waits for the other processes, and makes a checkpoint of all parts."""
         folder, partial = self.output_dir / f"checkpoint-{state.step}", self._partial_path(state.step)
         files = self._write_parts(partial, parts)
         if not self.accelerator.is_main_process:
@@ -392,7 +392,7 @@ class Saver:
 
 
 def _select_rows(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Select what this process writes of `tensors`: its rows of sharded ones, and on process 0 also the ones not sharded."""
+    """Select the part of `tensors` that this process writes: its rows of sharded ones; process 0 also all other tensors."""
     shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     assert all(tensor.placements == (Shard(0),) for tensor in shards.values()), "FSDP2 shards rows"
     rows = {name: tensor.to_local().contiguous() for name, tensor in shards.items()}
@@ -598,7 +598,9 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
         if not isinstance(saved_recipe, dict):
             raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
         pairs = [(name, saved_recipe.get(name), value) for name, value in recipe.decisive().items()]
-        differences = "; ".join(f"{name} {saved} there, {value} here" for name, saved, value in pairs if saved != value)
+        differences = "; ".join(
+            f"{name} {saved_value} there, {value} here" for name, saved_value, value in pairs if saved_value != value
+        )
         raise UsageError(
             f"checkpoint {folder} is of another recipe: {differences}. Its recipe is {folder / 'recipe.yaml'}"
         )

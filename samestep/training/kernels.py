@@ -29,9 +29,9 @@ ROUNDS, SECONDS = 10, 20.0
 MAX_SECONDS = 5.0
 """Seconds that the first computation may take: beyond that nothing is compared."""
 MAX_SLOWDOWN = 1.1
-"""Time of a candidate over that of the fastest, in two measurements or more, above which it is measured no longer."""
+"""Ratio of a candidate's time to the fastest time, in two measurements or more, above which it is measured no longer."""
 GAIN = 1.03
-"""Time of the first candidate over that of the fastest above which the fastest is chosen: less may be noise."""
+"""Ratio of the first candidate's time to the fastest time above which the fastest is chosen: less may be noise."""
 SAMPLES, UNITS = 32, 4096
 """Most samples, and most tokens, that candidates are compared on."""
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 0.05, "fp16": 0.05}
@@ -49,7 +49,7 @@ def choose(
     """Make the model take the fastest kernels. Called by all processes, before `launch.prepare`.
 
     Args:
-        accelerator, recipe, settings: those of this run.
+        accelerator, recipe, settings: the run's.
         model: returns a micro-batch's summed losses [terms] first; not yet wrapped.
         source: gives the model's samples.
         candidates: at least one.

@@ -48,7 +48,7 @@ def create_accelerator(
     processes that find no GPU without having asked for the CPU are an error.
 
     Args:
-        mixed_precision: no, fp16 or bf16; None: what the launch says.
+        mixed_precision: no, fp16 or bf16; None: as the launch says.
         ddp_timeout: seconds that a process waits for another in a collective.
         may_shard: whether FSDP2 is supported.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
@@ -100,7 +100,7 @@ def create_accelerator(
 def _make_sharding_plugin() -> FullyShardedDataParallelPlugin | None:
     """Make the plugin for FSDP2 if the launch file asks for it; None: every process holds the whole model.
 
-    Parameters are gathered in their own type, and `prepare` lets autocast decide what is computed in bf16, as without
+    Parameters are gathered in their own type, and `prepare` leaves it to autocast which operations are in bf16, as without
     sharding; Accelerate's own policy would reduce gradients in bf16.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):

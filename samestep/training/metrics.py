@@ -1,4 +1,4 @@
-"""Metrics of predictions: a table of functions, computed by scikit-learn and SciPy, and those of Hugging Face evaluate.
+"""Metrics of predictions: a table of functions that use scikit-learn and SciPy, and the metrics of Hugging Face evaluate.
 
 A metric that is not in the table, a name on the hub or a path, is somebody's program: it runs only where the user says so.
 scikit-learn, SciPy and evaluate are imported when a metric needs them.
@@ -95,7 +95,7 @@ def pearsonr(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def spearmanr(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return how well the order of predictions is that of references: 1.0 for the same order, -1.0 for the reverse.
+    """Return how well predictions have the order of references: 1.0 for the same order, -1.0 for the reverse.
 
     rho = `pearsonr` of the ranks; equal values share the mean of their ranks (Spearman 1904, American Journal of Psychology
     15(1), 72-101). 0.0 and nan as of `pearsonr`.

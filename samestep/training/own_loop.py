@@ -186,7 +186,7 @@ def exact_steps(
     max_tokens: int | None = None,
     num_workers: int = 0,
 ) -> "ExactSteps":
-    """Take steps whose gradient is that of one batch of `global_batch_size` samples, on any number of processes.
+    """Take steps with the gradient of one batch of `global_batch_size` samples, on any number of processes.
 
         for step in exact_steps(accelerator, dataset, collate, global_batch_size=32, per_device_batch_size=8, targets=count):
             for batch in step:
@@ -306,11 +306,11 @@ def exact_windows(
 ) -> Iterator[Step]:
     """Take steps of `gradient_accumulation_steps` batches of a loader on each process, exact for these samples.
 
-    The loop is that of `exact_steps`. The loader may be prepared by accelerate (samples that it would repeat at the end are
-    left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k batches ahead.
-    The last window of an epoch may be shorter; a process whose loader ends before that of others computes batches that count
-    nothing until they are done. Each step takes one all-reduce of a few integers, for which no process waits before its first
-    forward.
+    The loop is the same as with `exact_steps`. The loader may be prepared by accelerate (samples that it would repeat at the
+    end are left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k
+    batches ahead. The last window of an epoch may be shorter; a process whose loader ends earlier than others computes batches
+    that count nothing until all loaders have ended. Each step takes one all-reduce of a few integers, for which no process
+    waits before its first forward.
 
     Args:
         accelerator: made without gradient accumulation.
@@ -612,7 +612,7 @@ def _reserve_accelerator(accelerator: Accelerator, name: str) -> Iterator[None]:
 
 
 def find_problems(accelerator: Accelerator, name: str) -> list[str]:
-    """Find what would make every step wrong: a line for each problem."""
+    """Find the problems that would make every step wrong: a line for each."""
     problems, k = [], accelerator.gradient_accumulation_steps
     if k > 1:
         variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"

@@ -80,7 +80,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
 
 
 def _choose_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> None:
-    """Lower the caps of `recovery.steps` to those of the fastest micro-batches, unless the user gave caps.
+    """Lower the caps of `recovery.steps` to the fastest micro-batches, unless the user gave caps.
 
     Small micro-batches are short of work; in large ones, kernels that need tables pad short samples to long ones, and tensors
     outgrow the caches.
@@ -189,7 +189,7 @@ def _try(recovery: Recovery, forward_backward: ForwardBackward, num_samples: int
 
 @contextlib.contextmanager
 def _preserve_model(recovery: Recovery) -> Iterator[None]:
-    """Remove the gradients of what is computed inside, let no moment take them in, and restore running statistics."""
+    """Preserve the model around a computation: remove its gradients, keep them out of moments, restore running statistics."""
     model = recovery.model
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with recovery.folding.discarding() if recovery.folding else contextlib.nullcontext():

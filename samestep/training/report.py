@@ -89,7 +89,7 @@ class RunLog:
     The losses in the lines are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
 
     Args:
-        accelerator, recipe, settings: those of this run.
+        accelerator, recipe, settings: the run's.
         start: state at the end of an earlier session; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
         saver: writes checkpoints.
@@ -250,7 +250,7 @@ class RunLog:
     def _describe_nonfinite(
         self, line: dict[str, Any], micro_batches: list[list[tuple[int, int]]], sums: torch.Tensor
     ) -> str:
-        """Describe what is not finite in a step, and in which samples. Called by all processes.
+        """Say whether the loss or the gradient of a step is not finite, and in which samples. Called by all processes.
 
         Args:
             sums: summed losses of this process's micro-batches, [micro-batches, terms].
@@ -347,7 +347,7 @@ class RunLog:
             self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Append lines to a file of process 0; what cannot be written, because the disk is full, is tried again next time."""
+        """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time."""
         if not self.accelerator.is_main_process:
             return
         self.unwritten_lines[name] += "".join(

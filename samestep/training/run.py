@@ -281,7 +281,7 @@ class Step:
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
 
-        Where one micro-batch is the whole step, there is nothing to do: its statistics are those of the step.
+        Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
         """
         if self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
             model, num_targets = self.run.bare_model, self.num_targets
