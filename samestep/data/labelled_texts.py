@@ -298,7 +298,7 @@ class LabelledTexts:
         """Make a micro-batch of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
-            tensors of the tokens, the first token of each sample being the selected one: see `ragged.make_micro_batch`.
+            what `ragged.make_micro_batch` returns, with each sample's first token as query.
             labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
             counts: int64 [1], the number of samples.
         """

@@ -212,10 +212,9 @@ class SentencePairs:
         """Make a micro-batch of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
-            tensors of the tokens, the first and the masked tokens of each sample being the selected ones: see
-                `ragged.make_micro_batch`.
-            first_index: int64 [S], places of the first tokens among the selected tokens.
-            masked_index: int64 [M'], places of the masked tokens among the selected tokens, and 0 up to a rounded size.
+            what `ragged.make_micro_batch` returns, with each sample's first and masked tokens as queries.
+            first_index: int64 [S], places of the first tokens among the queries.
+            masked_index: int64 [M'], those of the masked tokens, and 0 up to a rounded size.
             masked_labels: int64 [M'], -100 up to that size.
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.

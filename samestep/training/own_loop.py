@@ -280,7 +280,7 @@ class ExactSteps:
             num_workers=self._num_workers,
             pin_memory=self._accelerator.device.type == "cuda",
             worker_init_fn=interrupt.ignore,
-            generator=torch.Generator(),  # not the global one, from which the model's noise is drawn
+            generator=torch.Generator(),  # its own: the model's noise does not depend on it
         )
         with _reserve_accelerator(self._accelerator, "exact_steps"):
             for data in loader:
