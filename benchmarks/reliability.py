@@ -99,7 +99,7 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
     """Those that verify, oldest first."""
     whole = []
     for folder in checkpoint.checkpoints(output_dir):
-        with contextlib.suppress(checkpoint.Damaged):
+        with contextlib.suppress(checkpoint.DamagedCheckpoint):
             checkpoint.verify(folder)
             whole.append(folder)
     return whole

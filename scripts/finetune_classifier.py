@@ -28,26 +28,24 @@ def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
     run = Run(argv, "text_classification", description=__doc__)
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
-    metric = settings.metric_for_best_model or recipe.metrics[0]
+    metric, batch_size = settings.metric_for_best_model or recipe.metrics[0], settings.per_device_eval_batch_size
     evaluation.check_metrics(recipe.metrics, metric, settings.trust_metric_code)
-
     # The model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(labelled_texts.build)
-    unlabelled = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None
+    new_texts = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None
     model, optimizer = run.prepare(ClassificationSums, train)
 
     def evaluate() -> bool:
-        """Whether training has stopped to make the model better."""
+        """Evaluate the model, and tell whether training no longer improves it."""
         if held_out is None:
             return False
-        if run.num_done not in run.log.evaluated:
-            batch_size = settings.per_device_eval_batch_size
-            sums, logits = evaluation.outputs(accelerator, model, held_out, recipe.seed, batch_size)
-            judged = evaluation.judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code)
-            run.log.evaluation(run.num_done, sums, judged)
-            if settings.eval_steps and evaluation.best_of(run.log.evaluations, metric)[0] == run.num_done:
+        if run.completed_steps not in run.log.evaluated_steps:
+            sums, logits = evaluation.evaluate_logits(accelerator, model, held_out, recipe.seed, batch_size)
+            scores = evaluation.judge(accelerator, recipe.metrics, logits, held_out, settings.trust_metric_code)
+            run.log.add_evaluation(run.completed_steps, sums, scores)
+            if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 report.save_best(accelerator, run.output_dir, run.bare_model.bert, train.tokenizer)
-        num_worse = evaluation.best_of(run.log.evaluations, metric)[1]
+        num_worse = evaluation.find_best(run.log.evaluations, metric)[1]
         return settings.early_stopping_patience is not None and num_worse >= settings.early_stopping_patience
 
     # The loss of a step, n being the samples of the whole global batch (all processes, all micro-batches):
@@ -56,9 +54,8 @@ def main(argv: list[str]) -> int:
         if run.evaluates_before(step) and evaluate():
             run.has_stopped_early = True
             break
-        with (
-            step
-        ):  # its learning rate, noise and n; when memory runs out, the same step comes again in smaller micro-batches
+        # `step` has its learning rate, noise and n; when memory runs out, it comes again in smaller micro-batches
+        with step:
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
                     sums, _ = model(**batch)
@@ -71,21 +68,20 @@ def main(argv: list[str]) -> int:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    # The last checkpoint and evaluation; when the training is finished, the model, what it says of unseen texts, the model card
-    trained, best_step = run.finish(evaluate), None
-    if trained is not None:
+    # The last checkpoint and evaluation; when the training is finished, the model, its predictions of new texts, the model card
+    trained_model, best_step = run.finish(evaluate), None
+    if trained_model is not None:
         if settings.load_best_model_at_end and held_out is not None:
-            best_step = evaluation.best_of(run.log.evaluations, metric)[0]
-            trained.bert.load_state_dict(load_file(run.output_dir / "best" / "model.safetensors"))
-        trained.bert.save_pretrained(run.output_dir)
+            best_step = evaluation.find_best(run.log.evaluations, metric)[0]
+            trained_model.bert.load_state_dict(load_file(run.output_dir / "best" / "model.safetensors"))
+        trained_model.bert.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
         if held_out is not None and train.classes is not None:
-            logits = evaluation.classify(trained, held_out, settings.per_device_eval_batch_size)
-            picture = plots.plot_confusion(evaluation.confusion(held_out, logits), train.classes)
-            (run.output_dir / "confusion.png").write_bytes(picture)
-        if unlabelled is not None:
-            logits = evaluation.classify(trained, unlabelled, settings.per_device_eval_batch_size)
-            unlabelled.write(run.output_dir / "predictions.csv", logits)
+            counts = evaluation.count_confusions(held_out, evaluation.classify(trained_model, held_out, batch_size))
+            (run.output_dir / "confusion.png").write_bytes(plots.plot_confusion(counts, train.classes))
+        if new_texts is not None:
+            logits = evaluation.classify(trained_model, new_texts, batch_size)
+            new_texts.write(run.output_dir / "predictions.csv", logits)
         run.publish(USAGE, best_step)
     return run.close()
 

@@ -35,9 +35,8 @@ def main(argv: list[str]) -> int:
     for step in run.steps(train):
         if run.evaluates_before(step):
             run.evaluate(model, held_out)
-        with (
-            step
-        ):  # its learning rate, noise and n_j; when memory runs out, the same step comes again in smaller micro-batches
+        # `step` has its learning rate, noise and n_j; when memory runs out, it comes again in smaller micro-batches
+        with step:
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
                     sums, _ = model(**batch)
@@ -51,9 +50,9 @@ def main(argv: list[str]) -> int:
                     optimizer.zero_grad()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
-    trained = run.finish(lambda: run.evaluate(model, held_out))
-    if trained is not None:
-        trained.bert.save_pretrained(run.output_dir)
+    trained_model = run.finish(lambda: run.evaluate(model, held_out))
+    if trained_model is not None:
+        trained_model.bert.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
         run.publish(USAGE)
     return run.close()

@@ -36,9 +36,8 @@ def main(argv: list[str]) -> int:
     for step in run.steps(train):
         if run.evaluates_before(step):
             run.evaluate(model, held_out)
-        with (
-            step
-        ):  # its learning rate, noise and n; when memory runs out, the same step comes again in smaller micro-batches
+        # `step` has its learning rate, noise and n; when memory runs out, it comes again in smaller micro-batches
+        with step:
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
                     sums, _ = model(**batch)
@@ -52,14 +51,14 @@ def main(argv: list[str]) -> int:
                     optimizer.zero_grad()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
-    trained = run.finish(lambda: run.evaluate(model, held_out))
-    if trained is not None:
-        trained.gpt2.save_pretrained(run.output_dir)
+    trained_model = run.finish(lambda: run.evaluate(model, held_out))
+    if trained_model is not None:
+        trained_model.gpt2.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
         run.publish(USAGE)
         if settings.sample_prompt is not None:
             prompt, length = settings.sample_prompt, settings.sample_length
-            text = continue_text(trained.gpt2, train.tokenizer, prompt, length, recipe.seed)
+            text = continue_text(trained_model.gpt2, train.tokenizer, prompt, length, recipe.seed)
             (run.output_dir / "sample.txt").write_text(text + "\n", encoding="utf-8")
             print(f"Sample (sample.txt):\n{text}")
     return run.close()

@@ -38,9 +38,8 @@ def main(argv: list[str]) -> int:
     for step in run.steps(train):
         if run.evaluates_before(step):
             run.evaluate(model, held_out)
-        with (
-            step
-        ):  # its learning rate, noise and n_j; when memory runs out, the same step comes again in smaller micro-batches
+        # `step` has its learning rate, noise and n_j; when memory runs out, it comes again in smaller micro-batches
+        with step:
             step.find_statistics(whole_step)
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
@@ -56,9 +55,9 @@ def main(argv: list[str]) -> int:
             whole_step.finish()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
-    trained = run.finish(lambda: run.evaluate(model, held_out))
-    if trained is not None:
-        reader = trained.reader.eval()
+    trained_model = run.finish(lambda: run.evaluate(model, held_out))
+    if trained_model is not None:
+        reader = trained_model.reader.eval()
         reader.save_pretrained(run.output_dir)
         micro_batch, places = predict(reader, held_out, 256)
         texts = reader.texts(micro_batch["labels"]), reader.texts(places)

@@ -40,9 +40,8 @@ def main(argv: list[str]) -> int:
     for step in run.steps(train):
         if run.evaluates_before(step):
             run.evaluate(model, held_out)
-        with (
-            step
-        ):  # its learning rate, noise and n; when memory runs out, the same step comes again in smaller micro-batches
+        # `step` has its learning rate, noise and n; when memory runs out, it comes again in smaller micro-batches
+        with step:
             step.find_statistics(whole_step)
             for batch in step.micro_batches:
                 with accelerator.accumulate(model):
@@ -58,11 +57,11 @@ def main(argv: list[str]) -> int:
             whole_step.finish()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
-    trained = run.finish(lambda: run.evaluate(model, held_out))
-    if trained is not None:
-        resnet = trained.resnet.eval()
+    trained_model = run.finish(lambda: run.evaluate(model, held_out))
+    if trained_model is not None:
+        resnet = trained_model.resnet.eval()
         resnet.save_pretrained(run.output_dir)
-        images.processor(recipe).save_pretrained(run.output_dir)
+        images.make_processor(recipe).save_pretrained(run.output_dir)
         if held_out is not None:
             micro_batch, places = predict(resnet, held_out, 256)
             names = ([train.classes[place] for place in labels.tolist()] for labels in (micro_batch["labels"], places))

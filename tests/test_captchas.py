@@ -137,7 +137,7 @@ def test_every_character_is_about_as_likely():
 
 
 def test_seeded_numbers_are_in_range():
-    seeded = captchas.Seeded(np.random.Philox(1))
+    seeded = captchas.SeededSecrets(np.random.Philox(1))
     assert sorted({seeded.randbelow(3) for _ in range(100)}) == [0, 1, 2]
     bits = [seeded.randbits(32) for _ in range(200)]
     assert max(bits) < 2**32
@@ -338,7 +338,7 @@ def test_processes_share_the_work(drawn, cache, num_workers, monkeypatch):
     alone = build(make(num_train_samples=70), 1)
     shutil.rmtree(cache)
     drawn.clear()
-    monkeypatch.setattr(captchas, "AT_ONCE", 6)  # more parts than are drawn ahead
+    monkeypatch.setattr(captchas, "PART_SIZE", 6)  # more parts than are drawn ahead
     shared = build(make(num_train_samples=70), num_workers)
     assert [source.fingerprints for source in shared] == [source.fingerprints for source in alone]
     assert drawn == [("validation", i) for i in range(6)], "so few are drawn here, the others elsewhere"

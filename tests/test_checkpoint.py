@@ -347,7 +347,7 @@ def test_old_ones_go_only_after_the_new_one_is_there(train, monkeypatch):
     def note(what):
         whole = []
         for path in checkpoint.checkpoints(folder):
-            with contextlib.suppress(checkpoint.Damaged):
+            with contextlib.suppress(checkpoint.DamagedCheckpoint):
                 checkpoint.verify(path)
                 whole.append(path.name)
         seen.append((what, whole))
@@ -684,7 +684,7 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
     state = json.loads((folder / "state.json").read_text())
 
     def refuse(match=None):
-        with pytest.raises(checkpoint.Damaged, match=match):
+        with pytest.raises(checkpoint.DamagedCheckpoint, match=match):
             checkpoint.verify(folder)
 
     def write(content):

@@ -392,7 +392,7 @@ def test_python_docs_are_in_order_and_whole(python_docs):
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
     keys = []
-    monkeypatch.setattr(documents, "cached", lambda generate, features, key: keys.append(key))
+    monkeypatch.setattr(documents, "cache_rows", lambda generate, features, key: keys.append(key))
     load_name("builtin/python_docs")
     monkeypatch.setattr(sys, "version", "3.99")
     load_name("builtin/python_docs")

@@ -20,7 +20,7 @@ from samestep.models import text_classification
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.step import optim
-from samestep.training.evaluation import best_of
+from samestep.training.evaluation import find_best
 
 LEARNING = "--global_batch_size 16 --max_train_steps 60 --learning_rate 5e-3"
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
@@ -215,7 +215,7 @@ def test_the_best_model_is_left_when_asked_for(finetune, learnable):
     flags = f"--global_batch_size 16 --train_file {learnable} --max_train_steps 40 --eval_steps 5 --warmup_ratio 0.9 "
     flags += "--learning_rate 0.1 --max_grad_norm none --metric_for_best_model loss"
     last, best = finetune("last", flags), finetune("best", flags + " --load_best_model_at_end")
-    step, num_worse = best_of(evaluations(best), "loss")
+    step, num_worse = find_best(evaluations(best), "loss")
     assert num_worse > 0
     results = json.loads((best / "all_results.json").read_text())
     assert results["best_step"] == step
@@ -229,11 +229,11 @@ def test_the_best_model_is_left_when_asked_for(finetune, learnable):
 
 def test_the_best_evaluation():
     lines = [{"step": s, "eval_loss": a, "eval_f1": b} for s, a, b in ((0, 2.0, 0.5), (5, 1.0, 0.9), (9, 1.5, 0.9))]
-    assert best_of(lines, "loss") == (5, 1)
-    assert best_of(lines, "f1") == (5, 1)
-    assert best_of(lines[:1], "f1") == (0, 0)
+    assert find_best(lines, "loss") == (5, 1)
+    assert find_best(lines, "f1") == (5, 1)
+    assert find_best(lines[:1], "f1") == (0, 0)
     with pytest.raises(UsageError, match=r"metric_for_best_model is 'f2': .*f1"):
-        best_of(lines, "f2")
+        find_best(lines, "f2")
 
 
 @pytest.mark.parametrize("flags", ["--metrics acuracy", "--metric_for_best_model f2"])

@@ -168,7 +168,7 @@ def test_when_all_others_are_slower_nothing_is_left_to_measure(monkeypatch):
 def test_what_takes_too_long_is_not_compared(monkeypatch):
     found = measured(monkeypatch, first=[5.1], second=[])
     assert found == {"first": pytest.approx(5.1), "second": float("inf")}
-    assert kernels.fastest(found) == "first"
+    assert kernels.find_fastest(found) == "first"
 
 
 @pytest.mark.parametrize(("seconds", "compared"), [(0.0, {kernels.SAMPLES}), (0.1, {2}), (0.0225, {5}), (9.0, {2})])

@@ -312,7 +312,7 @@ def test_accumulation_from_the_launcher_is_refused(bare, value):
     assert "remove gradient_accumulation_steps from the launch file" in problem
 
 
-@pytest.mark.parametrize("name", launch.UNSUPPORTED)
+@pytest.mark.parametrize("name", launch.UNSUPPORTED_FEATURES)
 def test_engines_that_scale_by_themselves_are_refused(bare, name):
     bare.setenv(name, "true")
     (problem,) = problems()

@@ -374,7 +374,7 @@ def test_checkpoints(name, models, pickled, mark, leaves_mark, ask, tmp_path):
         (folder / name).write_text(text)
         state = json.loads((folder / "state.json").read_text())
         (folder / "state.json").write_text(json.dumps(state | {"recipe_fingerprint": "0" * 16}))
-    content["files"] = {file: checkpoint._flushed(folder / file) for file in content["files"]}
+    content["files"] = {file: checkpoint._flush_and_hash(folder / file) for file in content["files"]}
     (folder / "manifest.json").write_text(checkpoint._manifest(content))
     code, error = ask("pretrain_bert", *resume(folder))
     assert (code, f"checkpoint {folder} is damaged" in error) == (2, True)

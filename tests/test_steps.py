@@ -66,7 +66,7 @@ def test_the_loader_prepares_the_same_steps_in_workers():
 @pytest.mark.parametrize(("at_once", "ends"), [(1, [3, 4, 5, 6]), (2, [3, 5, 5, 7]), (100, [3, 14, 14, 14])])
 def test_small_steps_are_prepared_several_at_a_time(at_once, ends, monkeypatch):
     steps = Steps(Ragged(), Order(31, 7, seed=5), solve_layout(num_processes=1, global_batch_size=7), process_index=0)
-    monkeypatch.setattr("samestep.data.steps.AT_ONCE", at_once * steps[3].num_bytes)
+    monkeypatch.setattr("samestep.data.steps.BURST_SIZE", at_once * steps[3].num_bytes)
     prepared = []
     monkeypatch.setattr(
         Steps, "__getitem__", lambda self, step, get=Steps.__getitem__: prepared.append(step) or get(self, step)

@@ -16,7 +16,7 @@ def stamp(clock: Clock) -> None:
     def step(log, data, sums, counts, *more):
         log_step(log, data, sums, counts, *more)
         clock.collated(data.num_samples if log.recipe.unit == "image" else data.num_tokens)
-        clock.step(log.losses(torch.stack(list(sums)).sum(0), counts)["loss"])
+        clock.step(log.compute_losses(torch.stack(list(sums)).sum(0), counts)["loss"])
 
     report.RunLog.step = step
 

@@ -36,19 +36,20 @@ class ListColumn:
 
     @property
     def num_values(self) -> int:
-        """Values in all rows."""
+        """Number of values in all rows."""
         return self.first_values[-1]
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """[length of the row]."""
+        """Return the values of a row, [length of the row], as a view."""
         chunk = bisect_right(self.first_rows, row) - 1
         offsets, place = self.offsets[chunk], row - self.first_rows[chunk]
         return self.values[chunk][offsets[place] : offsets[place + 1]]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Values start to stop of all rows one after the other, [stop - start]: a view unless it spans Arrow chunks."""
+        """Return values `start` to `stop` - 1 of all rows laid end to end, [stop - start]: a view unless they span chunks."""
         chunk, parts = bisect_right(self.first_values, start) - 1, []
         while start < stop:
+            # From a place in all rows laid end to end to one in this chunk's buffer, which need not begin with its first row
             shift = int(self.offsets[chunk][0]) - self.first_values[chunk]
             end = min(stop, self.first_values[chunk + 1])
             parts.append(self.values[chunk][start + shift : end + shift])
@@ -56,25 +57,26 @@ class ListColumn:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def find_gap(self, number: int) -> tuple[int, int]:
-        """Row, and place in it, of a gap between two neighbouring values of one row; a row of n values has n - 1 of them.
+        """Find the row of a gap between two neighbouring values of one row, and the gap's place in that row.
 
-        Searched for in the offsets, so that no table of rows is kept in memory.
+        A row of n values has n - 1 gaps. The offsets are searched, so that no table of rows is kept in memory.
 
         Args:
-            number: of the gap, counted over all rows; every row has one or more.
+            number: of the gap, counted over all rows; every row has one value or more.
         """
         chunk = bisect_right(self.first_gaps, number) - 1
         offsets, number = self.offsets[chunk], number - self.first_gaps[chunk]
         first = int(offsets[0])
+        # Before row i of the chunk lie offsets[i] - first values, and i fewer gaps
         row = bisect_right(range(len(offsets) - 1), number, key=lambda row: int(offsets[row]) - first - row) - 1
         return self.first_rows[chunk] + row, number - (int(offsets[row]) - first - row)
 
     def lengths(self) -> np.ndarray:
-        """Length of every row, int64 [rows]."""
+        """Return the length of every row, int64 [rows]."""
         return np.concatenate([np.diff(offsets) for offsets in self.offsets] or [[]]).astype(np.int64)
 
     def digest(self) -> str:
-        """16 hex digits (SHA-256) of all rows' lengths and about 1,000 rows' values."""
+        """Return 16 hex digits of a SHA-256 of all rows' lengths and about 1,000 rows' values."""
         digest = hashlib.sha256()
         for offsets in self.offsets:
             digest.update(np.diff(offsets).astype(np.int64).tobytes())
@@ -84,5 +86,5 @@ class ListColumn:
 
 
 def _ends(sizes: Iterable[int]) -> list[int]:
-    """Where each part of these sizes begins, and where the last one ends."""
+    """Return the place at which each part of these sizes begins, and the end of the last one."""
     return [0, *accumulate(sizes)]

@@ -1,10 +1,10 @@
 """Captchas to learn reading from: images that the package `captcha` draws, each decided by a seed and its number.
 
-Drawn once, in several processes, into one file per split in the cache of `datasets`, from which micro-batches are read as a
-memory map. The file begins with the SHA-256 of what it holds, and is drawn anew when that is not right.
+Captchas are drawn once, in several processes, into one file per split in the cache of `datasets`, from which micro-batches are
+read as a memory map. The file begins with the SHA-256 of its content, and is drawn anew when that is not right.
 
 `captcha` takes its random numbers from the module `secrets`, which nobody can seed. `draw_captcha` runs a copy of
-captcha.image of our own, in which `secrets` is a `Seeded`. So all that the package draws is decided by a seed, whichever of
+captcha.image of our own, in which `secrets` is a `SeededSecrets`. So a seed decides all that the package draws, whichever of
 its functions draws it; the module that others import keeps its secrets; and a package that draws from elsewhere is noticed,
 because some captchas are drawn twice before the first one is used.
 """
@@ -44,11 +44,12 @@ datasets, PIL = optional("datasets"), optional("PIL")
 
 CAPTCHAS = 5  # stream of random numbers (see order.sample_rng)
 SPLITS = ("train", "validation")
-TESTED = "0.7.1"  # version of captcha
-# Images drawn twice before the first one is used. Of two images that one number decides, not seeded, and which a seed decides
-# otherwise, 0.46 were equal for the number that shows least: 24 pairs are all equal once in 10^8 times.
+TESTED_VERSION = "0.7.1"  # version of captcha
+# Images that are drawn twice before the first one is used. If the package left just one of an image's random numbers without a
+# seed, two images would still be equal with a probability of up to 0.46 (of the number that shows least): all 24 pairs, once in
+# 10^8 times.
 NUM_CHECKED = 24
-AT_ONCE = 32  # images that a process draws before it hands them over
+PART_SIZE = 32  # images that a process draws before it hands them over
 DIGEST_SIZE = 32  # bytes, the first of a file
 DAY = 24 * 3600  # seconds
 
@@ -57,79 +58,79 @@ DAY = 24 * 3600  # seconds
 # one captcha
 
 
-class Seeded:
-    """What captcha.image uses of the module `secrets`, drawn from a seed.
+class SeededSecrets:
+    """The part of the module `secrets` that captcha.image uses, with numbers drawn from a seed.
 
-    Only raw numbers of the bit generator are used: numpy promises that those never change, unlike what it derives from them.
+    Only raw numbers of the bit generator are used: numpy promises that these never change, unlike numbers derived from them.
 
     Args:
-        bits: where the numbers come from, 64 bits each.
+        bits: generator of the numbers, 64 bits each.
     """
 
     def __init__(self, bits: np.random.BitGenerator):
         self.bits = bits
 
     def randbits(self, k: int) -> int:
-        """A number of `k` random bits, 64 at most."""
+        """Return a number of `k` random bits, 64 at most."""
         return int(self.bits.random_raw()) >> (64 - k)
 
     def randbelow(self, n: int) -> int:
-        """A number in [0, n); no number is likelier than another by more than n / 2^64."""
+        """Return a number in [0, n); no number is likelier than another by more than n / 2^64."""
         return int(self.bits.random_raw()) % n
 
     def choice(self, sequence: Any) -> Any:
-        """One of the elements."""
+        """Return one of the elements."""
         return sequence[self.randbelow(len(sequence))]
 
 
 def draw_captcha(recipe: CaptchaRecognition, sample_id: int, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The captcha of a number: a pure function of its arguments and the versions of captcha and pillow.
+    """Draw the captcha of a number: a pure function of its arguments and the versions of captcha and pillow.
 
     Args:
-        recipe: its seed, image size, alphabet and number of characters.
+        recipe: gives the seed, image size, alphabet and number of characters.
         sample_id: 0 or more.
         split: train or validation.
 
     Returns:
-        The image, uint8 [height, width, 3], red, green and blue; and which character of the alphabet each one in it is,
-        int64 [num_characters].
+        The image, uint8 [height, width, 3], red, green and blue; and the place in the alphabet of each of its characters, int64
+        [num_characters].
 
     Raises:
         UsageError: captcha is not installed, or of a version that draws from something that is not seeded.
     """
-    seeded = Seeded(sample_rng(recipe.seed, CAPTCHAS, SPLITS.index(split), sample_id).bit_generator)
-    label = [seeded.randbelow(len(recipe.alphabet)) for _ in range(recipe.num_characters)]
+    secrets = SeededSecrets(sample_rng(recipe.seed, CAPTCHAS, SPLITS.index(split), sample_id).bit_generator)
+    label = [secrets.randbelow(len(recipe.alphabet)) for _ in range(recipe.num_characters)]
     text = "".join(recipe.alphabet[place] for place in label)
-    return _draw(text, recipe.image_width, recipe.image_height, seeded), np.array(label, np.int64)
+    return _draw(text, recipe.image_width, recipe.image_height, secrets), np.array(label, np.int64)
 
 
-def _draw(text: str, width: int, height: int, seeded: Seeded) -> np.ndarray:
+def _draw(text: str, width: int, height: int, secrets: SeededSecrets) -> np.ndarray:
     module = _module()
-    module.secrets = seeded
+    module.secrets = secrets
     return np.array(_painter(module, width, height).generate_image(text))
 
 
 @functools.lru_cache
 def _painter(module: types.ModuleType, width: int, height: int) -> Any:
-    """The module's ImageCaptcha, which keeps its fonts."""
+    """Return the module's ImageCaptcha, which keeps its fonts."""
     return module.ImageCaptcha(width=width, height=height)
 
 
 @functools.lru_cache
 def _module() -> types.ModuleType:
-    """A copy of the module captcha.image, found to draw from its `secrets` alone."""
+    """Load a copy of the module captcha.image, and check that it draws from its `secrets` alone."""
     version = _captcha_version()
     try:
         spec = importlib.util.find_spec("captcha.image")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        painter, drawn = module.ImageCaptcha(), []
+        painter, images = module.ImageCaptcha(), []
         for seed in [*range(NUM_CHECKED)] * 2:
-            module.secrets = Seeded(np.random.Philox(seed))
-            drawn.append(painter.generate_image(f"{seed}aM8").tobytes())
+            module.secrets = SeededSecrets(np.random.Philox(seed))
+            images.append(painter.generate_image(f"{seed}aM8").tobytes())
     except Exception as error:
         raise UsageError(_not_seeded(version, f"it fails ({type(error).__name__}: {error})")) from error
-    if drawn[:NUM_CHECKED] != drawn[NUM_CHECKED:]:
+    if images[:NUM_CHECKED] != images[NUM_CHECKED:]:
         raise UsageError(_not_seeded(version, "the same numbers give two images"))
     return module
 
@@ -141,8 +142,8 @@ def _captcha_version() -> str:
     return captcha.__version__
 
 
-def _not_seeded(version: str, what: str) -> str:
-    return f"captcha {version} cannot be seeded: {what} with random numbers of ours. pip install captcha=={TESTED}"
+def _not_seeded(version: str, fault: str) -> str:
+    return f"captcha {version} cannot be seeded: {fault} with random numbers of ours. pip install captcha=={TESTED_VERSION}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def _not_seeded(version: str, what: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captcha:
-    """One sample: which image. All count the same."""
+    """The number of an image, as a sample; all samples have length 1."""
 
     sample_id: int
     length: ClassVar[int] = 1
@@ -162,10 +163,10 @@ class Captchas:
 
     Args:
         file: as `build` writes it.
-        num_samples: images in it.
+        num_samples: number of images in the file.
         shape: height and width in pixels.
-        num_characters: of an image.
-        digest: SHA-256 of its content, hexadecimal.
+        num_characters: characters of an image.
+        digest: SHA-256 of the file's content, hexadecimal.
     """
 
     max_length = 1
@@ -178,12 +179,12 @@ class Captchas:
         return self.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the open file: whoever gets a copy, a worker of the DataLoader, opens it anew."""
+        """Leave out the open file: whoever gets a copy, a worker of the DataLoader, opens it anew."""
         return {name: value for name, value in vars(self).items() if name != "rows"}
 
     @functools.cached_property
     def rows(self) -> np.memmap:
-        """[images] of `image` uint8 [height, width, 3] and `label` int64 [num_characters]."""
+        """Memory map of the file, [images] of `image` uint8 [height, width, 3] and `label` int64 [num_characters]."""
         try:
             row = _row(self.shape, self.num_characters)
             return np.memmap(self.file, row, "r", offset=DIGEST_SIZE, shape=(self.num_samples,))
@@ -191,15 +192,15 @@ class Captchas:
             raise RunError(f"captchas {self.file} cannot be read any more ({error}): start again") from error
 
     def draw(self, epoch: int, sample_id: int) -> Captcha:
-        """The sample of that number; nothing is read."""
+        """Return the sample of a number; nothing is read, and all epochs have the same samples."""
         return Captcha(sample_id)
 
     def longest(self) -> Captcha:
-        """Any sample: they cost the same."""
+        """Return any sample: they all cost the same."""
         return Captcha(0)
 
     def collate(self, samples: list[Captcha]) -> dict[str, torch.Tensor]:
-        """A micro-batch of S samples; none make one of no rows.
+        """Make a micro-batch of S samples; no samples make a micro-batch of no rows.
 
         Returns:
             pixel_values: float32 [S, 3, height, width] in [-1, 1], in memory channels last.
@@ -215,11 +216,11 @@ class Captchas:
         }
 
     def __str__(self) -> str:
-        """How many images."""
+        """Say how many images there are."""
         return f"{len(self)} images"
 
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
-        """float [S, height, width, 3] in [0, 1], to look at, of a micro-batch's pixel_values."""
+        """Turn a micro-batch's pixel_values into pictures to look at, float [S, height, width, 3] in [0, 1]."""
         return ((pixel_values + 1) / 2).permute(0, 2, 3, 1).numpy()
 
 
@@ -232,10 +233,10 @@ def _row(shape: tuple[int, int], num_characters: int) -> np.dtype:
 
 
 def build(recipe: CaptchaRecognition, num_workers: int | None = None) -> tuple[Captchas, Captchas]:
-    """The recipe's training and held-out captchas, drawn if they are not in the cache or not whole there.
+    """Build the recipe's training and held-out captchas; those that are not in the cache, or not whole there, are drawn.
 
     Args:
-        recipe: its seed, image size, alphabet, number of characters, and numbers of images.
+        recipe: gives the seed, image size, alphabet, number of characters, and numbers of images.
         num_workers: processes that draw; None: as many as there are processors.
 
     Raises:
@@ -258,18 +259,18 @@ def _build(recipe: CaptchaRecognition, split: str, num_workers: int | None) -> C
 
 
 def _digest(file: Path) -> str | None:
-    """SHA-256 of the file's content, hexadecimal; None unless it is there and begins with this SHA-256."""
+    """Return the SHA-256 of the file's content, hexadecimal; None unless the file exists and begins with this SHA-256."""
     try:
         with open(file, "rb") as stream:
-            recorded = stream.read(DIGEST_SIZE)
+            recorded_digest = stream.read(DIGEST_SIZE)
             digest = hashlib.file_digest(stream, "sha256")
-            return digest.hexdigest() if digest.digest() == recorded else None
+            return digest.hexdigest() if digest.digest() == recorded_digest else None
     except OSError:
         return None
 
 
 def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int | None) -> str:
-    """Draw a split into the file, which appears when it is whole. Returns the SHA-256 of its content, hexadecimal."""
+    """Draw a split into the file, which appears when it is whole, and return the SHA-256 of its content, hexadecimal."""
     digest = hashlib.sha256()
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")  # of our own: another job may be drawing the same
     seconds = 0.2 if sys.stderr.isatty() else 10
@@ -300,7 +301,7 @@ def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int,
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what jobs that were killed left unfinished: nobody has written to it for a day."""
+    """Remove the files that killed jobs left unfinished: those to which nobody has written for a day."""
     for part in folder.glob("*.part"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > DAY:
@@ -308,9 +309,9 @@ def _sweep(folder: Path) -> None:
 
 
 def _draw_all(recipe: CaptchaRecognition, split: str, num_samples: int, num_workers: int) -> Iterator[np.ndarray]:
-    """All rows of a split in order, AT_ONCE at a time; a few are drawn ahead, not all, so that memory holds them."""
-    _module()  # what is wrong with the package is said here, not by a worker
-    parts = [(recipe, split, first, min(first + AT_ONCE, num_samples)) for first in range(0, num_samples, AT_ONCE)]
+    """Draw all rows of a split in order, PART_SIZE at a time; a few are drawn ahead, not all, so that memory holds them."""
+    _module()  # a fault of the package is reported by this process, not by a worker
+    parts = [(recipe, split, first, min(first + PART_SIZE, num_samples)) for first in range(0, num_samples, PART_SIZE)]
     num_workers = min(num_workers, len(parts))
     if num_workers == 1:
         yield from (_draw_part(*part) for part in parts)
@@ -331,7 +332,7 @@ def _draw_all(recipe: CaptchaRecognition, split: str, num_samples: int, num_work
 
 
 def _draw_part(recipe: CaptchaRecognition, split: str, first: int, last: int) -> np.ndarray:
-    """Rows `first` to `last` - 1 of a split."""
+    """Draw the rows `first` to `last` - 1 of a split, [last - first] of the type `_row`."""
     rows = np.empty(last - first, _row((recipe.image_height, recipe.image_width), recipe.num_characters))
     for row, sample_id in zip(rows, range(first, last), strict=True):
         row["image"], row["label"] = draw_captcha(recipe, sample_id, split)
@@ -339,7 +340,7 @@ def _draw_part(recipe: CaptchaRecognition, split: str, first: int, last: int) ->
 
 
 def _begin_worker() -> None:
-    """Leave the interrupt key to the process that we work for, end when told to, and when that process is no more."""
+    """Leave the interrupt key to the parent process, and end when told to, or when the parent process has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -28,8 +28,8 @@ Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
-MAX_LINE = 1 << 27  # bytes of a line, and characters of a micro-batch of a csv file
-MOST_NAMES, MOST_SHOWN = 20, 60  # names and characters in a message
+MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
+MAX_NAMES, MAX_CHARACTERS = 20, 60  # names in a message, and characters of a text in it
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -43,7 +43,7 @@ def load_documents(
     txt_documents: str = "blocks",
     num_proc: int | None = None,
 ) -> Dataset:
-    """Documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
+    """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
 
     Documents without a visible character are dropped; the others are kept as they are.
 
@@ -75,9 +75,9 @@ def load_documents(
             not UTF-8 or malformed; no such column; a dataset that cannot be reached or has no such configuration.
     """
     if (not train_file) == (not dataset_name):
-        given = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
+        sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {given}; builtin/python_docs needs no download."
+            f"give exactly one of train_file and dataset_name, not {sources}; builtin/python_docs needs no download."
         )
     builtin = dataset_name is not None and dataset_name.startswith("builtin/")
     if builtin and dataset_name not in BUILTIN:
@@ -88,25 +88,25 @@ def load_documents(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return cached(BUILTIN[dataset_name], FEATURES, key=sys.version)
+        return cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version)
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
-        how = {"text_column": text_column, "txt_documents": txt_documents}
-        return cached(_read, FEATURES, key=(key, how), num_proc=workers, files=files, **how)
+        options = {"text_column": text_column, "txt_documents": txt_documents}
+        return cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
 def split_documents(
-    documents: Dataset, validation_fraction: float, seed: int, how: str = "random"
+    documents: Dataset, validation_fraction: float, seed: int, method: str = "random"
 ) -> tuple[Dataset, Dataset]:
-    """Training and held-out documents, both in their old order.
+    """Split documents into training and held-out ones, both in their old order.
 
     Args:
         documents: one row per document, column `text`.
         validation_fraction: share to hold out, in [0, 1). 0 holds out none: the second dataset is empty.
         seed: a whole number >= 0.
-        how: `random` holds out whole documents, a function of the seed and the number of documents: the share rounded,
+        method: `random` holds out whole documents, a function of the seed and the number of documents: the share rounded,
             and at least 2 (a false next sentence needs a second one). `tail` holds out the end of the text: the training
             part is its first int((1 - share) * characters), and a document that this cuts is in both parts.
 
@@ -117,7 +117,7 @@ def split_documents(
         raise UsageError(f"validation_fraction {validation_fraction} must be at least 0 and less than 1.")
     if validation_fraction == 0:
         return documents, documents.select([])
-    if how == "tail":
+    if method == "tail":
         return _split_tail(documents, validation_fraction)
     num_validation = max(2, round(len(documents) * validation_fraction))
     if len(documents) - num_validation < 2:
@@ -132,6 +132,7 @@ def split_documents(
 
 
 def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset, Dataset]:
+    # Places are counted in characters over all documents: `ends` [documents], `cut`; `place` is the cut within document `row`
     ends = np.cumsum(compute.utf8_length(documents.with_format("arrow")[:]["text"]).to_numpy())
     cut = int(ends[-1] * (1 - validation_fraction))
     row = min(int(np.searchsorted(ends, cut, side="right")), len(documents) - 1)
@@ -141,8 +142,8 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
         Dataset.from_dict({"text": [part] if _visible(part) else []}, features=FEATURES)
         for part in (text[:place], text[place:])
     )
-    before, after = (documents.select(rows or []) for rows in (range(row), range(row + 1, len(documents))))
-    train, validation = datasets.concatenate_datasets([before, first]), datasets.concatenate_datasets([second, after])
+    head, tail = (documents.select(rows or []) for rows in (range(row), range(row + 1, len(documents))))
+    train, validation = datasets.concatenate_datasets([head, first]), datasets.concatenate_datasets([second, tail])
     if not len(train) or not len(validation):
         remedy = "hold out: raise it, or set it to 0" if len(train) else "train on: lower it"
         raise UsageError(
@@ -152,7 +153,7 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
 
 
 def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Dataset, Dataset]:
-    """The recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
+    """Load the recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
 
     Raises:
         UsageError: data that cannot be used.
@@ -165,7 +166,7 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     return documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
 
 
-# A segment starts after a blank line and at a list item; it ends after a full stop (not that of an initial), with its
+# A segment starts after a blank line and at a list item; it ends after a full stop (not after an initial's), with its
 # closing quotes, before a new line, an upper-case letter, a digit or a quote; the CJK full stop needs no space.
 _ITEM = r"[^\S\n]*(?:[-*+•‣]|\d{1,3}[.)])\s"
 _ITEM_START = re.compile(_ITEM)
@@ -176,7 +177,7 @@ _SENTENCE_END = re.compile(
 
 
 def split_sentences(text: str) -> list[str]:
-    """The segments of a document from which sentence pairs are made, without losing a visible character.
+    """Split a document into the segments from which sentence pairs are made, without losing a visible character.
 
     Paragraphs (blank lines) and list items stay apart, the hard-wrapped lines of one paragraph are joined, and white
     space becomes single spaces. Rules, not a model: abbreviations before a capital ("Dr. Who") end a sentence, one
@@ -201,13 +202,14 @@ def split_sentences(text: str) -> list[str]:
 # sources
 
 
-def cached(
+def cache_rows(
     generate: Callable[..., Iterator[dict]], features: Features, key: object, num_proc: int = 1, **kwargs
 ) -> Dataset:
-    """The rows of `generate(**kwargs)`, cached on disk under `key` and this file's own text.
+    """Cache the rows of `generate(**kwargs)` on disk, under `key` and this file's own text.
 
     Raises:
-        UsageError: packages that are not installed; or of `generate`, free of what `datasets` and its workers wrap it in.
+        UsageError: packages that are not installed; or an error of `generate`, without the exceptions in which `datasets` and
+            its workers wrap it.
     """
     require("text", "training on texts")
     fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
@@ -222,12 +224,12 @@ def cached(
 
 
 def load_hub(
-    name: str, config: str | None, split: str | None, num_proc: int | None, other: str = "train_file"
+    name: str, config: str | None, split: str | None, num_proc: int | None, alternative: str = "train_file"
 ) -> "Dataset | datasets.DatasetDict":
-    """A split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
+    """Load a split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
 
     Args:
-        other: field that names data without the hub.
+        alternative: field that names data without the hub, for messages.
 
     Raises:
         UsageError: it cannot be reached, or has no such configuration or split.
@@ -240,11 +242,11 @@ def load_hub(
                 raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
     try:
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
-    except Exception as error:  # of any kind: what is read was written by others
+    except Exception as error:  # of any kind: others wrote the files that are read
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UsageError(
             f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "
-            f"network, or use {other} or dataset_name builtin/..., which need none."
+            f"network, or use {alternative} or dataset_name builtin/..., which need none."
         ) from error
 
 
@@ -253,9 +255,9 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
-    found = documents.features["text"]
-    if found not in (Value("string"), Value("large_string")):
-        raise UsageError(f"dataset_name {name!r}: column {text_column!r} holds {found}, not text.")
+    feature = documents.features["text"]
+    if feature not in (Value("string"), Value("large_string")):
+        raise UsageError(f"dataset_name {name!r}: column {text_column!r} holds {feature}, not text.")
     if documents.features != FEATURES:
         documents = documents.cast(FEATURES)
     visible = documents.filter(_visible, input_columns="text", num_proc=num_proc)
@@ -270,20 +272,20 @@ def _visible(text: str | None) -> bool:
     return text is not None and text != "" and not text.isspace()
 
 
-def _no_column(where: str, text_column: str, columns: Sequence[str]) -> str:
-    hint = nearest(text_column, map(shown, columns))
-    return f"{where} has no column {text_column!r}, only {listed(columns)}. Set text_column: {hint}"
+def _no_column(location: str, text_column: str, columns: Sequence[str]) -> str:
+    hint = nearest(text_column, map(shorten, columns))
+    return f"{location} has no column {text_column!r}, only {list_names(columns)}. Set text_column: {hint}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names of columns or the like, in a message: as many and as much of each as one reads."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(repr(shown(name)) for name in names[:MOST_NAMES]) + more
+def list_names(names: Sequence[str]) -> str:
+    """List names of columns or the like, for a message: the first 20, each shortened."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(repr(shorten(name)) for name in names[:MAX_NAMES]) + more
 
 
-def shown(text: str) -> str:
-    """The beginning of a text, in a message."""
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+def shorten(text: str) -> str:
+    """Shorten a text to its beginning, for a message."""
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,7 +293,7 @@ def shown(text: str) -> str:
 
 
 def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """The files that paths and globs name, in order, each once; and their paths, sizes and times, to cache under.
+    """Find the files that paths and globs name, in order, each once; and the key for the cache: their paths, sizes and times.
 
     Args:
         patterns: each glob is sorted by path.
@@ -303,13 +305,13 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
     patterns = [patterns] if isinstance(patterns, str) else patterns
     files, problems = [], []
     for pattern in map(os.path.expanduser, patterns):
-        found = [pattern]
+        matches = [pattern]
         if not os.path.exists(pattern):  # so that a bracket or a star in an existing file's name is no pattern
-            found = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
-            if not found:
+            matches = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
+            if not matches:
                 rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
                 problems.append(f"data file {pattern}: {rule} in {os.getcwd()}. Check the path.")
-        for file in found:
+        for file in matches:
             kind = Path(file).suffix.lower()
             if os.path.isdir(file):
                 problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
@@ -317,15 +319,15 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
                 problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
             elif problem := _not_regular(file):
                 problems.append(f"data file {file} {problem}")
-        files += found
+        files += matches
     if problems:
         raise UsageError(problems)
     files = list(dict.fromkeys(files))
-    return files, [(os.path.abspath(file), (found := os.stat(file)).st_size, found.st_mtime_ns) for file in files]
+    return files, [(os.path.abspath(file), (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
 
 
 def _not_regular(file: str) -> str | None:
-    """What is wrong with a path that does not lead to a file with an end; opening it could wait for ever."""
+    """Say what is wrong with a path that leads to no regular file, whose opening could wait for ever; else return None."""
     try:
         mode = os.stat(file).st_mode
     except OSError as error:
@@ -338,7 +340,7 @@ def _not_regular(file: str) -> str | None:
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
-    """The documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    """Read the documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
         empty = True
@@ -351,12 +353,7 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
                     empty = False
         except UsageError:
             raise
-        except (
-            OSError,
-            pa.ArrowException,
-            ValueError,
-            OverflowError,
-        ) as error:  # ValueError: micro-batches of a damaged table
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
             ) from error
@@ -365,7 +362,7 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
 
 
 def read_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1 and lines; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
+    """Read lines with their numbers, from 1; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
     with open(file, "rb") as stream:
         offset = 0
         for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
@@ -397,19 +394,19 @@ def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
     )
 
 
-def _join(file: str, lines: Iterable[tuple[int, str]], found: str, rule: str) -> tuple[int, str]:
-    """The number of the last line and the text of all lines, as long as they fit into the memory."""
+def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
+    """Join all lines, unless they are too long for the memory; return the number of the last line, and the text."""
     block, size, number = [], 0, 0
     for number, line in lines:
         block.append(line)
         size += len(line)
         if size > MAX_BLOCK:
-            raise UsageError(f"{file}:{number}: {found} in {MAX_BLOCK:,} characters, but {rule}, or use .jsonl.")
+            raise UsageError(f"{file}:{number}: {lack} in {MAX_BLOCK:,} characters, but {rule}, or use .jsonl.")
     return number, "".join(block)
 
 
 def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
-    """Line numbers and objects. Raises UsageError where a line is no JSON object."""
+    """Read line numbers and objects. Raises UsageError where a line is no JSON object."""
     for number, line in read_lines(file):
         if not _visible(line):
             continue
@@ -420,9 +417,9 @@ def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
                 f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
             ) from error
         except ValueError as error:
-            most = sys.get_int_max_str_digits()
+            limit = sys.get_int_max_str_digits()
             raise UsageError(
-                f"{file}:{number}: a number of more than {most:,} digits. Shorten it, or put it into quotation marks."
+                f"{file}:{number}: a number of more than {limit:,} digits. Shorten it, or put it into quotation marks."
             ) from error
         except RecursionError as error:
             raise UsageError(f"{file}:{number}: lists or objects nested too deep. Flatten or remove them.") from error
@@ -439,14 +436,14 @@ def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
         yield number, row[text_column]
 
 
-def check_text(where: str, value: object) -> None:
+def check_text(location: str, value: object) -> None:
     """Raise UsageError for a text that no file of UTF-8 can hold."""
     if isinstance(value, str) and not value.isascii() and not is_utf8(value):
-        raise UsageError(f"{where}: half of a surrogate pair in {shown(value)!r}. Remove it.")
+        raise UsageError(f"{location}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
 
 
 def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
-    """Line numbers and rows of .csv or .tsv, in which a quotation mark is a character, as in GLUE's files.
+    """Read line numbers and rows of .csv, or of .tsv, in which a quotation mark is a character, as in GLUE's files.
 
     Raises:
         UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not
@@ -455,24 +452,24 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
     csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
     quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
     rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
-    done = 0  # lines
+    last_line = 0  # number of the last line that was read
     try:
         names = next(rows, None)
-        done = rows.line_num
+        last_line = rows.line_num
         if names is not None and (not names or len(set(names)) < len(names)):
-            found = f"names a column twice ({listed(names)})" if names else "is blank"
-            raise UsageError(f"{file}:1: the first line {found}, must name each column once. Mend it.")
+            fault = f"names a column twice ({list_names(names)})" if names else "is blank"
+            raise UsageError(f"{file}:1: the first line {fault}, must name each column once. Mend it.")
         for row in filter(None, rows):
             if len(row) != len(names):
                 raise UsageError(
                     f"{file}:{rows.line_num}: {len(row)} fields, but the header names {len(names)}: put quotation marks around "
                     "a text with commas, or mend the row"
                 )
-            done = rows.line_num
-            yield done, dict(zip(names, row, strict=True))
+            last_line = rows.line_num
+            yield last_line, dict(zip(names, row, strict=True))
     except csv.Error as error:
         raise UsageError(
-            f"{file}: the row after line {done} is not CSV: {error}. Close its quotation marks, or mend it."
+            f"{file}: the row after line {last_line} is not CSV: {error}. Close its quotation marks, or mend it."
         ) from error
 
 
@@ -505,17 +502,17 @@ READERS = {
 # ---------------------------------------------------------------------------------------------------------------------
 # the documentation that ships with Python
 
-_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _DOCTEST = re.compile(r"(?m)^ *>>> .*(?:\n *\S.*)*")  # to the next blank line, as doctest reads it
 _RULER = re.compile(r"(?m)^[ |]*[-=*~+^#][-=*~+^# |]{2,}$")  # underlined titles, borders of tables
 
 
 def python_pages() -> Iterator[tuple[str, str]]:
-    """Every topic of the language reference, then every module of the standard library, sorted by name.
+    """Read every topic of the language reference, then every module of the standard library, sorted by name.
 
-    A module's page is its docstring and those of its classes and functions in source order, read from the source: nothing is
-    imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. Left out are topics that another
-    quotes whole: held out, they would be known.
+    A module's page is the docstrings of the module and of its classes and functions in source order, read from the source:
+    nothing is imported. Examples at the `>>>` prompt and ruled lines are cut out: they are not prose. A topic that another
+    topic quotes whole is left out: held out, it would be known.
 
     Yields:
         `reference`, or the package or module that a file belongs to (`asyncio`), and the text.
@@ -523,11 +520,11 @@ def python_pages() -> Iterator[tuple[str, str]]:
     from pydoc_data.topics import topics
 
     pages = [_prose(text) for _, text in sorted(topics.items())]
-    yield from (("reference", p) for p in pages if not any(p in other and p != other for other in pages))
+    yield from (("reference", p) for p in pages if not any(p in page and p != page for page in pages))
     root = sysconfig.get_path("stdlib")
     sources = []
     for folder, folders, files in os.walk(root):
-        folders[:] = set(folders) - _SKIPPED
+        folders[:] = set(folders) - _SKIPPED_FOLDERS
         sources += [Path(folder, file) for file in files if file.endswith(".py")]
     for source in sorted(sources, key=lambda source: source.relative_to(root).with_suffix("").parts):
         part = source.relative_to(root).with_suffix("").parts[0]
@@ -535,7 +532,7 @@ def python_pages() -> Iterator[tuple[str, str]]:
 
 
 def _python_docs() -> Iterator[dict[str, str]]:
-    """A document per page of `python_pages` of `MIN_BUILTIN` characters or more."""
+    """Make a document of each page of `python_pages` of `MIN_BUILTIN` characters or more."""
     yield from ({"text": page} for _, page in python_pages() if len(page) >= MIN_BUILTIN)
 
 
@@ -543,12 +540,12 @@ def _docstrings(source: bytes) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in someone else's source
         nodes = list(_statements(ast.parse(source)))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))]
+    node_types = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in nodes if isinstance(node, node_types) and (text := ast.get_docstring(node))]
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
+    """Visit the node and the statements inside it, in source order; `ast.walk` would visit every expression as well."""
     yield node
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, field, ()):

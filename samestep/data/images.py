@@ -4,7 +4,7 @@ A sample is drawn as (epoch, sample id) and decoded only where it is collated, b
 batch. How it is cropped, flipped or shifted is drawn from (seed, epoch, sample id), so that its pixels are the same in any
 micro-batch, process and worker.
 
-Images that cannot be decoded are found before training: all are decoded once, in parallel, and the outcome is remembered
+Images that cannot be decoded are found before training: all are decoded once, in parallel, and the result is kept in the cache
 until a file's size or time changes. So leaving them out gives the same dataset, and the same steps, on every layout.
 """
 
@@ -38,16 +38,16 @@ Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optiona
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-# Whatever a file is called, Pillow looks what it is, and would give EPS, a program in PostScript, to Ghostscript to run.
+# Pillow looks at a file's content, not at its name, and would give EPS, a program in PostScript, to Ghostscript to run.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 DIGITS = "builtin/digits"
-CENTRE = 224 / 256  # share of the short side that is seen of held-out images, where training crops at random
+CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
-NAMED = 10  # names in a message at most
+MAX_NAMES = 10  # names in a message at most
 CHUNK = 16  # images that a thread verifies at once
 
 
-class Drawn(NamedTuple):
+class ImageSample(NamedTuple):
     """One sample of one epoch, not decoded yet."""
 
     epoch: int
@@ -55,42 +55,42 @@ class Drawn(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Images all count the same."""
+        """1: all images cost the same."""
         return 1
 
 
 class Store(Protocol):
-    """Where images come from.
+    """A source of labelled images.
 
     Attributes:
-        what: names it in messages.
+        description: names the source in messages.
         classes: name of each label.
         labels: int64 [images].
     """
 
-    what: str
+    description: str
     classes: list[str]
     labels: np.ndarray
 
     def open(self, row: int) -> Image.Image:
-        """An image, which Pillow may not have decoded yet."""
+        """Open an image, which Pillow may not have decoded yet."""
 
     def name(self, row: int) -> str:
-        """Of an image, for messages."""
+        """Return the name of an image, for messages."""
 
     def digest(self, rows: np.ndarray) -> str:
-        """16 hex digits (SHA-256) of the content of these rows, wherever they lie."""
+        """Return 16 hex digits of a SHA-256 of the content of these rows, whatever folder holds them."""
 
 
 class Images:
     """The samples of one part of a dataset.
 
     Args:
-        store: where they come from.
+        store: the source of the images.
         rows: int64 [samples], the store's row of each sample.
-        recipe: its fields of images and its seed.
+        recipe: gives the size of images, their augmentation and the seed.
         training: whether samples are augmented.
-        left_out: a line on images that cannot be decoded and are no samples; None: there are none.
+        skip_message: a line on the images that are left out because they cannot be decoded; None: there are none.
     """
 
     max_length = 1
@@ -102,43 +102,43 @@ class Images:
         recipe: ImageClassification,
         *,
         training: bool,
-        left_out: str | None = None,
+        skip_message: str | None = None,
     ):
-        self.store, self.rows, self.left_out, self.classes = store, rows, left_out, store.classes
-        self.seed, self.planned = recipe.seed if training else None, recipe.num_train_samples
+        self.store, self.rows, self.skip_message, self.classes = store, rows, skip_message, store.classes
+        self.seed, self.planned_size = recipe.seed if training else None, recipe.num_train_samples
         self.augmentation = recipe.augmentation
         self.height, self.width, self.num_channels = recipe.image_height, recipe.image_width, recipe.num_channels
         mean, std = np.array(recipe.image_mean), np.array(recipe.image_std)
-        # For a whole row of pixels: numpy is slow over so short an axis as the channels.
+        # factor and offset [width * channels], for a whole row of pixels: numpy is slow over an axis as short as the channels
         self.factor, self.offset = (
-            np.tile(each, self.width).astype(np.float32) for each in (1 / (255 * std), -mean / std)
+            np.tile(values, self.width).astype(np.float32) for values in (1 / (255 * std), -mean / std)
         )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __str__(self) -> str:
-        """How many images, and what of them is not as the recipe says."""
+        """Say how many images there are, and in what they differ from the recipe."""
         lines = [f"{len(self)} images of {len(self.classes)} classes"]
-        if len(self) != self.planned:
-            lines.append(f"num_train_samples is {self.planned}: epochs are those of {len(self)}")
-        return "; ".join(lines + ([f"left out: {self.left_out}"] if self.left_out else []))
+        if len(self) != self.planned_size:
+            lines.append(f"num_train_samples is {self.planned_size}: epochs are those of {len(self)}")
+        return "; ".join(lines + ([f"left out: {self.skip_message}"] if self.skip_message else []))
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Of what the samples are made: names, sizes and labels of files, the content of anything else."""
+        """Hashes of all that the samples are made of: names, sizes and labels of files, the content of anything else."""
         return {"images": self.store.digest(self.rows)}
 
-    def draw(self, epoch: int, sample_id: int) -> Drawn:
-        """Which image; nothing is read."""
-        return Drawn(epoch, sample_id)
+    def draw(self, epoch: int, sample_id: int) -> ImageSample:
+        """Return the number of an image and the epoch; nothing is read."""
+        return ImageSample(epoch, sample_id)
 
-    def longest(self) -> Drawn:
-        """Any image."""
-        return Drawn(0, 0)
+    def longest(self) -> ImageSample:
+        """Return any sample: they all cost the same."""
+        return ImageSample(0, 0)
 
-    def collate(self, samples: list[Drawn]) -> dict[str, torch.Tensor | None]:
-        """A micro-batch of S samples; none make one of no rows.
+    def collate(self, samples: list[ImageSample]) -> dict[str, torch.Tensor | None]:
+        """Make a micro-batch of S samples; no samples make a micro-batch of no rows.
 
         Returns:
             pixel_values: float32 [S, channels, height, width], contiguous in channels_last; in each channel
@@ -157,9 +157,10 @@ class Images:
                 np.multiply(self._pixels(samples[place]).reshape(values.shape[1:]), self.factor, out=values[place])
                 values[place] += self.offset
 
-        # Pillow lets other threads run while it decodes. A DataLoader's worker has one, and so have digits: not decoded.
+        # Pillow lets other threads run while it decodes. A DataLoader's worker has one thread; digits need no decoding.
         num_threads = 1 if isinstance(self.store, Digits) else torch.get_num_threads()
         with ThreadPoolExecutor(num_threads) as pool:
+            # Thread i of n fills the rows i, i + n, i + 2 n, ... of `values`
             list(pool.map(fill, (range(first, len(samples), num_threads) for first in range(num_threads))))
         rows = self.rows[np.array([sample.sample_id for sample in samples], np.int64)]
         return {
@@ -169,19 +170,19 @@ class Images:
         }
 
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
-        """float [S, height, width, channels] in [0, 1], to look at, of a micro-batch's pixel_values."""
-        factor, offset = (each[: self.num_channels] for each in (self.factor, self.offset))
+        """Turn a micro-batch's pixel_values into pictures to look at, float [S, height, width, channels] in [0, 1]."""
+        factor, offset = (row[: self.num_channels] for row in (self.factor, self.offset))
         return np.clip((pixel_values.permute(0, 2, 3, 1).numpy() - offset) / factor / 255, 0, 1)
 
-    def _pixels(self, sample: Drawn) -> np.ndarray:
-        """uint8 [height, width, channels]."""
+    def _pixels(self, sample: ImageSample) -> np.ndarray:
+        """Decode, crop, resize and augment an image, uint8 [height, width, channels]."""
         row = int(self.rows[sample.sample_id])
         try:
             image = _decode(self.store.open(row), self.num_channels)
         except Exception as error:
             raise RunError(
-                f"{self.store.what}: {self.store.name(row)} was an image at the start and is none now ({_reason(error)}): "
-                "restore it and resume"
+                f"{self.store.description}: {self.store.name(row)} was an image at the start and is none now "
+                f"({_reason(error)}): restore it and resume"
             ) from error
         rng = None if self.seed is None else sample_rng(self.seed, AUGMENTATION, *sample)
         crops = self.augmentation == "imagenet"
@@ -201,15 +202,15 @@ class Images:
 def build(
     recipe: ImageClassification, num_workers: int | None = None, on_bad_sample: str = "stop"
 ) -> tuple[Images, Images | None]:
-    """The recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples; None when nothing is held out.
 
-    Held out is validation_dir, or the hub dataset's split `validation` or else `test`, or else validation_fraction of the
-    images, drawn by the seed. Every process of a run must see the same files.
+    Held-out samples come from validation_dir, or from the hub dataset's split `validation` or else `test`; else they are
+    validation_fraction of the images, drawn by the seed. Every process of a run must see the same files.
 
     Args:
-        recipe: its data fields.
+        recipe: gives the data and the size of images.
         num_workers: threads that decode every image once; None: one per core.
-        on_bad_sample: "stop", or "skip": leave out what cannot be decoded, and say so in `left_out`.
+        on_bad_sample: "stop", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
 
     Raises:
         UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
@@ -218,34 +219,38 @@ def build(
     store, held_out_store = _open(recipe)
     if len(store.classes) == 1:
         raise UsageError(
-            f"{store.what} has a single class, {_some(store.classes)}: nothing can be learned; add another"
+            f"{store.description} has a single class, {_abbreviate(store.classes)}: nothing can be learned; add another"
         )
     if len(store.classes) != recipe.num_labels:
         raise UsageError(
-            f"num_labels is {recipe.num_labels}, but {store.what} has {len(store.classes)} classes "
-            f"({_some(store.classes)}): set num_labels to {len(store.classes)}"
+            f"num_labels is {recipe.num_labels}, but {store.description} has {len(store.classes)} classes "
+            f"({_abbreviate(store.classes)}): set num_labels to {len(store.classes)}"
         )
     stores = [store] if held_out_store is None else [store, held_out_store]
-    bad = [_bad_rows(each, num_workers) for each in stores]
-    lines = [_line(each, rows) if rows else None for each, rows in zip(stores, bad, strict=True)]
+    bad_rows = [_find_bad_rows(source, num_workers) for source in stores]
+    lines = [_describe_bad_rows(source, rows) if rows else None for source, rows in zip(stores, bad_rows, strict=True)]
     if any(lines) and on_bad_sample == "stop":
         raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_sample to skip")
-    good = [np.setdiff1d(np.arange(len(each.labels)), list(rows)) for each, rows in zip(stores, bad, strict=True)]
-    for each, rows in zip(stores, good, strict=True):
-        without = set(each.labels.tolist()) - set(each.labels[rows].tolist())
-        if without:
-            names = _some([each.classes[label] for label in sorted(without)])
-            raise UsageError(f"{each.what}: no image of {names} can be decoded: mend some, or remove the class")
+    good_rows = [
+        np.setdiff1d(np.arange(len(source.labels)), list(rows)) for source, rows in zip(stores, bad_rows, strict=True)
+    ]
+    for source, rows in zip(stores, good_rows, strict=True):
+        empty_labels = set(source.labels.tolist()) - set(source.labels[rows].tolist())
+        if empty_labels:
+            names = _abbreviate([source.classes[label] for label in sorted(empty_labels)])
+            raise UsageError(
+                f"{source.description}: no image of {names} can be decoded: mend some, or remove the class"
+            )
     if held_out_store is not None:
-        held_out = Images(held_out_store, good[1], recipe, training=False, left_out=lines[1])
-        return Images(store, good[0], recipe, training=True, left_out=lines[0]), held_out
-    rows, held_out_rows = _split(good[0], recipe.validation_fraction, recipe.seed)
+        held_out = Images(held_out_store, good_rows[1], recipe, training=False, skip_message=lines[1])
+        return Images(store, good_rows[0], recipe, training=True, skip_message=lines[0]), held_out
+    rows, held_out_rows = _split(good_rows[0], recipe.validation_fraction, recipe.seed)
     held_out = Images(store, held_out_rows, recipe, training=False) if len(held_out_rows) else None
-    return Images(store, rows, recipe, training=True, left_out=lines[0]), held_out
+    return Images(store, rows, recipe, training=True, skip_message=lines[0]), held_out
 
 
 def _open(recipe: ImageClassification) -> tuple[Store, Store | None]:
-    """All images, and those that are held out if they come apart."""
+    """Open the images to train on, and the held-out ones; None: they are not separate."""
     if recipe.train_dir is not None:
         store = Files(recipe.train_dir, "train_dir")
         if recipe.validation_dir is None:
@@ -259,7 +264,7 @@ def _open(recipe: ImageClassification) -> tuple[Store, Store | None]:
 
 
 def _split(rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to hold out, both in their old order; at least one is held out unless the fraction is 0."""
+    """Split rows into those to train on and those to hold out, in their old order; one or more, unless the fraction is 0."""
     if fraction == 0:
         return rows, rows[:0]
     number = max(1, round(len(rows) * fraction))
@@ -274,16 +279,16 @@ def _split(rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 def _decode(image: Image.Image, num_channels: int) -> Image.Image:
-    """The image upright, in 1 or 3 channels of 8 bits. Transparency is dropped, as torchvision does.
+    """Decode an image upright, in 1 or 3 channels of 8 bits. Transparency is dropped, as torchvision does.
 
     Raises:
-        ValueError: it has more pixels than Pillow takes for harmless.
+        ValueError: the image has more pixels than Pillow takes for harmless.
     """
     with image:
         if image.width * image.height > Image.MAX_IMAGE_PIXELS:
             raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):  # Pillow would cut off what exceeds 255
+        if image.mode.startswith("I;16"):  # Pillow would cut off values above 255
             return _decode(Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)), num_channels)
         if image.mode == "P" and "transparency" in image.info:
             return image.convert("RGBA").convert("RGB" if num_channels == 3 else "L")  # Pillow warns otherwise
@@ -295,10 +300,10 @@ def _decode(image: Image.Image, num_channels: int) -> Image.Image:
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of a random crop, drawn as torchvision's RandomResizedCrop does.
+    """Draw left, top, right and bottom of a random crop, as torchvision's RandomResizedCrop does.
 
-    8 % to 100 % of the area, width / height from 3/4 to 4/3 with uniform logarithm. If ten draws do not fit: the largest
-    crop in the middle within these ratios.
+    The crop has 8 % to 100 % of the area, and width / height from 3/4 to 4/3 with uniform logarithm. If ten draws do not fit,
+    it is the largest crop in the middle within these ratios.
     """
     for _ in range(ATTEMPTS):
         area = width * height * rng.uniform(*SCALE)
@@ -315,7 +320,7 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int,
 def _centre_box(
     width: int, height: int, target_width: int, target_height: int, share: float
 ) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of the crop in the middle, of the target's shape, with `share` of the largest one's sides."""
+    """Compute left, top, right and bottom of the crop in the middle, of the target's shape, `share` times as wide as fits."""
     scale = share * min(width / target_width, height / target_height)
     w, h = target_width * scale, target_height * scale
     left, top = max(0.0, (width - w) / 2), max(0.0, (height - h) / 2)
@@ -323,19 +328,22 @@ def _centre_box(
 
 
 def _shift(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [height, width, channels] moved by up to an eighth of each side; zeros move in."""
-    shifted = np.zeros(pixels.shape, np.uint8)
+    """Move an image, uint8 [height, width, channels], at random by up to an eighth of each side; zeros move in."""
+    result = np.zeros(pixels.shape, np.uint8)
     height, width = pixels.shape[:2]
+    # `window` is the part of the image that stays inside when it moves `down` and `right`, either of which may be negative
     down = int(rng.integers(-(height // 8), height // 8 + 1))
     right = int(rng.integers(-(width // 8), width // 8 + 1))
-    kept = pixels[max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
-    shifted[max(0, down) :, max(0, right) :][: kept.shape[0], : kept.shape[1]] = kept
-    return shifted
+    window = pixels[max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
+    result[max(0, down) :, max(0, right) :][: window.shape[0], : window.shape[1]] = window
+    return result
 
 
-def processor(recipe: ImageClassification) -> BaseImageProcessor:
-    """What transformers' ResNets take for a preprocessor: it treats images as held-out ones are treated here, if the recipe's
-    are squares; else it makes them squares."""
+def make_processor(recipe: ImageClassification) -> BaseImageProcessor:
+    """Make the image processor of transformers' ResNets, to be saved beside the model.
+
+    It treats images as held-out ones are treated here, if the recipe's images are squares; else it makes them squares.
+    """
     from transformers.models.convnext.image_processing_pil_convnext import (
         ConvNextImageProcessorPil,
     )  # here: needs Pillow
@@ -356,7 +364,7 @@ def processor(recipe: ImageClassification) -> BaseImageProcessor:
 class Digits:
     """1,797 handwritten digits of scikit-learn, 8 x 8; grey levels 0 to 16 become 0 to 255."""
 
-    what = DIGITS
+    description = DIGITS
 
     def __init__(self):
         from sklearn.datasets import load_digits  # here: it takes a second, and nothing else needs it
@@ -381,51 +389,56 @@ class Files:
 
     Args:
         folder: holds the class folders.
-        field: the recipe's, for messages.
-        classes: of the labels; None: the folders found.
+        field: the recipe's field that names the folder, for messages.
+        classes: name of each label; None: the class folders.
 
     Raises:
         UsageError: a folder that cannot be read, no class folder, a class folder without images, or one not in `classes`.
     """
 
     def __init__(self, folder: str, field: str, classes: list[str] | None = None):
-        self.folder, self.what = os.path.abspath(os.path.expanduser(folder)), f"{field} {folder}"
+        self.folder, self.description = os.path.abspath(os.path.expanduser(folder)), f"{field} {folder}"
         entries = self._list(".")
-        found = [entry.name for entry in entries if self._is_folder(entry)]
-        if not found:
-            loose = sum(entry.name.lower().endswith(SUFFIXES) for entry in entries)
+        class_names = [entry.name for entry in entries if self._is_folder(entry)]
+        if not class_names:
+            num_loose = sum(entry.name.lower().endswith(SUFFIXES) for entry in entries)
             raise UsageError(
-                f"{self.what} has no class folder ({loose} images lie in it directly): put each image into CLASS/NAME"
+                f"{self.description} has no class folder ({num_loose} images lie in it directly): put each image into "
+                "CLASS/NAME"
             )
-        self.classes = found if classes is None else classes
+        self.classes = class_names if classes is None else classes
         self.names, self.sizes, self.times = [], [], []
         problems, labels = [], []
-        if wrong := [name for name in found if not is_utf8(name)]:
-            problems.append(f"{self.what} has classes whose names are not UTF-8: {_some(wrong)}: rename them")
-        if unknown := sorted(set(found) - set(self.classes)):
-            problems.append(f"{self.what} has classes that train_dir lacks: {_some(unknown)}: remove or rename them")
-        for name in sorted(set(found) & set(self.classes)):
-            inside = self._list(name)
-            folders = [entry.name for entry in inside if self._is_folder(entry)]
-            images = [entry for entry in inside if entry.name.lower().endswith(SUFFIXES) and entry.name not in folders]
+        if invalid_names := [name for name in class_names if not is_utf8(name)]:
+            names = _abbreviate(invalid_names)
+            problems.append(f"{self.description} has classes whose names are not UTF-8: {names}: rename them")
+        if unknown_names := sorted(set(class_names) - set(self.classes)):
+            names = _abbreviate(unknown_names)
+            problems.append(f"{self.description} has classes that train_dir lacks: {names}: remove or rename them")
+        for name in sorted(set(class_names) & set(self.classes)):
+            class_entries = self._list(name)
+            folders = [entry.name for entry in class_entries if self._is_folder(entry)]
+            images = [
+                entry for entry in class_entries if entry.name.lower().endswith(SUFFIXES) and entry.name not in folders
+            ]
             if folders:
                 problems.append(
-                    f"{self.what}: class {name} holds folders ({_some(folders)}), but images must be CLASS/NAME: give the "
-                    "folder that holds the classes, or move the images up"
+                    f"{self.description}: class {name} holds folders ({_abbreviate(folders)}), but images must be CLASS/NAME: "
+                    "give the folder that holds the classes, or move the images up"
                 )
             elif not images:
                 problems.append(
-                    f"{self.what}: class {name} holds no image ({len(inside)} other files): remove it, or add images "
-                    f"({', '.join(SUFFIXES)})"
+                    f"{self.description}: class {name} holds no image ({len(class_entries)} other files): remove it, or add "
+                    f"images ({', '.join(SUFFIXES)})"
                 )
             for entry in images:
                 self.names.append(f"{name}/{entry.name}")
-                found = self._try(entry.stat, self.names[-1])
-                self.sizes.append(found.st_size)
-                self.times.append(found.st_mtime_ns)
-                if not stat.S_ISREG(found.st_mode):  # reading it could wait for ever
+                status = self._try(entry.stat, self.names[-1])
+                self.sizes.append(status.st_size)
+                self.times.append(status.st_mtime_ns)
+                if not stat.S_ISREG(status.st_mode):  # reading it could wait for ever
                     problems.append(
-                        f"{self.what}: {self.names[-1]} is a device, a pipe or a socket, not a regular file: remove it"
+                        f"{self.description}: {self.names[-1]} is a device, a pipe or a socket, not a regular file: remove it"
                     )
             labels += [self.classes.index(name)] * len(images)
         if problems:
@@ -436,7 +449,7 @@ class Files:
         return self._try(entry.is_dir, os.path.relpath(entry.path, self.folder))
 
     def _list(self, name: str) -> list[os.DirEntry]:
-        """The entries of a folder inside, sorted."""
+        """List the entries of a folder inside, sorted, without hidden ones."""
         entries = self._try(lambda: list(os.scandir(os.path.join(self.folder, name))), name)
         return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
@@ -444,9 +457,9 @@ class Files:
         try:
             return call()
         except OSError as error:
-            where = "it" if name == "." else name
+            entry_name = "it" if name == "." else name
             raise UsageError(
-                f"{self.what}: {where} cannot be read ({error.strerror}): check the path and its permissions"
+                f"{self.description}: {entry_name} cannot be read ({error.strerror}): check the path and its permissions"
             ) from None
 
     def open(self, row: int) -> Image.Image:
@@ -461,11 +474,11 @@ class Files:
 
     @property
     def place(self) -> str:
-        """What verified images are remembered under."""
+        """Key of the cache of verified images."""
         return self.folder
 
     def marks(self) -> list[str]:
-        """What changes when an image does, of every row."""
+        """Return a mark of every row, which changes when the image does."""
         return [f"{size} {time}" for size, time in zip(self.sizes, self.times, strict=True)]
 
 
@@ -477,27 +490,29 @@ class Rows:
     """
 
     def __init__(self, dataset: datasets.Dataset, name: str, split: str):
-        self.what = f"dataset_name {name!r}, split {split}"
+        self.description = f"dataset_name {name!r}, split {split}"
         image, label = (
-            self._column(dataset.features, kind, usual)
-            for kind, usual in ((datasets.Image, "image"), (datasets.ClassLabel, "label"))
+            self._column(dataset.features, kind, usual_name)
+            for kind, usual_name in ((datasets.Image, "image"), (datasets.ClassLabel, "label"))
         )
         self.classes, self.image = dataset.features[label].names, image
         self.labels = dataset.select_columns(label).with_format("numpy")[:][label].astype(np.int64)
         if not len(self.labels) or self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            raise UsageError(f"{self.what}: it is empty, or column {label!r} lacks labels: give a labelled dataset")
+            raise UsageError(
+                f"{self.description}: it is empty, or column {label!r} lacks labels: give a labelled dataset"
+            )
         self.images = dataset.select_columns(image).cast_column(image, datasets.Image(decode=False))
         self.place = f"{name} {split}"
 
-    def _column(self, features: datasets.Features, kind: type, usual: str) -> str:
-        """The only column of a kind, or the one with the usual name."""
-        found = [name for name, feature in features.items() if isinstance(feature, kind)]
-        if len(found) != 1 and usual not in found:
+    def _column(self, features: datasets.Features, kind: type, usual_name: str) -> str:
+        """Find the only column of a kind, or the one with the usual name."""
+        columns = [name for name, feature in features.items() if isinstance(feature, kind)]
+        if len(columns) != 1 and usual_name not in columns:
             raise UsageError(
-                f"{self.what}: {len(found)} columns are {kind.__name__} ({_some(found) or 'none'}), must be one, or one "
-                f"of them named {usual!r}"
+                f"{self.description}: {len(columns)} columns are {kind.__name__} ({_abbreviate(columns) or 'none'}), must be "
+                f"one, or one of them named {usual_name!r}"
             )
-        return usual if usual in found else found[0]
+        return usual_name if usual_name in columns else columns[0]
 
     def _bytes(self, row: int) -> bytes:
         record = self.images[row][self.image]
@@ -510,10 +525,12 @@ class Rows:
         return f"row {row}"
 
     def digest(self, rows: np.ndarray) -> str:
-        """Of all labels and of about 1,000 images."""
-        some = rows[:: max(1, len(rows) // 1000)].tolist()
+        """Return 16 hex digits of a SHA-256 of all labels and of about 1,000 images."""
+        selected_rows = rows[:: max(1, len(rows) // 1000)].tolist()
         return _hash(
-            rows.tobytes(), self.labels[rows].tobytes(), *(hashlib.sha256(self._bytes(row)).digest() for row in some)
+            rows.tobytes(),
+            self.labels[rows].tobytes(),
+            *(hashlib.sha256(self._bytes(row)).digest() for row in selected_rows),
         )
 
     def marks(self) -> list[str]:
@@ -521,10 +538,12 @@ class Rows:
 
 
 def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
-    """The split `train`, and `validation` or else `test`."""
-    splits = load_hub(name, config, None, None, other="train_dir")
+    """Load the split `train`, and `validation` or else `test` (None: neither exists)."""
+    splits = load_hub(name, config, None, None, alternative="train_dir")
     if "train" not in splits:
-        raise UsageError(f"dataset_name {name!r} has no split train, only {_some(list(splits))}: give another dataset")
+        raise UsageError(
+            f"dataset_name {name!r} has no split train, only {_abbreviate(list(splits))}: give another dataset"
+        )
     train = Rows(splits["train"], name, "train")
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     return train, None if held_out is None else Rows(splits[held_out], name, held_out)
@@ -534,33 +553,39 @@ def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
 # Images that cannot be decoded
 
 
-def _bad_rows(store: Store, num_workers: int | None) -> dict[int, str]:
-    """Row and reason of each image that cannot be decoded. What was verified before and has not changed is not read again.
+def _find_bad_rows(store: Store, num_workers: int | None) -> dict[int, str]:
+    """Find the row and the reason of each image that cannot be decoded.
+
+    Images that were verified before and have not changed are not read again.
 
     Raises:
-        UsageError: a file that cannot be read at all: that says nothing about its content.
+        UsageError: a file that cannot be read at all, which says nothing about its content.
     """
     if isinstance(store, Digits):
         return {}
     marks, names = store.marks(), [store.name(row) for row in range(len(store.labels))]
-    file = _memory_of(store)
-    known = _remembered(file)
-    todo = [row for row, name in enumerate(names) if name not in known or known[name][0] != marks[row]]
-    if todo:
+    file = _find_cache_file(store)
+    results = _load_results(file)
+    unverified_rows = [row for row, name in enumerate(names) if name not in results or results[name][0] != marks[row]]
+    if unverified_rows:
         verify = functools.partial(_verify, store)
-        threads = min(num_workers or os.cpu_count() or 1, len(todo))
+        threads = min(num_workers or os.cpu_count() or 1, len(unverified_rows))
         try:
             with ThreadPool(threads) as pool:
-                bar = tqdm(pool.imap(verify, todo, chunksize=CHUNK), total=len(todo), desc=f"Verifying {store.what}")
-                for row, fault in zip(todo, bar, strict=True):
-                    known[names[row]] = [marks[row], fault]
+                bar = tqdm(
+                    pool.imap(verify, unverified_rows, chunksize=CHUNK),
+                    total=len(unverified_rows),
+                    desc=f"Verifying {store.description}",
+                )
+                for row, fault in zip(unverified_rows, bar, strict=True):
+                    results[names[row]] = [marks[row], fault]
         finally:  # an interrupted pass goes on where it was
-            _remember(file, {name: known[name] for name in names if name in known})
-    return {row: known[name][1] for row, name in enumerate(names) if known[name][1] is not None}
+            _save_results(file, {name: results[name] for name in names if name in results})
+    return {row: results[name][1] for row, name in enumerate(names) if results[name][1] is not None}
 
 
 def _verify(store: Store, row: int) -> str | None:
-    """Why an image cannot be decoded; None: it can."""
+    """Say why an image cannot be decoded; None: it can."""
     try:
         _decode(store.open(row), 3)
     except MemoryError:
@@ -568,51 +593,51 @@ def _verify(store: Store, row: int) -> str | None:
     except Exception as error:  # Pillow's decoders raise errors of any kind
         if isinstance(error, OSError) and error.errno is not None:
             raise UsageError(
-                f"{store.what}: {store.name(row)} cannot be read ({error.strerror}): check the file and its permissions"
+                f"{store.description}: {store.name(row)} cannot be read ({error.strerror}): check the file and its permissions"
             ) from error
         return _reason(error)
     return None
 
 
-def _memory_of(store: Store) -> Path:
-    """The file that remembers what was verified, by this version of Pillow."""
+def _find_cache_file(store: Store) -> Path:
+    """Return the path of the file that keeps results of verified images, by this version of Pillow."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{_hash(store.place, PIL.__version__)}.json"
 
 
-def _remembered(file: Path) -> dict[str, list]:
-    """Name -> [mark, reason or None]."""
+def _load_results(file: Path) -> dict[str, list]:
+    """Load results of verified images: name -> [mark, reason or None]."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def _remember(file: Path, known: dict[str, list]) -> None:
-    """Written whole or not at all. A cache that cannot be written costs the next run a pass."""
+def _save_results(file: Path, results: dict[str, list]) -> None:
+    """Write results whole or not at all. A cache that cannot be written costs the next run a pass."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(known), encoding="utf-8")
+        part.write_text(json.dumps(results), encoding="utf-8")
         part.replace(file)
 
 
 def _reason(error: Exception) -> str:
-    """In a few words, without the file's name."""
+    """Describe an error in a few words, without the file's name."""
     return (
         "not an image" if isinstance(error, PIL.UnidentifiedImageError) else " ".join(str(error).split()) or repr(error)
     )
 
 
-def _line(store: Store, bad: dict[int, str]) -> str:
-    """How many images are bad, and which."""
-    named = _some([f"{store.name(row)} ({reason})" for row, reason in bad.items()])
-    return f"{store.what}: {len(bad)} of {len(store.labels):,} images cannot be decoded: {named}"
+def _describe_bad_rows(store: Store, bad: dict[int, str]) -> str:
+    """Say how many images cannot be decoded, and which."""
+    names = _abbreviate([f"{store.name(row)} ({reason})" for row, reason in bad.items()])
+    return f"{store.description}: {len(bad)} of {len(store.labels):,} images cannot be decoded: {names}"
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+def _abbreviate(names: Sequence[str]) -> str:
+    """List the first names, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _hash(*parts: object) -> str:

@@ -1,8 +1,8 @@
 """Labelled texts to samples of a classifier: local files, the Hugging Face hub, or paragraphs of Python's documentation.
 
-Read once with `datasets` to columns `text`, `pair` (None: a text alone) and `label`, then tokenized once into a memory-mapped
-file: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP], cut off after max_seq_length tokens. Samples have their own lengths,
-and lie end to end in a micro-batch: nothing is padded.
+Texts are read once with `datasets` to columns `text`, `pair` (None: a text alone) and `label`, then tokenized once into a
+memory-mapped file: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP], cut off after max_seq_length tokens. Samples have their
+own lengths, and lie end to end in a micro-batch: nothing is padded.
 """
 
 import csv
@@ -39,7 +39,7 @@ PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "questi
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
 LABELS = ("label", "labels", "class", "category", "score")
-NEEDED = ("cls_token", "sep_token", "pad_token")
+REQUIRED_TOKENS = ("cls_token", "sep_token", "pad_token")
 BUILTIN = "builtin/python_docs_parts"
 PARTS = (
     "reference",
@@ -54,41 +54,46 @@ PARTS = (
     "unittest",
     "xml",
 )
-MOST_DIGITS = 1000  # of a label that is a whole number
+MAX_DIGITS = 1000  # of a label that is a whole number
 MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What a file's columns are called; None: `pair` there is none, others are found by their usual names."""
+    """The names of a file's columns. None: no pair; text and label are found by their usual names."""
 
     text: str | None = None
     pair: str | None = None
     label: str | None = None
 
-    def find(self, where: str, present: Sequence[str], needs_label: bool = True) -> tuple[str, str | None, str | None]:
-        """The columns of text, pair and label among those that are `present`.
+    def find(
+        self, location: str, present: Sequence[str], needs_label: bool = True
+    ) -> tuple[str, str | None, str | None]:
+        """Find the columns of text, pair and label among those that are `present`.
+
+        Args:
+            location: names the source in messages.
 
         Raises:
-            UsageError: one that is not there, or none with a usual name; lists those that are.
+            UsageError: a column that is not present, or none with a usual name; lists the columns that are present.
         """
-        text, pair, listed = self.text, self.pair, documents.listed(present)
+        text, pair, present_names = self.text, self.pair, documents.list_names(present)
         if text is None:
             pair = next((name for name in PAIRS if name in present and PAIRS[name] in present), None)
             text, pair = (pair, PAIRS[pair]) if pair else (next((n for n in TEXTS if n in present), None), None)
         label = self.label or next((name for name in LABELS if name in present), None)
-        named = {"text_column": text, "text_pair_column": pair}
-        named |= {"label_column": label} if needs_label or self.label is not None else {}
+        fields = {"text_column": text, "text_pair_column": pair}
+        fields |= {"label_column": label} if needs_label or self.label is not None else {}
         problems = []
-        for field, name in named.items():
+        for field, name in fields.items():
             if name is None and field != "text_pair_column":
                 usual = (*PAIRS, *TEXTS) if field == "text_column" else LABELS
-                rule = f"none of its columns {listed} is called {', '.join(usual)}"
-                problems.append(f"{where}: {rule}: name the column with --{field}")
+                rule = f"none of its columns {present_names} is called {', '.join(usual)}"
+                problems.append(f"{location}: {rule}: name the column with --{field}")
             elif name is not None and name not in present:
                 problems.append(
-                    f"{where} has no column {name!r}, only {listed}. Set {field}: "
-                    f"{nearest(name, map(documents.shown, present))}"
+                    f"{location} has no column {name!r}, only {present_names}. Set {field}: "
+                    f"{nearest(name, map(documents.shorten, present))}"
                 )
         if problems:
             raise UsageError(problems)
@@ -105,7 +110,7 @@ def load_texts(
     needs_label: bool = True,
     num_proc: int | None = None,
 ) -> Dataset:
-    """Labelled texts from exactly one of `train_file` and `dataset_name`.
+    """Load labelled texts from exactly one of `train_file` and `dataset_name`.
 
     Args:
         train_file: paths and globs, in UTF-8: `.csv` and `.tsv` with a header line, `.jsonl` or `.json` with an object per
@@ -118,34 +123,39 @@ def load_texts(
         num_proc: processes that read files.
 
     Returns:
-        A memory-mapped dataset with string columns `text`, `pair`, `label`, at least one row; without pairs or labels theirs
-        are None.
+        A memory-mapped dataset with string columns `text`, `pair`, `label`, at least one row; without pairs or labels, these
+        columns hold None.
 
     Raises:
         UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there; a row
             without text or label.
     """
     if dataset_name == BUILTIN:
-        return documents.cached(_python_docs_parts, FEATURES, key=(sys.version, _source()))
+        return documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
     if train_file:
         files, keys = documents.find_files(train_file, READERS)
-        how = {"columns": columns, "needs_label": needs_label}
-        return documents.cached(
-            _read, FEATURES, key=(keys, how, _source()), num_proc=min(num_proc or 1, len(files)), files=files, **how
+        options = {"columns": columns, "needs_label": needs_label}
+        return documents.cache_rows(
+            _read,
+            FEATURES,
+            key=(keys, options, _source()),
+            num_proc=min(num_proc or 1, len(files)),
+            files=files,
+            **options,
         )
     if dataset_name.startswith("builtin/"):
         raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, [BUILTIN])}.")
-    found = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
-    where = f"dataset_name {dataset_name!r}"
-    text, pair, label = columns.find(where, found.column_names, needs_label)
-    names = found.features[label].names if isinstance(found.features[label], ClassLabel) else None
+    dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
+    location = f"dataset_name {dataset_name!r}"
+    text, pair, label = columns.find(location, dataset.column_names, needs_label)
+    names = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
 
     def row(values: dict[str, Any], place: int) -> dict[str, Any]:
         value = values[label] if names is None else names[values[label]] if values[label] >= 0 else None
-        wanted = _Row(values[text], values[pair] if pair else None, value)
-        return wanted.checked(f"{where}, split {split!r}, row {place}", (text, pair, label), needs_label)
+        sample = _Row(values[text], values[pair] if pair else None, value)
+        return sample.validate(f"{location}, split {split!r}, row {place}", (text, pair, label), needs_label)
 
-    return found.map(row, with_indices=True, remove_columns=found.column_names, features=FEATURES)
+    return dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,21 +164,21 @@ class _Row:
     pair: Any
     label: Any
 
-    def checked(self, where: str, columns: tuple[str, str | None, str | None], needs_label: bool) -> dict[str, Any]:
-        """As a row of `FEATURES`. Raises UsageError where text or label is missing or of another kind."""
+    def validate(self, location: str, columns: tuple[str, str | None, str | None], needs_label: bool) -> dict[str, Any]:
+        """Return a row of `FEATURES`. Raises UsageError where text or label is missing or of another kind."""
         for value, column in ((self.text, columns[0]), (self.pair, columns[1])):
             if column is not None and not isinstance(value, str | None):
-                raise UsageError(f"{where}: {column!r} holds {type(value).__name__}, not text")
+                raise UsageError(f"{location}: {column!r} holds {type(value).__name__}, not text")
             if column is not None and (value is None or not value.strip()):
-                raise UsageError(f"{where}: {column!r} is empty: fill it in, or remove the row")
-            documents.check_text(where, value)
+                raise UsageError(f"{location}: {column!r} is empty: fill it in, or remove the row")
+            documents.check_text(location, value)
         label = self.label
         if label is not None and not isinstance(label, str | int | float):
-            raise UsageError(f"{where}: {columns[2]!r} holds {type(label).__name__}, not a label")
+            raise UsageError(f"{location}: {columns[2]!r} holds {type(label).__name__}, not a label")
         label = None if label is None else str(label).strip()
-        documents.check_text(where, label)
+        documents.check_text(location, label)
         if needs_label and not label:
-            raise UsageError(f"{where}: {columns[2]!r} has no label: give one, or remove the row")
+            raise UsageError(f"{location}: {columns[2]!r} has no label: give one, or remove the row")
         return {"text": self.text, "pair": self.pair, "label": label or None}
 
 
@@ -177,9 +187,9 @@ class Text:
     """One sample.
 
     Attributes:
-        sample_id: which.
+        sample_id: its number in the dataset.
         tokens: int32 [length], with [CLS] and [SEP].
-        first: tokens up to the first [SEP], and with it.
+        first: number of tokens up to the first [SEP], and with it.
         label: a class's number, or a number.
     """
 
@@ -190,7 +200,7 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Tokens with [CLS] and [SEP]."""
+        """Number of tokens, with [CLS] and [SEP]."""
         return len(self.tokens)
 
 
@@ -203,7 +213,7 @@ class LabelledTexts:
         max_seq_length: tokens per sample at most; longer ones are cut at their end, of a pair the longer text.
         classes: names of the classes, in the order of their numbers; None: labels are numbers.
         num_proc: processes that tokenize.
-        what: names the texts in messages.
+        description: names the texts in messages.
 
     Raises:
         UsageError: labels that are none of the classes, or no numbers.
@@ -217,58 +227,58 @@ class LabelledTexts:
         max_seq_length: int,
         classes: list[str] | None,
         num_proc: int | None = None,
-        what: str = "texts",
+        description: str = "texts",
     ):
         self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
-        self.labels = _numbers(_labels(rows), classes, what)
-        built = rows.map(
+        self.labels = _numbers(_labels(rows), classes, description)
+        table = rows.map(
             _tokenize,
             batched=True,
             remove_columns=rows.column_names,
             features=Features({"tokens": List(Value("int32")), "first": Value("int32"), "is_cut": Value("bool")}),
             fn_kwargs={"tokenizer": tokenizer, "max_seq_length": max_seq_length},
             num_proc=num_proc,
-            desc=f"Tokenizing {what}",
+            desc=f"Tokenizing {description}",
             new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
         )
-        self.tokens = ListColumn(built, "tokens")
-        self.first = built.data.column("first").to_numpy().astype(np.int64)
-        self.num_cut = int(np.sum(built.data.column("is_cut").to_numpy()))
+        self.tokens = ListColumn(table, "tokens")
+        self.first = table.data.column("first").to_numpy().astype(np.int64)
+        self.num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __str__(self) -> str:
-        """How many, of which classes, and how many were cut."""
-        what = "numbers" if self.classes is None else f"{len(self.classes)} classes"
+        """Say how many texts there are, of how many classes, and how many were cut."""
+        kind = "numbers" if self.classes is None else f"{len(self.classes)} classes"
         cut = f", {self.num_cut} cut off after {self.max_length}" if self.num_cut else ""
-        return f"{len(self)} texts of {what} ({self.tokens.num_values} tokens{cut})"
+        return f"{len(self)} texts of {kind} ({self.tokens.num_values} tokens{cut})"
 
     def write(self, path: Path, logits: np.ndarray) -> None:
-        """A csv file of predictions in the order of the texts: class and its probability, or a number.
+        """Write a csv file of predictions in the order of the texts: class and its probability, or a number.
 
         Args:
-            path: of the file.
-            logits: [samples, classes].
+            path: where the file goes.
+            logits: floating [samples, classes]; [samples, 1] when labels are numbers.
         """
         with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
+            writer = csv.writer(file)
             if self.classes is None:
-                rows.writerows([["prediction"], *([f"{value:.6g}"] for value in logits[:, 0])])
+                writer.writerows([["prediction"], *([f"{value:.6g}"] for value in logits[:, 0])])
                 return
-            p = np.exp(logits - logits.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
-            rows.writerow(["prediction", "probability"])
-            rows.writerows([self.classes[of.argmax()], f"{of.max():.6g}"] for of in p)
+            probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+            probabilities /= probabilities.sum(-1, keepdims=True)
+            writer.writerow(["prediction", "probability"])
+            writer.writerows([self.classes[row.argmax()], f"{row.max():.6g}"] for row in probabilities)
 
     @property
     def majority(self) -> float:
-        """Share of the most frequent class: the accuracy of always naming it."""
+        """Share of the most frequent class: the accuracy of a prediction that always names it."""
         return max(Counter(self.labels.tolist()).values()) / len(self)
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Of what the samples are made: the tokenizer, the tokens, and the labels."""
+        """Hashes of all that the samples are made of: the tokenizer, the tokens, and the labels."""
         labels = self.labels.tobytes() if self.classes is None else repr([self.classes, self.labels.tolist()])
         return {
             "tokenizer": fingerprint(self.tokenizer),
@@ -277,24 +287,24 @@ class LabelledTexts:
         }
 
     def draw(self, epoch: int, sample_id: int) -> Text:
-        """A sample; it is the same in every epoch."""
+        """Return a sample; it is the same in every epoch."""
         return Text(int(sample_id), self.tokens[sample_id], int(self.first[sample_id]), float(self.labels[sample_id]))
 
     def longest(self) -> Text:
-        """max_seq_length tokens, of the first class."""
+        """Return a sample of max_seq_length tokens, of the first class."""
         return Text(0, np.full(self.max_length, self.tokenizer.sep_token_id, np.int32), self.max_length, 0.0)
 
     def collate(self, texts: list[Text]) -> dict[str, torch.Tensor | None]:
-        """A micro-batch of S samples end to end, M tokens, without padding; no samples make one without a label.
+        """Make a micro-batch of S samples end to end, M tokens, without padding; no samples make one without a label.
 
         Returns:
             what `ragged.make_micro_batch` returns, with each sample's first token as query.
             labels: int64 [S], a sample without a label has -100; float64 [S] when labels are numbers, NaN without one.
-            counts: int64 [1], samples.
+            counts: int64 [1], the number of samples.
         """
         counts = torch.tensor([len(texts)])
-        nothing = IGNORED if self.classes is not None else np.nan
-        texts = texts or [Text(0, np.full(2, self.tokenizer.sep_token_id), 2, nothing)]
+        missing_label = IGNORED if self.classes is not None else np.nan
+        texts = texts or [Text(0, np.full(2, self.tokenizer.sep_token_id), 2, missing_label)]
         labels = torch.tensor(
             [text.label for text in texts], dtype=torch.float64 if self.classes is None else torch.int64
         )
@@ -308,10 +318,10 @@ class LabelledTexts:
 
 
 def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[LabelledTexts, LabelledTexts | None]:
-    """The recipe's training and held-out texts; None when nothing is held out.
+    """Build the recipe's training and held-out texts; None when nothing is held out.
 
     Args:
-        recipe: its data fields.
+        recipe: gives the data, the tokenizer and the length.
         num_proc: processes that read and tokenize.
 
     Raises:
@@ -332,17 +342,19 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
     if name is None:
         texts = rows.select_columns("text")
         pairs = rows.filter(lambda pair: pair is not None, input_columns="pair").select_columns("pair")
-        both = datasets.concatenate_datasets([texts, pairs.rename_column("pair", "text")]) if len(pairs) else texts
-        tokenizer = train_wordpiece(both, recipe.vocab_size, recipe.do_lower_case)
+        all_texts = datasets.concatenate_datasets([texts, pairs.rename_column("pair", "text")]) if len(pairs) else texts
+        tokenizer = train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, NEEDED, "BERT")
+        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT")
     settings = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
-    train = LabelledTexts(rows, tokenizer, **settings, what="training texts")
-    return train, LabelledTexts(held_out, tokenizer, **settings, what="held-out texts") if len(held_out) else None
+    train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
+    return train, LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(
+        held_out
+    ) else None
 
 
 def from_files(files: Sequence[str], recipe: TextClassification, train: LabelledTexts) -> LabelledTexts:
-    """Texts to label, with or without labels of their own, as the training texts are read.
+    """Read texts to label, with or without labels of their own, in the same way as the training texts.
 
     Raises:
         UsageError: files that cannot be read.
@@ -351,13 +363,13 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
     rows = load_texts(train_file=files, columns=columns, needs_label=False)
     rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(FEATURES)
     settings = {"max_seq_length": train.max_length, "classes": train.classes}
-    return LabelledTexts(rows, train.tokenizer, **settings, what="texts to predict")
+    return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
 
 
 def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | None:
-    """The classes that labels name, sorted (as numbers where all are whole numbers); None: labels are numbers.
+    """Find the classes that labels name, sorted (as numbers where all are whole numbers); None: labels are numbers.
 
-    With num_labels None they are numbers if all of them are, and not all are whole.
+    With num_labels None, labels are numbers if each of them is a number, and not all are whole.
 
     Raises:
         UsageError: a single label, or another number of classes than num_labels.
@@ -368,29 +380,29 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     names = sorted(set(labels))
     if len(names) == 1:
         raise UsageError(
-            f"the training texts have a single label, {documents.listed(names)}: nothing can be learned; check label_column "
-            "and train_file"
+            f"the training texts have a single label, {documents.list_names(names)}: nothing can be learned; check "
+            "label_column and train_file"
         )
     if num_labels == 1 or (num_labels is None and all(map(_is_number, names)) and not all(map(_is_whole, names))):
         return None
     if all(map(_is_whole, names)):
         names.sort(key=int)
-    listed = ", ".join(map(documents.shown, names[:10])) + (", ..." if len(names) > 10 else "")
+    class_names = ", ".join(map(documents.shorten, names[:10])) + (", ..." if len(names) > 10 else "")
     if num_labels is not None and len(names) != num_labels:
         raise UsageError(
-            f"num_labels is {num_labels}, but the training texts have {len(names)} classes ({listed}): set it to {len(names)}, "
-            "or mend the labels"
+            f"num_labels is {num_labels}, but the training texts have {len(names)} classes ({class_names}): set it to "
+            f"{len(names)}, or mend the labels"
         )
     return names
 
 
 def _labels(rows: Dataset) -> list[str | None]:
-    """The column `label`, which `datasets` would read one row at a time."""
+    """Read the column `label` at once; `datasets` would read one row at a time."""
     return rows.select_columns("label").with_format("arrow")[:]["label"].to_pylist()
 
 
-def _numbers(labels: Sequence[str | None], classes: list[str] | None, what: str) -> np.ndarray:
-    """Of each label its class's number, int64, or the number that it is, float64; of a label that is None -100, or NaN."""
+def _numbers(labels: Sequence[str | None], classes: list[str] | None, description: str) -> np.ndarray:
+    """Turn labels into numbers of their classes, int64, or into the numbers that they are, float64; None into -100, or NaN."""
     if classes is None:
         wrong = sorted({label for label in labels if label is not None and not _is_number(label)})
         rule = "not all of them are numbers: set num_labels to that of the classes, or mend them"
@@ -398,16 +410,16 @@ def _numbers(labels: Sequence[str | None], classes: list[str] | None, what: str)
     else:
         places = {name: place for place, name in enumerate(classes)} | {None: IGNORED}
         wrong = sorted(set(labels) - set(places))
-        rule = f"the training texts have no such class, only {documents.listed(classes)}"
+        rule = f"the training texts have no such class, only {documents.list_names(classes)}"
         numbers = [places[label] for label in labels] if not wrong else []
     if wrong:
-        count, listed = sum(label in set(wrong) for label in labels), documents.listed(wrong)
-        raise UsageError(f"labels of {what}: {listed} ({count} of {len(labels)} rows), but {rule}")
+        count, label_names = sum(label in set(wrong) for label in labels), documents.list_names(wrong)
+        raise UsageError(f"labels of {description}: {label_names} ({count} of {len(labels)} rows), but {rule}")
     return np.array(numbers, np.float64 if classes is None else np.int64)
 
 
 def _is_whole(label: str) -> bool:
-    return label.removeprefix("-").isdecimal() and len(label) < MOST_DIGITS
+    return label.removeprefix("-").isdecimal() and len(label) < MAX_DIGITS
 
 
 def _is_number(label: str) -> bool:
@@ -420,7 +432,7 @@ def _is_number(label: str) -> bool:
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> dict[str, list]:
     texts, pairs = batch["text"], batch["pair"]
     inputs = [texts] if pairs[0] is None else [texts, pairs]
-    encoded = tokenizer(
+    encoding = tokenizer(
         *inputs,
         truncation="longest_first",
         max_length=max_seq_length,
@@ -428,11 +440,11 @@ def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_se
         return_overflowing_tokens=False,
         verbose=False,
     )
-    tokens = encoded["input_ids"]
+    tokens = encoding["input_ids"]
     whole = tokenizer(*inputs, return_length=True, verbose=False)["input_ids"]
     return {
         "tokens": [np.array(ids, np.int32) for ids in tokens],
-        "first": [kinds.count(0) for kinds in encoded["token_type_ids"]],
+        "first": [kinds.count(0) for kinds in encoding["token_type_ids"]],
         "is_cut": [len(full) > max_seq_length for full in whole],
     }
 
@@ -442,7 +454,7 @@ def _hash(*parts: object) -> str:
 
 
 def _source() -> str:
-    """What is cached is made anew when this file changes."""
+    """Hash this file, so that cached rows are made anew when it changes."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
@@ -451,7 +463,7 @@ def _source() -> str:
 
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
-    """The rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
     for file in files:
         names, number = None, 0
         try:
@@ -459,15 +471,10 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
                 if names is None or not all(name in values for name in names if name is not None):
                     names = columns.find(f"{file}:{number}", list(values), needs_label)
                 row = _Row(*(None if name is None else values[name] for name in names))
-                yield row.checked(f"{file}:{number}", names, needs_label)
+                yield row.validate(f"{file}:{number}", names, needs_label)
         except UsageError:
             raise
-        except (
-            OSError,
-            pa.ArrowException,
-            ValueError,
-            OverflowError,
-        ) as error:  # ValueError: micro-batches of a damaged table
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
             ) from error
@@ -498,11 +505,14 @@ READERS = {
 
 
 def _python_docs_parts() -> Iterator[dict[str, str | None]]:
-    """Paragraphs of `MIN_PARAGRAPH` characters or more, each once, and which of `PARTS` it comes from; not those of several."""
-    parts: dict[str, set[str]] = {}
+    """Make a row of each paragraph of `MIN_PARAGRAPH` characters or more, labelled by the one of `PARTS` it comes from.
+
+    A paragraph that several parts have is left out.
+    """
+    sources: dict[str, set[str]] = {}
     for part, page in documents.python_pages():
         for paragraph in page.split("\n\n"):
-            parts.setdefault(" ".join(paragraph.split()), set()).add(part)
-    for text, of in parts.items():
-        if len(of) == 1 and of <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield {"text": text, "pair": None, "label": next(iter(of))}
+            sources.setdefault(" ".join(paragraph.split()), set()).add(part)
+    for text, parts in sources.items():
+        if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
+            yield {"text": text, "pair": None, "label": next(iter(parts))}

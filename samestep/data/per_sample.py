@@ -1,4 +1,5 @@
-"""Collate functions that draw (masks of a masked language model, ...) made functions of the sample, not of the batch."""
+"""Makes collate functions that draw random numbers (masks of a masked language model, ...) functions of the sample, not of the
+batch."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from samestep.cut.order import sample_rng
 from samestep.errors import UsageError
 
-STREAM = 1000  # apart from those of the recipes' own sources, which have one seed for all
+STREAM = 1000  # of random numbers, apart from the streams of the recipes' own sources, which have one seed for all
 
 
 class PerSample:
@@ -29,7 +30,7 @@ class PerSample:
 
         Args:
             samples: as the collator takes them.
-            keys: (epoch, sample id) of each.
+            keys: (epoch, sample id) of each sample.
 
         Raises:
             UsageError: no keys (a DataLoader does not know them), or batches that are no mapping of tensors.
@@ -39,16 +40,16 @@ class PerSample:
                 "per_sample has to know which samples it collates, which a DataLoader does not say: give it to exact_steps, as "
                 "collate"
             )
-        kept = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
             batch = self.collator(list(samples))
             for row, (sample, key) in enumerate(zip(samples, keys, strict=True)):
                 self._seed(*key)
                 self._write(batch, row, self.collator([sample]))
         finally:
-            torch.set_rng_state(kept[0])
-            np.random.set_state(kept[1])
-            random.setstate(kept[2])
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
         return batch
 
     def _seed(self, epoch: int, sample_id: int) -> None:
@@ -57,21 +58,24 @@ class PerSample:
         np.random.seed(number)
         random.seed(number)
 
-    def _write(self, batch: Mapping[str, Any], row: int, alone: Mapping[str, Any]) -> None:
-        """Put a sample that was collated by itself, [1, L], into its row of the batch, [B, L' >= L]. The padding behind it
-        (before it, if the tokenizer pads on the left) is the batch's."""
-        if not isinstance(alone, Mapping) or not all(isinstance(value, torch.Tensor) for value in alone.values()):
+    def _write(self, batch: Mapping[str, Any], row: int, single: Mapping[str, Any]) -> None:
+        """Put a sample that was collated by itself, [1, L], into its row of the batch, [B, L' >= L].
+
+        The padding behind the sample (before it, if the tokenizer pads on the left) stays as it is in the batch.
+        """
+        if not isinstance(single, Mapping) or not all(isinstance(value, torch.Tensor) for value in single.values()):
             raise UsageError(
-                f"collator returned {type(alone).__name__}, must return a mapping of tensors (return_tensors='pt')"
+                f"collator returned {type(single).__name__}, must return a mapping of tensors (return_tensors='pt')"
             )
-        for name, value in alone.items():
+        for name, value in single.items():
+            # Each axis after the first: the sample's `length` numbers go to the start or the end of the batch's `size`
             sizes = zip(value.shape[1:], batch[name].shape[1:], strict=True)
-            places = tuple(slice(size - own, size) if self.pads_left else slice(own) for own, size in sizes)
+            places = tuple(slice(size - length, size) if self.pads_left else slice(length) for length, size in sizes)
             batch[name][(row, *places)] = value[0]
 
 
 def per_sample(collator: Callable[[list], Mapping[str, torch.Tensor]], seed: int) -> PerSample:
-    """Make what a collator draws (`DataCollatorForLanguageModeling`'s masks) a function of the seed, the epoch and the sample.
+    """Make a collator's draws (`DataCollatorForLanguageModeling`'s masks) a function of the seed, the epoch and the sample.
 
     The collator sees every sample once by itself, with torch, numpy and random seeded for it, and all of them once together,
     for the padding. So the same sample is masked in the same way in every cut of the step, and otherwise in the next epoch.

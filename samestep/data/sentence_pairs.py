@@ -1,13 +1,14 @@
 """Documents to BERT's pretraining samples: pairs of segments with masked tokens (Devlin et al. 2019, 1810.04805).
 
-Built once with `datasets`: every document tokenized into sentences, and cut into chunks of consecutive sentences of about
-`max_seq_length` tokens. A chunk is a sample. Drawn anew in every epoch from (seed, epoch, sample id): where the chunk is cut
-into segments A and B, whether B is replaced by a passage of another document, how a pair that is too long is truncated,
-which tokens are masked. So no pair is seen twice, nothing need be stored, and any epoch can be had at once.
+Every document is tokenized into sentences and cut into chunks of consecutive sentences of about `max_seq_length` tokens, once,
+with `datasets`. A chunk is a sample. The rest is drawn anew in every epoch from (seed, epoch, sample id): the cut of the chunk
+into segments A and B, whether a passage of another document replaces B, how a pair that is too long is truncated, and which
+tokens are masked. So no pair is seen twice, no pair is stored, and any epoch can be drawn without those before it.
 
-The passage that replaces B has as many sentences as come nearest to B's length. It cannot have exactly that length, so a
-pair's length says something about whether B follows: on the built-in documentation at length 128, a threshold on it alone is
-right for 0.62 of the training pairs and 0.66 of the held-out ones. Read next-sentence accuracies beside that.
+The passage that replaces B has the number of sentences that brings it nearest to B's length. The lengths are rarely equal, so a
+pair's length says something about whether B follows: on the built-in documentation at length 128, a rule that looks at the
+length alone (a threshold) is right for 0.62 of the training pairs and 0.66 of the held-out ones. Compare next-sentence
+accuracies with these.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ Dataset = optional("datasets").Dataset
 
 # Streams of random numbers (see order.sample_rng).
 CHUNKS, PAIRS, MASKS = 1, 2, 3
-NEEDED = ("cls_token", "sep_token", "mask_token", "pad_token")
+REQUIRED_TOKENS = ("cls_token", "sep_token", "mask_token", "pad_token")
 NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
 
 
@@ -42,7 +43,7 @@ class Pair:
     """One sample of one epoch, before masking.
 
     Attributes:
-        epoch, sample_id: which.
+        epoch, sample_id: of which the pair is a function.
         first, second: token ids of segments A and B, int32 views.
         is_random: 0 when B follows A, 1 when it comes from another document (the label of `BertForPreTraining`).
     """
@@ -55,7 +56,7 @@ class Pair:
 
     @property
     def length(self) -> int:
-        """Tokens with [CLS] and both [SEP]."""
+        """Number of tokens, with [CLS] and both [SEP]."""
         return len(self.first) + len(self.second) + NUM_SPECIAL
 
 
@@ -71,7 +72,7 @@ class SentencePairs:
         next_sentence_probability: share of the pairs whose B follows A.
         mlm_probability: share of a sample's ordinary tokens that are to be predicted (rounded, at least one).
         num_proc: processes that tokenize.
-        what: names the corpus in messages.
+        description: names the corpus in messages.
 
     Raises:
         UsageError: fewer than two documents, so that no passage of another document can be drawn.
@@ -88,7 +89,7 @@ class SentencePairs:
         next_sentence_probability: float,
         mlm_probability: float,
         num_proc: int | None = None,
-        what: str = "the corpus",
+        description: str = "the corpus",
     ):
         self.seed, self.tokenizer = seed, tokenizer
         self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
@@ -98,7 +99,7 @@ class SentencePairs:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary = np.flatnonzero(~self.is_special)
         vocabulary = tokenizer.backend_tokenizer.to_str()
-        built = documents.map(
+        table = documents.map(
             _tokenize,
             batched=True,
             with_indices=True,
@@ -110,24 +111,24 @@ class SentencePairs:
                 "short_seq_probability": short_seq_probability,
             },
             num_proc=num_proc,
-            desc=f"Tokenizing {what}",
+            desc=f"Tokenizing {description}",
             new_fingerprint=_hash(
                 rows_fingerprint(documents), vocabulary, seed, self.max_tokens, short_seq_probability
             ),
         )
-        self.tokens, self.ends, self.cuts = (ListColumn(built, name) for name in ("tokens", "ends", "cuts"))
+        self.tokens, self.ends, self.cuts = (ListColumn(table, name) for name in ("tokens", "ends", "cuts"))
         if len(self.tokens) < 2:
             raise UsageError(
-                f"{what} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so that B "
-                "can come from another document (in a .txt file, blank lines separate documents)"
+                f"{description} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so "
+                "that B can come from another document (in a .txt file, blank lines separate documents)"
             )
 
     def __len__(self) -> int:
-        """Chunks: the gaps between neighbouring cuts of a document."""
+        """Count the chunks: the gaps between neighbouring cuts of each document."""
         return self.cuts.num_values - len(self.cuts)
 
     def __str__(self) -> str:
-        """How many samples, and of how much text."""
+        """Say how many samples there are, and of how much text."""
         return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
 
     @property
@@ -140,14 +141,16 @@ class SentencePairs:
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Of what the samples are made: the tokenizer, the documents' tokens, and their chunks."""
+        """Hashes of all that the samples are made of: the tokenizer, the documents' tokens, and their chunks."""
         first_samples = np.concatenate([[0], np.cumsum(self.cuts.lengths() - 1)])
         documents = _hash(self.tokens.digest(), first_samples.tobytes())
         return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
-        """The pair of a sample in an epoch."""
+        """Draw the pair of a sample in an epoch."""
         rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
+        # The sample is chunk `chunk` of document `row`: `tokens` [tokens], `ends` [sentences] in tokens, `cuts` [chunks + 1] in
+        # sentences; sentence i is tokens[ends[i - 1] : ends[i]]
         row, chunk = self.cuts.find_gap(sample_id)
         tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
         first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
@@ -157,18 +160,19 @@ class SentencePairs:
         a, b = tokens[start:middle], tokens[middle:stop]
         is_random = rng.random() >= self.next_sentence_probability
         if is_random:
-            other = int(rng.integers(len(self.tokens) - 1))
-            other += other >= row
-            tokens, ends = self.tokens[other], self.ends[other]
+            other_row = int(rng.integers(len(self.tokens) - 1))
+            other_row += other_row >= row  # any row but the pair's own
+            tokens, ends = self.tokens[other_row], self.ends[other_row]
             place = int(rng.integers(len(ends)))
             start = ends[place - 1] if place else 0
+            # Lengths in tokens of the passages that begin with sentence `place`, of 1, 2, ... sentences
             lengths = ends[place:] - start
             b = tokens[start : start + lengths[np.abs(lengths - len(b)).argmin()]]
         a, b = self._truncate(a, b, rng)
         return Pair(int(epoch), int(sample_id), a, b, int(is_random))
 
     def longest(self) -> Pair:
-        """A pair of max_seq_length tokens."""
+        """Return a pair of max_seq_length tokens."""
         tokens = np.full(self.max_tokens, self.tokenizer.unk_token_id, np.int32)
         return Pair(0, 0, tokens[:1], tokens[1:], 0)
 
@@ -176,19 +180,20 @@ class SentencePairs:
         """Cut the longer segment, at its front or back at random, token by token, until the pair fits."""
         if len(a) + len(b) <= self.max_tokens:
             return a, b
-        keep_a = min(len(a), max(self.max_tokens - len(b), (self.max_tokens + 1) // 2))
-        cut = []
-        for segment, keep in ((a, keep_a), (b, self.max_tokens - keep_a)):
-            front = int(rng.binomial(len(segment) - keep, 0.5))
-            cut.append(segment[front : front + keep])
-        return cut[0], cut[1]
+        size_a = min(len(a), max(self.max_tokens - len(b), (self.max_tokens + 1) // 2))
+        segments = []
+        for segment, size in ((a, size_a), (b, self.max_tokens - size_a)):
+            front = int(rng.binomial(len(segment) - size, 0.5))
+            segments.append(segment[front : front + size])
+        return segments[0], segments[1]
 
     def mask(self, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sample's tokens as the model sees them, and what it must predict.
+        """Mask a pair: of the masked tokens 80 % become [MASK], 10 % a random ordinary token, 10 % stay as they are.
+
+        Special tokens are never masked.
 
         Returns:
-            input ids int64 [length], masked places int64 [m] ascending, their true tokens int64 [m]. Of the masked tokens
-            80 % are [MASK], 10 % a random ordinary token, 10 % unchanged; special tokens are never masked.
+            input ids int64 [length], masked places int64 [m] ascending, the true tokens at these places int64 [m].
         """
         tokens = np.concatenate([[self.cls], pair.first, [self.sep], pair.second, [self.sep]], dtype=np.int64)
         rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
@@ -204,7 +209,7 @@ class SentencePairs:
         return tokens, places, labels
 
     def collate(self, pairs: list[Pair]) -> dict[str, torch.Tensor | None]:
-        """A micro-batch of S samples end to end, without padding; no samples make one without targets.
+        """Make a micro-batch of S samples end to end, without padding; no samples make one without targets.
 
         Returns:
             what `ragged.make_micro_batch` returns, with each sample's first and masked tokens as queries.
@@ -214,9 +219,9 @@ class SentencePairs:
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
         """
-        micro_batch = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
-        tokens, places, labels = zip(*map(self.mask, micro_batch), strict=True)
-        num_first, is_random = [len(pair.first) + 2 for pair in micro_batch], [pair.is_random for pair in micro_batch]
+        samples = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
+        tokens, places, labels = zip(*map(self.mask, samples), strict=True)
+        num_first, is_random = [len(pair.first) + 2 for pair in samples], [pair.is_random for pair in samples]
         return {
             **make_pretraining_micro_batch(tokens, num_first, places, labels, is_random),
             "counts": torch.tensor([sum(map(len, labels)), len(pairs)]),
@@ -224,10 +229,10 @@ class SentencePairs:
 
 
 def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[SentencePairs, SentencePairs | None]:
-    """The recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
-        recipe: its data fields.
+        recipe: gives the data, the tokenizer and the lengths.
         num_proc: processes that read and tokenize.
 
     Raises:
@@ -238,11 +243,13 @@ def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[Sentenc
     if name is None:
         tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, NEEDED, "BERT")
+        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT")
     names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
     settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
-    train = SentencePairs(documents, tokenizer, **settings, what="training documents")
-    return train, SentencePairs(held_out, tokenizer, **settings, what="held-out documents") if len(held_out) else None
+    train = SentencePairs(documents, tokenizer, **settings, description="training documents")
+    return train, SentencePairs(held_out, tokenizer, **settings, description="held-out documents") if len(
+        held_out
+    ) else None
 
 
 def _hash(*parts: object) -> str:
@@ -257,13 +264,14 @@ def _tokenize(
     max_tokens: int,
     short_seq_probability: float,
 ) -> dict[str, list]:
-    """Documents to `tokens` (all of them), `ends` (of each sentence, in tokens) and `cuts` (chunk borders, in sentences)."""
+    """Turn documents into all their `tokens`, the `ends` of their sentences in tokens, and `cuts`, the chunks' borders in
+    sentences."""
     columns: dict[str, list] = {"tokens": [], "ends": [], "cuts": []}
     for text, index in zip(batch["text"], indices, strict=True):
         sentences = split_sentences(text)
-        encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
+        token_ids = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"] if sentences else []
         # A sentence longer than a sample is cut; a document of one sentence is cut in the middle.
-        pieces = [ids[at : at + max_tokens] for ids in encoded for at in range(0, len(ids), max_tokens)]
+        pieces = [ids[start : start + max_tokens] for ids in token_ids for start in range(0, len(ids), max_tokens)]
         if len(pieces) == 1 and len(pieces[0]) > 1:
             half = len(pieces[0]) // 2
             pieces = [pieces[0][:half], pieces[0][half:]]
@@ -278,13 +286,18 @@ def _tokenize(
 
 
 def _chunk(lengths: np.ndarray, max_tokens: int, short_seq_probability: float, rng: np.random.Generator) -> np.ndarray:
-    """Borders of the chunks, in sentences, int32: [0, ..., len(lengths)]; every chunk has at least two sentences."""
+    """Draw the borders of the chunks, in sentences, int32: [0, ..., len(lengths)]; every chunk has at least two sentences.
+
+    Args:
+        lengths: int64 [sentences], in tokens.
+    """
     cuts, size, target = [0], 0, None
     for place, length in enumerate(lengths):
         if target is None:
             short = rng.random() < short_seq_probability
             target = int(rng.integers(2, max_tokens + 1)) if short else max_tokens
         size += length
+        # A chunk ends where it is long enough, has two sentences or more, and leaves two or more for the next one
         if size >= target and place - cuts[-1] >= 1 and len(lengths) - place > 2:
             cuts.append(place + 1)
             size, target = 0, None

@@ -16,7 +16,7 @@ from samestep.cut.partition import partition
 from samestep.errors import UsageError
 
 MicroBatch = dict[str, torch.Tensor | None]
-AT_ONCE = 2**20  # bytes of steps that one process prepares one right after the other
+BURST_SIZE = 2**20  # bytes of the steps that one process prepares without a pause
 
 
 class Sample(Protocol):
@@ -24,22 +24,22 @@ class Sample(Protocol):
 
     @property
     def length(self) -> int:
-        """Its size in tokens, for the partition."""
+        """Size of the sample in tokens, for the partition."""
 
 
 class SampleSource(Protocol):
-    """What a task provides: samples as pure functions of (epoch, sample id)."""
+    """The samples of a task, as pure functions of (epoch, sample id)."""
 
     max_length: int  # no sample is longer
 
     def draw(self, epoch: int, sample_id: int) -> Any:
-        """A `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
+        """Draw a `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
 
     def collate(self, samples: list[Any]) -> MicroBatch:
-        """A micro-batch's tensors, with `counts` int64 [terms]; works for no samples (a micro-batch without targets)."""
+        """Make a micro-batch's tensors, with `counts` int64 [terms]; works for no samples (a micro-batch without targets)."""
 
     def longest(self) -> Any:
-        """A `Sample` of max_length tokens: what costs the most memory. Its content means nothing."""
+        """Return a `Sample` of max_length tokens, which costs the most memory. Its content means nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +47,13 @@ class StepData:
     """One process's part of one optimizer step.
 
     Attributes:
-        step: its number; 0 is the first.
-        micro_batches: tensors of each.
+        step: number of the step; 0 is the first.
+        micro_batches: tensors of each micro-batch.
         counts: int64 [terms], targets of each loss term in these micro-batches.
         samples: (epoch, sample id) of each sample of each micro-batch.
         epoch: epochs done when the step is done, a fraction.
-        num_samples, num_tokens: of the whole global batch, padding not counted.
-        num_micro_batches: on all processes, empty ones not counted.
+        num_samples, num_tokens: size of the whole global batch, padding not counted.
+        num_micro_batches: micro-batches on all processes, empty ones not counted.
     """
 
     step: int
@@ -73,7 +73,7 @@ class StepData:
         )
 
     def pin_memory(self) -> "StepData":
-        """Called by the DataLoader: micro-batches in page-locked memory, from which copies to a GPU do not block."""
+        """Copy the micro-batches to page-locked memory, from which copies to a GPU do not block. Called by the DataLoader."""
         return dataclasses.replace(self, micro_batches=torch_autograd.pin_memory(self.micro_batches))
 
 
@@ -84,13 +84,13 @@ class Steps(Dataset):
     `DataLoader`'s workers can prepare any step ahead of time.
 
     Args:
-        source: the samples.
-        order: which samples each step holds.
-        layout: how each step is cut.
-        process_index: this process's place among the layout's.
+        source: gives the samples.
+        order: decides which samples each step holds.
+        layout: decides how each step is cut.
+        process_index: number of this process among the layout's processes.
         max_tokens: most tokens in a micro-batch, padding included; None: no such cap.
         same_num_micro_batches: give every process as many micro-batches as the one with most, empty ones if need be (sharded
-            models, of which every forward needs all processes).
+            models, each of whose forwards needs all processes).
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -119,6 +119,8 @@ class Steps(Dataset):
         )
 
     def __getitem__(self, step: int) -> StepData:
+        # Arrays are over the step's samples, [global batch]. `parts` has a list for each process: its micro-batches, as arrays
+        # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
         parts = self._partition(lengths)
         places = parts[self.process_index]
@@ -136,22 +138,25 @@ class Steps(Dataset):
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
         )
 
-    def cut_first_samples(self, step: int, num_samples: int, at_once: int) -> list[MicroBatch]:
-        """The first samples of a step, cut as one process would whose largest micro-batch is `at_once` samples of
-        max_length."""
+    def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:
+        """Cut the first samples of a step for one process whose largest micro-batch is `max_samples` samples of max_length.
+
+        Returns:
+            tensors of each micro-batch, without `counts`.
+        """
         _, _, samples, lengths = self._draw(step)
-        places = partition(lengths[:num_samples], 1, *self.caps_for(at_once))[0]
+        places = partition(lengths[:num_samples], 1, *self.find_caps(max_samples))[0]
         micro_batches = [self.source.collate([samples[place] for place in micro_batch]) for micro_batch in places]
         return [
             {name: value for name, value in micro_batch.items() if name != "counts"} for micro_batch in micro_batches
         ]
 
-    def caps_for(self, at_once: int) -> tuple[int, int | None]:
-        """per_device_train_batch_size and max_tokens of micro-batches that cost no more than `at_once` samples of max_length:
-        as many, or as many tokens, where samples have tokens."""
+    def find_caps(self, max_samples: int) -> tuple[int, int | None]:
+        """Find per_device_train_batch_size and max_tokens of micro-batches that cost no more than `max_samples` samples of
+        max_length: as many samples or, where samples have tokens, as many tokens."""
         if self.source.max_length == 1:
-            return at_once, None
-        return self.layout.shares[0], at_once * self.source.max_length
+            return max_samples, None
+        return self.layout.shares[0], max_samples * self.source.max_length
 
     def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:
         epochs, ids = self.order.samples(step)
@@ -163,50 +168,57 @@ class Steps(Dataset):
         return partition(lengths, self.layout.num_processes, cap, self.max_tokens)
 
     def stream(self, first: int, last: int, num_workers: int | None, device: torch.device) -> Iterator[StepData]:
-        """Steps `first` to `last` - 1, prepared ahead of time by `num_workers` processes (0: between steps by this one; None: 2
-        beside a GPU, whose kernels leave the CPU idle), pinned for a CUDA `device`.
+        """Prepare steps `first` to `last` - 1 ahead of time.
 
-        What was prepared before `set_caps` is cut anew.
+        Steps that were prepared before a call of `set_caps` are prepared anew.
+
+        Args:
+            num_workers: processes that prepare steps. 0: this one does, between steps; None: 2 beside a GPU, whose kernels
+                leave the CPU idle, else 0.
+            device: where the micro-batches will go; for CUDA they are put into pinned memory.
         """
-        pinned = device.type == "cuda"
+        is_cuda = device.type == "cuda"
         if num_workers is None:
-            num_workers = 2 if pinned else 0
+            num_workers = 2 if is_cuda else 0
         while first < last:
             caps = self.layout, self.max_tokens
-            ahead = self._bursts(first, last)
-            if num_workers or pinned:
-                ahead = DataLoader(
+            steps = self._bursts(first, last)
+            if num_workers or is_cuda:
+                steps = DataLoader(
                     self,
                     batch_size=None,
                     sampler=range(first, last),
                     num_workers=num_workers,
-                    pin_memory=pinned,
+                    pin_memory=is_cuda,
                     worker_init_fn=interrupt.ignore_stop_signals,
                 )
-            for data in ahead:
+            for data in steps:
                 yield data
                 first += 1
                 if (self.layout, self.max_tokens) != caps:
                     break
 
     def _bursts(self, first: int, last: int) -> Iterator[StepData]:
-        """Steps `first` to `last` - 1, small ones several at a time: after another step's forward and backward the processor's
-        caches have forgotten how to prepare one, which then takes 0.6 ms instead of 0.1 (32 film reviews)."""
+        """Prepare steps `first` to `last` - 1, small ones several at a time.
+
+        After another step's forward and backward the processor's caches no longer hold the code and the data that prepare a
+        step, which then takes 0.6 ms instead of 0.1 (32 film reviews).
+        """
         steps = [self[first]]
-        at_once = max(1, AT_ONCE // max(1, steps[0].num_bytes))
+        num_steps = max(1, BURST_SIZE // max(1, steps[0].num_bytes))
         while steps:
             yield from steps
             first += len(steps)
-            steps = [self[step] for step in range(first, min(first + at_once, last))]
+            steps = [self[step] for step in range(first, min(first + num_steps, last))]
 
     @property
-    def longest_at_once(self) -> int:
+    def max_longest_samples(self) -> int:
         """Most samples of the greatest length in one micro-batch."""
-        most = min(self.layout.shares[0], self.layout.per_device_train_batch_size)
-        return most if self.max_tokens is None else min(most, self.max_tokens // self.source.max_length)
+        limit = min(self.layout.shares[0], self.layout.per_device_train_batch_size)
+        return limit if self.max_tokens is None else min(limit, self.max_tokens // self.source.max_length)
 
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
-        """Cut from now on by other caps."""
+        """Change the caps by which steps are cut from now on."""
         layout = self.layout
         self.max_tokens = max_tokens
         self.layout = solve_layout(
@@ -219,7 +231,7 @@ class Steps(Dataset):
         """Halve the caps so that the largest micro-batches of `step`, on whichever process, become smaller.
 
         Returns:
-            False when no micro-batch has more than one sample: nothing is smaller than that.
+            False when no micro-batch has more than one sample: then nothing is smaller.
         """
         _, _, _, lengths = self._draw(step)
         micro_batches = [
@@ -233,14 +245,14 @@ class Steps(Dataset):
             return False
         max_tokens = self.max_tokens
         if max_tokens is not None:
-            used = max(len(micro_batch) * int(lengths[micro_batch].max()) for micro_batch in micro_batches)
-            max_tokens = max(self.source.max_length, -(-used // 2))
+            num_tokens = max(len(micro_batch) * int(lengths[micro_batch].max()) for micro_batch in micro_batches)
+            max_tokens = max(self.source.max_length, -(-num_tokens // 2))
         self.set_caps(-(-rows // 2), max_tokens)
         return True
 
 
 def to_device(micro_batch: Mapping[str, torch.Tensor | None], device: torch.device) -> MicroBatch:
-    """The micro-batch's tensors on `device`, copied without blocking from pinned memory."""
+    """Copy a micro-batch's tensors to `device`, without blocking where they are in pinned memory."""
     return {
         name: value if value is None else value.to(device, non_blocking=True) for name, value in micro_batch.items()
     }

@@ -1,11 +1,12 @@
-"""Documents to GPT-2's pretraining samples: runs of tokens of which each predicts the next.
+"""Documents to GPT-2's pretraining samples: runs of tokens in which each token predicts the next.
 
-Built once with `datasets`: every document is <|endoftext|> and its tokens, in a memory-mapped file of 16-bit numbers where
-the vocabulary allows it. A sample of length T is T + 1 consecutive tokens: the first T are read, the last T predicted.
+Documents are tokenized once with `datasets`: every document is <|endoftext|> and its tokens, in a memory-mapped file of 16-bit
+numbers where the vocabulary allows it. A sample of length T is T + 1 consecutive tokens: the first T are read, the last T
+predicted.
 
 `PackedBlocks` writes the documents one after the other into a ring and cuts it into blocks of block_size tokens, the last
-one shorter, so that every token is predicted exactly once per epoch. Where the ring is cut open is drawn anew in every epoch
-from (seed, epoch). `SeparateDocuments` makes a sample of each document, cut off after block_size tokens.
+one shorter, so that every token is predicted exactly once per epoch. The place at which the ring is cut open is drawn anew in
+every epoch from (seed, epoch). `SeparateDocuments` makes a sample of each document, cut off after block_size tokens.
 """
 
 import dataclasses
@@ -38,12 +39,12 @@ class Run:
 
     @property
     def length(self) -> int:
-        """Tokens read, as many as are predicted."""
+        """Number of tokens that are read, as many as are predicted."""
         return len(self.tokens) - 1
 
 
 class TokenBlocks:
-    """What both kinds of samples share: the tokens and the micro-batches made of them.
+    """The tokens, and the micro-batches made of them, which both kinds of samples share.
 
     Args:
         documents: one row per document, column `text`.
@@ -52,7 +53,7 @@ class TokenBlocks:
         document_mask: whether attention and positions stay inside a document.
         seed: of the ring's cut in every epoch; None: it is never moved (held-out documents).
         num_proc: processes that tokenize.
-        what: names the corpus in messages.
+        description: names the corpus in messages.
     """
 
     def __init__(
@@ -64,12 +65,12 @@ class TokenBlocks:
         document_mask: bool = False,
         seed: int | None = None,
         num_proc: int | None = None,
-        what: str = "the corpus",
+        description: str = "the corpus",
     ):
         self.tokenizer, self.end_of_text = tokenizer, tokenizer.eos_token_id
-        self.max_length, self.document_mask, self.seed, self.what = block_size, document_mask, seed, what
+        self.max_length, self.document_mask, self.seed, self.description = block_size, document_mask, seed, description
         dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
-        built = documents.map(
+        table = documents.map(
             _tokenize,
             batched=True,
             batch_size=100,  # documents; more would only be more memory
@@ -77,13 +78,13 @@ class TokenBlocks:
             features=Features({"tokens": List(Value(dtype))}),
             fn_kwargs={"tokenizer": tokenizer, "dtype": dtype},
             num_proc=num_proc,
-            desc=f"Tokenizing {what}",
+            desc=f"Tokenizing {description}",
             new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
         )
-        self.tokens = ListColumn(built, "tokens")
+        self.tokens = ListColumn(table, "tokens")
 
     def __str__(self) -> str:
-        """How many samples, and of how much text."""
+        """Say how many samples there are, and of how much text."""
         return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
 
     @property
@@ -92,20 +93,20 @@ class TokenBlocks:
 
     @property
     def num_tokens(self) -> int:
-        """With one <|endoftext|> per document."""
+        """Number of tokens, with one <|endoftext|> per document."""
         return self.tokens.num_values
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Of what the samples are made: the tokenizer and the documents' tokens."""
+        """Hashes of all that the samples are made of: the tokenizer and the documents' tokens."""
         return {"tokenizer": fingerprint(self.tokenizer), "documents": self.tokens.digest()}
 
     def longest(self) -> Run:
-        """block_size tokens."""
+        """Return a sample of block_size tokens."""
         return Run(np.full(self.max_length + 1, self.end_of_text))
 
     def collate(self, runs: list[Run]) -> dict[str, torch.Tensor | None]:
-        """A micro-batch of S samples, padded on the right to their longest T; no samples make one row without targets.
+        """Make a micro-batch of S samples, padded on the right to their longest T; no samples make one row without targets.
 
         Causal attention looks left only, so nothing that is predicted sees the padding, and no mask is needed for it.
 
@@ -113,7 +114,7 @@ class TokenBlocks:
             input_ids: int64 [S, T].
             position_ids: int64 [S, T], anew from 0 at every <|endoftext|>; None unless document_mask: 0, 1, ...
             labels: int64 [M], the next token of each token that is not padding.
-            label_index: int64 [M], their places in the flattened [S * T]; None when nothing is padded.
+            label_index: int64 [M], places of these tokens in the flattened [S * T]; None when nothing is padded.
             counts: int64 [1], M.
         """
         lengths = np.array([run.length for run in runs] or [0])
@@ -127,6 +128,7 @@ class TokenBlocks:
         if lengths.min() < shape[1]:
             label_index = torch.from_numpy(np.flatnonzero(place < lengths[:, None]))
         if self.document_mask:
+            # [S, T]: the place of each <|endoftext|>, and by the running maximum, of each token, where its document begins
             starts = np.where(input_ids == self.end_of_text, place, 0)
             position_ids = torch.from_numpy(place - np.maximum.accumulate(starts, axis=1))
         return {
@@ -149,25 +151,26 @@ class PackedBlocks(TokenBlocks):
         super().__init__(documents, tokenizer, **settings)
         if self.seed is not None and self.num_tokens < self.max_length:
             raise UsageError(
-                f"block_size is {self.max_length}, but {self.what} have {self.num_tokens} tokens in all: lower --block_size to "
-                "that or less, or give more text"
+                f"block_size is {self.max_length}, but {self.description} have {self.num_tokens} tokens in all: lower "
+                "--block_size to that or less, or give more text"
             )
 
     def __len__(self) -> int:
         return -(-self.num_tokens // self.max_length)
 
     def first_token(self, epoch: int) -> int:
-        """Where the ring is cut open in `epoch`."""
+        """Return the token at which the ring is cut open in `epoch`."""
         return 0 if self.seed is None else _cut(self.seed, self.num_tokens, epoch)
 
     def draw(self, epoch: int, sample_id: int) -> Run:
-        """Block `sample_id` of the ring as it is cut in `epoch`."""
+        """Return block `sample_id` of the ring as it is cut in `epoch`."""
+        # The block is tokens [start, stop) of the ring laid out twice; `parts` are its pieces in the ring itself, [0, size)
         size, place = self.num_tokens, sample_id * self.max_length
         start = self.first_token(epoch) + place
         stop = start + min(self.max_length, size - place) + 1
         parts = [(start, min(stop, size)), (max(start, size) - size, stop - size)]  # before and after the ring's seam
-        read = [self.tokens.read(*part) for part in parts if part[0] < part[1]]
-        return Run(read[0] if len(read) == 1 else np.concatenate(read))
+        pieces = [self.tokens.read(*part) for part in parts if part[0] < part[1]]
+        return Run(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
 
 
 class SeparateDocuments(TokenBlocks):
@@ -177,7 +180,7 @@ class SeparateDocuments(TokenBlocks):
         return self.num_documents
 
     def draw(self, epoch: int, sample_id: int) -> Run:
-        """The start of document `sample_id`; a whole document ends with <|endoftext|>."""
+        """Return the start of document `sample_id`; a whole document ends with <|endoftext|>."""
         tokens = self.tokens[sample_id]
         if len(tokens) > self.max_length:
             return Run(tokens[: self.max_length + 1])
@@ -190,10 +193,10 @@ def _cut(seed: int, num_tokens: int, epoch: int) -> int:
 
 
 def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
-    """The recipe's training and held-out samples; None when nothing is held out.
+    """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
-        recipe: its data fields.
+        recipe: gives the data, the tokenizer and the length.
         num_proc: processes that read and tokenize.
 
     Raises:
@@ -208,11 +211,13 @@ def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBl
         tokenizer = train(documents, recipe.vocab_size)
     kind = PackedBlocks if recipe.packing else SeparateDocuments
     settings = {"block_size": recipe.block_size, "document_mask": recipe.document_mask, "num_proc": num_proc}
-    blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, what="training documents")
-    return blocks, kind(held_out, tokenizer, **settings, what="held-out documents") if len(held_out) else None
+    blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
+    return blocks, kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
 
 
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, dtype: str) -> dict[str, list]:
-    """Documents to `tokens`. The text <|endoftext|> inside a document is text: only documents' borders are marked."""
-    encoded = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    return {"tokens": [np.array([tokenizer.eos_token_id, *ids], dtype) for ids in encoded]}
+    """Turn documents into `tokens`. The text <|endoftext|> inside a document is text: only documents' borders are marked."""
+    token_ids = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True, verbose=False)[
+        "input_ids"
+    ]
+    return {"tokens": [np.array([tokenizer.eos_token_id, *ids], dtype) for ids in token_ids]}

@@ -24,17 +24,17 @@ SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
-    """Train BERT's WordPiece tokenizer (Devlin et al. 2019, 1810.04805), once: it is kept in the datasets' cache.
+    """Train BERT's WordPiece tokenizer (Devlin et al. 2019, 1810.04805), once: it is saved in the datasets' cache.
 
     The same documents give the same vocabulary. A small corpus may fill fewer than `vocab_size` entries; the model's
     embedding keeps `vocab_size` rows all the same, so that the recipe alone decides its shape.
 
     Args:
         documents: one row per document, column `text`.
-        vocab_size: most entries.
+        vocab_size: entries at most.
         do_lower_case: lower-case and strip accents.
     """
-    return _once(
+    return _train_once(
         "wordpiece", documents, lambda texts: _wordpiece(texts, vocab_size, do_lower_case), vocab_size, do_lower_case
     )
 
@@ -42,39 +42,39 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
 def train_byte_level_bpe(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
     """Train GPT-2's byte-level BPE tokenizer (Radford et al. 2019), once. Any text can be written in it, and read back.
 
-    Args, and what is the same and kept: as in `train_wordpiece`. The 256 bytes and <|endoftext|> are always in it.
+    Arguments, determinism and cache are as in `train_wordpiece`. The 256 bytes and <|endoftext|> are always in the vocabulary.
 
     Raises:
         UsageError: vocab_size is below 257.
     """
-    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
-    if vocab_size < least:
+    min_size = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < min_size:
         raise UsageError(
-            f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {least} or more"
+            f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {min_size} or more"
         )
-    return _once("byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size), vocab_size)
+    return _train_once("byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size), vocab_size)
 
 
 def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of single characters, in the order of their code points; as `train_wordpiece` otherwise.
+    """Train a tokenizer of single characters, in the order of their code points; as `train_wordpiece` otherwise.
 
     The vocabulary is <|endoftext|>, <|unknown|> for characters that the documents lack, and the documents' most frequent
     `vocab_size` - 2 characters.
     """
-    return _once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
+    return _train_once("characters", documents, lambda texts: _characters(texts, vocab_size), vocab_size)
 
 
-def _once(
+def _train_once(
     kind: str,
     documents: Dataset,
     train: Callable[[Iterable[str]], PreTrainedTokenizerBase],
     vocab_size: int,
     *settings: object,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that `train` makes of the documents, from the cache if it was made before.
+    """Train a tokenizer on the documents by `train`, unless the cache has it.
 
     Raises:
-        UsageError: it has more than `vocab_size` entries, because the least that it needs are more.
+        UsageError: the entries that the tokenizer cannot do without are more than `vocab_size`.
     """
     key = repr((rows_fingerprint(documents), vocab_size, *settings, tokenizers.__version__))
     folder = Path(datasets.config.HF_DATASETS_CACHE) / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -114,8 +114,8 @@ def _characters(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBas
     counts = Counter()
     for text in texts:
         counts.update(text)
-    kept = sorted(sorted(counts, key=lambda c: (-counts[c], c))[: max(0, vocab_size - 2)])
-    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *kept])}
+    characters = sorted(sorted(counts, key=lambda c: (-counts[c], c))[: max(0, vocab_size - 2)])
+    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -125,10 +125,10 @@ def _characters(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBas
 
 
 def _wordpiece(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> PreTrainedTokenizerBase:
-    """`tokenizers`' trainer, made deterministic.
+    """Train WordPiece with the trainer of `tokenizers`, made deterministic.
 
     The trainer numbers the characters inside words (##a, ##b, ...) in the order of a randomly seeded hash map, and breaks
-    ties between merges by these numbers, so that two trainings on the same texts differ. Here they are numbered first.
+    ties between merges by these numbers, so that two trainings on the same texts differ. Here characters are numbered first.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=do_lower_case)
@@ -148,24 +148,26 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> Pr
     tokenizer.train_from_iterator(texts, trainer)
     # A new tokenizer of the same vocabulary, in which ##a is no special token.
     vocabulary = tokenizer.get_vocab()
-    trained = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    trained.normalizer, trained.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-    trained.decoder = decoders.WordPiece(prefix="##")
-    trained.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    return BertTokenizerFast(tokenizer_object=trained, do_lower_case=do_lower_case)
+    result = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    result.normalizer, result.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    result.decoder = decoders.WordPiece(prefix="##")
+    result.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    return BertTokenizerFast(tokenizer_object=result, do_lower_case=do_lower_case)
 
 
-def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], like: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str, vocab_size: int, required_tokens: Sequence[str], example: str
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub.
 
     Args:
         name_or_path: a folder, or a name on the hub.
         vocab_size: rows of the model's embedding.
-        needed: special tokens that it must have ("mask_token", "eos_token", ...).
-        like: names, in the message, a model whose tokenizer would do.
+        required_tokens: special tokens that it must have ("mask_token", "eos_token", ...).
+        example: names, in the message, a model whose tokenizer would do.
 
     Raises:
-        UsageError: it cannot be loaded, lacks a needed token, or has more than `vocab_size` entries.
+        UsageError: a tokenizer that cannot be loaded, lacks a required token, or has more than `vocab_size` entries.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
@@ -174,10 +176,10 @@ def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], li
         raise UsageError(
             f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
         ) from None
-    missing = [name for name in needed if getattr(tokenizer, name) is None]
-    if missing:
-        raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing)}: give one like {like}'s")
-    if entries.keys() <= set(tokenizer.all_special_tokens):  # what transformers makes of a folder that lacks it
+    missing_tokens = [name for name in required_tokens if getattr(tokenizer, name) is None]
+    if missing_tokens:
+        raise UsageError(f"tokenizer {name_or_path} has no {', '.join(missing_tokens)}: give one like {example}'s")
+    if entries.keys() <= set(tokenizer.all_special_tokens):  # so transformers loads a folder without one
         raise UsageError(
             f"tokenizer {name_or_path} has no vocabulary: it must hold tokenizer.json, or what it is made of"
         )
@@ -191,5 +193,5 @@ def load_tokenizer(name_or_path: str, vocab_size: int, needed: Sequence[str], li
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits (SHA-256) of everything that decides how it cuts text."""
+    """Return 16 hex digits of a SHA-256 of everything that decides how a tokenizer cuts text."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What is known of a recipe on a device: how many samples fit at once, and what is fastest. Remembered from run to run."""
+"""Remembers from run to run how many samples of a recipe fit on a device at once, and what is fastest there."""
 
 import dataclasses
 import hashlib
@@ -20,14 +20,15 @@ FILE = Path(HF_HOME) / "accelerate-recipes" / "capacity.json"
 
 @dataclasses.dataclass
 class Capacity:
-    """What is known of one recipe on one device.
+    """The numbers that are known of one recipe on one device; the file has them under these names.
 
     Attributes:
-        key: names the two, and what else they depend on.
-        fits: samples of the greatest length that were seen to fit at once; 0: unknown.
-        fails: fewest that were seen not to fit; None: unknown.
-        way: to compute that was measured to be the fastest; None: unknown.
-        at_once: samples of the greatest length, or as many tokens in shorter ones, that were; None: unknown.
+        key: names the recipe, the device, and all else that the numbers depend on.
+        fits: most samples of the greatest length that were seen to fit at once; 0: unknown.
+        fails: fewest samples of the greatest length that were seen not to fit; None: unknown.
+        way: name of the kernels that were measured to be the fastest; None: unknown.
+        at_once: size of the micro-batch that was measured to be the fastest, as a number of samples of the greatest length, or
+            of shorter ones with as many tokens; None: unknown.
     """
 
     key: str
@@ -37,7 +38,7 @@ class Capacity:
     at_once: int | None = None
 
     def note(self, num_samples: int, has_fit: bool) -> None:
-        """Learn from a try. What memory held once it may not hold later: the last word counts."""
+        """Learn from a try. Memory that held a micro-batch once may not hold it later: the last try counts."""
         if has_fit:
             self.fits = max(self.fits, num_samples)
         else:
@@ -45,12 +46,12 @@ class Capacity:
             self.fits = 0 if self.fits >= self.fails else self.fits
 
     def write(self) -> None:
-        """Remember it. A cache that cannot be written is done without."""
-        known = {name: value for name, value in dataclasses.asdict(self).items() if name != "key"}
+        """Write the numbers to the file. If it cannot be written, the run goes on without it."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name != "key"}
         try:
             FILE.parent.mkdir(parents=True, exist_ok=True)
             temporary = FILE.with_suffix(f".{self.key}")
-            temporary.write_text(json.dumps(_read_all() | {self.key: known}), encoding="utf-8")
+            temporary.write_text(json.dumps(_read_all() | {self.key: values}), encoding="utf-8")
             temporary.replace(FILE)
         except OSError:
             pass
@@ -58,14 +59,14 @@ class Capacity:
 
 def _read_all() -> dict[str, dict[str, Any]]:
     try:
-        known = json.loads(FILE.read_text(encoding="utf-8"))
-        return {key: values for key, values in known.items() if _is_valid(values)}
+        entries = json.loads(FILE.read_text(encoding="utf-8"))
+        return {key: values for key, values in entries.items() if _is_valid(values)}
     except (OSError, ValueError, AttributeError):
         return {}
 
 
 def _is_valid(values: object) -> bool:
-    """Whether a `Capacity` can have these."""
+    """Check that a `Capacity` can have these values."""
     kinds = {"fits": int, "fails": int | None, "way": str | None, "at_once": int | None}
     return (
         isinstance(values, dict)
@@ -75,7 +76,7 @@ def _is_valid(values: object) -> bool:
 
 
 def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> Capacity:
-    """What process 0's machine remembers of this recipe on this device. Called by all processes."""
+    """Read the numbers of this recipe on this device from process 0's machine. Called by all processes."""
     device = accelerator.device
     hardware = torch.cuda.get_device_properties(device) if device.type == "cuda" else device.type
     names = ("per_device_train_tokens", "attn_implementation", "gradient_checkpointing", "dtype", "torch_compile")
@@ -92,5 +93,5 @@ def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> C
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: the device's or, where the allocator says so, the host's."""
+    """Tell whether memory ran out: the device's or, where the allocator says so, the host's."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)

@@ -18,15 +18,15 @@ from samestep.training import metrics
 
 @torch.no_grad()
 def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) -> tuple[MicroBatch, torch.Tensor]:
-    """A micro-batch of samples spread evenly over a dataset of images, and what a network says of it, on the host.
+    """Predict the classes of samples spread evenly over a dataset of images; results are on the host.
 
     Args:
-        network: given pixel_values, returns logits [samples, ..., classes], or what holds them; in evaluation mode.
+        network: takes pixel_values, returns logits [samples, ..., classes], or an object with `logits`; in evaluation mode.
         source: a `SampleSource` of images.
-        num_samples: at most.
+        num_samples: samples at most.
 
     Returns:
-        The micro-batch; the places of the largest logits, int64 [samples, ...].
+        The micro-batch of these samples; the predicted classes (places of the largest logits), int64 [samples, ...].
     """
     places = torch.linspace(0, len(source) - 1, min(num_samples, len(source))).long().unique()
     micro_batch = source.collate([source.draw(0, place) for place in places.tolist()])
@@ -37,101 +37,110 @@ def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) ->
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int) -> torch.Tensor:
-    """Summed losses, correct predictions and targets of each loss term over a whole dataset.
+    """Add up losses, correct predictions and targets of each loss term over a whole dataset.
 
     Args:
         accelerator: its processes share the work.
         model: in evaluation mode called with a micro-batch's tensors, returns (sums [terms], correct [terms]).
         source: a `SampleSource` with a length; its samples are drawn as in epoch 0.
-        seed: of the order, which decides nothing but the cut.
-        batch_size: most samples in one forward.
+        seed: decides the order of the samples, and so the cut, but no result.
+        batch_size: samples in one forward, at most.
 
     Returns:
         float64 [3, terms] on the host: sums, correct, counts.
     """
     totals = 0
-    for data, (sums, correct) in _forwards(accelerator, model, source, seed, batch_size):
+    for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size):
         totals = totals + torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
     return accelerator.reduce(totals, reduction="sum").cpu()
 
 
 @torch.no_grad()
-def outputs(
+def evaluate_logits(
     accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """What a classifier says of each sample of a dataset, and its summed loss; the same on every process.
+    """Compute a classifier's logits of each sample of a dataset, and its summed loss; the same on every process.
 
     Args:
-        accelerator, source, seed, batch_size: as of `evaluate`.
+        accelerator, source, seed, batch_size: see `evaluate`.
         model: in evaluation mode called with a micro-batch's tensors, returns (sums [1], logits [samples, classes]).
 
     Returns:
         float64 [3, 1] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample once.
     """
     totals, ids, logits = 0, [], []
-    for data, (sums, of_micro_batch) in _forwards(accelerator, model, source, seed, batch_size):
+    for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
         totals = totals + torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()])
         ids += [sample_id for _, sample_id in data.samples[0]]
-        logits.append(of_micro_batch[: len(data.samples[0])].double().cpu().numpy())
-    gathered = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
-    places, rows = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
+        logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
+    shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
+    # [samples] and [samples, classes] of all processes, in the order of the processes: sorted by sample id, the dataset's order
+    places, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
     return accelerator.reduce(totals.to(accelerator.device), reduction="sum").cpu(), rows[np.argsort(places)]
 
 
 def judge(
     accelerator: Accelerator, names: tuple[str, ...], logits: np.ndarray, source, trust_code: bool
 ) -> dict[str, float]:
-    """Metrics of `outputs`, computed once, by process 0, and known to all.
+    """Compute metrics of logits once, on process 0, and send them to all processes.
 
     Args:
-        accelerator: its processes.
-        names, trust_code: of `metrics.compute`.
+        accelerator: its processes call this function together.
+        names, trust_code: see `metrics.compute`.
         logits: [samples, classes]; [samples, 1] when labels are numbers.
         source: labelled texts: their `labels` [samples] and `classes`.
 
     Raises:
         UsageError: a metric that cannot be loaded; on all processes.
     """
-    found: list[dict[str, float] | list[str]] = [{}]
+    answer: list[dict[str, float] | list[str]] = [{}]
     if accelerator.is_main_process:
         predictions = logits[:, 0] if source.classes is None else logits.argmax(-1)
         try:
-            found = [metrics.compute(names, predictions, source.labels, trust_code)]
+            answer = [metrics.compute(names, predictions, source.labels, trust_code)]
         except UsageError as error:
-            found = [error.problems]  # for the others, which wait
-    (judged,) = broadcast_object_list(found)
-    if isinstance(judged, list):
-        raise UsageError(judged)
-    return judged
+            answer = [error.problems]  # for the other processes, which wait
+    (result,) = broadcast_object_list(answer)
+    if isinstance(result, list):
+        raise UsageError(result)
+    return result
 
 
 def check_metrics(names: tuple[str, ...], best: str, trust_code: bool) -> None:
-    """Before anything of an earlier run is deleted: can these metrics be had, and is the one that is to be `best` among them?
+    """Check, before anything of an earlier run is deleted, that these metrics can be loaded and that `best` is among them.
 
     Raises:
-        UsageError: no.
+        UsageError: a metric that cannot be loaded, or `best` is neither the loss nor one of them.
     """
     if best not in ("loss", *names):
         raise UsageError(f"metric_for_best_model is {best!r}: {nearest(best, ['loss', *names])}")
     metrics.load(names, trust_code)
 
 
-def confusion(source, logits: np.ndarray) -> np.ndarray:
-    """How many texts of each class, int64 [classes, classes], were taken for which one. Args: as of `judge`."""
+def count_confusions(source, logits: np.ndarray) -> np.ndarray:
+    """Count the texts of each true class (rows) by predicted class (columns), int64 [classes, classes].
+
+    Args:
+        source: labelled texts: their `labels` [samples] and `classes`.
+        logits: [samples, classes].
+    """
     size = len(source.classes)
     return np.bincount(size * source.labels + logits.argmax(-1), minlength=size * size).reshape(size, size)
 
 
 def classify(model: nn.Module, source, batch_size: int) -> np.ndarray:
-    """Logits float64 [samples, classes] of a dataset in its order.
+    """Compute the logits of a dataset on this process alone.
 
     Args:
-        model: as of `outputs`, but on this process alone; left in evaluation mode.
+        model: returns (sums [1], logits [samples, classes]) of a micro-batch's tensors; is left in evaluation mode.
         source: labelled texts.
-        batch_size: samples in one forward.
+        batch_size: samples in one forward, at most.
+
+    Returns:
+        float64 [samples, classes], in the dataset's order.
     """
     model.eval()
-    found = []
+    parts = []
     for first in range(0, len(source), batch_size):
         micro_batch = source.collate(
             [source.draw(0, place) for place in range(first, min(first + batch_size, len(source)))]
@@ -139,12 +148,12 @@ def classify(model: nn.Module, source, batch_size: int) -> np.ndarray:
         del micro_batch["counts"]
         with torch.no_grad():
             _, logits = model(**to_device(micro_batch, next(model.parameters()).device))
-        found.append(logits.double().cpu().numpy())
-    return np.concatenate(found)
+        parts.append(logits.double().cpu().numpy())
+    return np.concatenate(parts)
 
 
-def best_of(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, int]:
-    """The step of the best of a run's evaluations, the earlier one of equals, and how many came after it.
+def find_best(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[int, int]:
+    """Find the step of the best of a run's evaluations, the earliest of equal ones, and count the evaluations after it.
 
     Args:
         evaluations: `step` and `eval_METRIC` of each, in order.
@@ -153,20 +162,24 @@ def best_of(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[int,
     Raises:
         UsageError: no such metric.
 
-    >>> best_of([{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}, {"step": 9, "eval_loss": 1.0}], "loss")
+    >>> find_best([{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}, {"step": 9, "eval_loss": 1.0}], "loss")
     (5, 1)
     """
-    known = [name.removeprefix("eval_") for name in evaluations[0] if name.startswith("eval_")]
-    if metric not in known:
-        raise UsageError(f"metric_for_best_model is {metric!r}: {nearest(metric, known)}")
+    names = [name.removeprefix("eval_") for name in evaluations[0] if name.startswith("eval_")]
+    if metric not in names:
+        raise UsageError(f"metric_for_best_model is {metric!r}: {nearest(metric, names)}")
     sign = -1 if metric.endswith(("loss", "perplexity", "mse", "mae", "error")) else 1
     values = [sign * line[f"eval_{metric}"] for line in evaluations]
     place = values.index(max(values))
     return evaluations[place]["step"], len(values) - 1 - place
 
 
-def _forwards(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int):
-    """This process's part of a dataset in evaluation mode: data of one micro-batch, and what the model returns of it."""
+def _run_forwards(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int):
+    """Compute this process's part of a dataset in evaluation mode.
+
+    Yields:
+        the data of one micro-batch, and what the model returns of it.
+    """
     layout = solve_layout(
         num_processes=accelerator.num_processes, per_device_train_batch_size=batch_size, gradient_accumulation_steps=1
     )

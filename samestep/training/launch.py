@@ -1,4 +1,4 @@
-"""The one place that makes the `Accelerator`, and that refuses launches Accelerate would quietly turn into others."""
+"""Makes the `Accelerator`, and refuses launches that Accelerate would quietly turn into others."""
 
 import gc
 import os
@@ -29,9 +29,9 @@ from samestep.step.optim import Accumulating
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 ONEDNN_KERNELS = "8192"
-"""How many kernels oneDNN keeps, of which it generates one for every size of a product in bf16, in 0.7 ms: its 1024 are too few
-for micro-batches of all sizes."""
-UNSUPPORTED = {
+"""Capacity of oneDNN's cache of kernels. oneDNN generates a kernel, in 0.7 ms, for every size of a matmul in bf16; its default,
+1024, is too few for micro-batches of all sizes."""
+UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "with tensor, context or sequence parallelism processes share samples",
@@ -48,7 +48,7 @@ def create_accelerator(
     processes that find no GPU without having asked for the CPU are an error.
 
     Args:
-        mixed_precision: no, fp16 or bf16; None: what the launch says.
+        mixed_precision: no, fp16 or bf16; None: as the launch says.
         ddp_timeout: seconds that a process waits for another in a collective.
         may_shard: whether FSDP2 is supported.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
@@ -56,10 +56,10 @@ def create_accelerator(
     Raises:
         UsageError: a launch that would not be what it says, or whose steps would not be the recipe's.
     """
-    if not gc.isenabled():  # the program did without it while it imported modules
-        gc.freeze()  # they stay: nothing of them need be looked at again, which takes 0.4 s each time
+    if not gc.isenabled():  # the program turned the collector off while it imported modules
+        gc.freeze()  # modules stay: the collector need not look at them again, which takes 0.4 s each time
         gc.enable()
-    problems = _environment_problems()
+    problems = _find_environment_problems()
     if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         problems.append(
             "the launch file shards weights (FSDP), which only programs of language models do: launch with distributed_type "
@@ -67,13 +67,13 @@ def create_accelerator(
         )
     if problems:
         raise UsageError(problems)
-    plugin = _sharding()
+    plugin = _make_sharding_plugin()
     search_for_lomo_once()
-    # Accelerate 1.15 knows no other name for it; torch 2.13 warns of its coming one in every process.
+    # Accelerate 1.15 knows no other name for `broadcast_buffers`; torch 2.13 warns in every process that a new name will come.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     accelerator = Accelerator(
-        # Sharded gradients are reduced in every micro-batch: kept until the last, they would be whole on every process.
+        # Sharded gradients are reduced in every micro-batch: if they waited for the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
         fsdp_plugin=plugin,
         mixed_precision=mixed_precision,
@@ -87,20 +87,20 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if problems := _accelerator_problems(accelerator):
+    if problems := _find_accelerator_problems(accelerator):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         stop_malloc_returning_memory()
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read at the first one
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read when the first kernel is made
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         shard_on_cpus(accelerator, plugin)
     return accelerator
 
 
-def _sharding() -> FullyShardedDataParallelPlugin | None:
-    """FSDP2 as the launch file asks for it; None: every process holds the whole model.
+def _make_sharding_plugin() -> FullyShardedDataParallelPlugin | None:
+    """Make the plugin for FSDP2 if the launch file asks for it; None: every process holds the whole model.
 
-    Parameters are gathered in their own type, and `prepare` lets autocast decide what is computed in bf16, as without
+    Parameters are gathered in their own type, and `prepare` leaves it to autocast which operations are in bf16, as without
     sharding; Accelerate's own policy would reduce gradients in bf16.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
@@ -109,8 +109,9 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
-    """`accelerator.prepare`, with autocast around a sharded model's forward, which Accelerate leaves out. An optimizer that
-    accumulates takes the place of DistributedDataParallel.
+    """Call `accelerator.prepare`, and put autocast around a sharded model's forward, which Accelerate leaves out.
+
+    An optimizer that accumulates takes the place of DistributedDataParallel.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
@@ -130,11 +131,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             )
             raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
         model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
-        prepared = accelerator.prepare(optimizer)
+        wrapped_optimizer = accelerator.prepare(optimizer)
         if accelerator.num_processes > 1:
             optimizer.distribute(model)
         optimizer.allocate()
-        return model, prepared
+        return model, wrapped_optimizer
     model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
@@ -142,26 +143,29 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
 
 
 def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether each forward needs all processes: for parts of the model, or for statistics of batch normalisation."""
-    synchronized = any(isinstance(module, BatchNorm) and module.group is not None for module in model.modules())
-    return is_sharded(accelerator) or synchronized
+    """Tell whether each forward needs all processes: for parts of the model, or for statistics of batch normalisation."""
+    is_synchronized = any(isinstance(module, BatchNorm) and module.group is not None for module in model.modules())
+    return is_sharded(accelerator) or is_synchronized
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether processes hold parts of the model, so that each of their forwards needs all of them."""
+    """Tell whether processes hold parts of the model, so that each forward needs all processes."""
     return accelerator.distributed_type == DistributedType.FSDP
 
 
 def _gpus_are_hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU. `accelerate launch` gives gpu_ids to all processes by that name, but
-    use_cpu only to a single one (as ACCELERATE_USE_CPU, which Accelerate reads itself)."""
+    """Tell whether CUDA_VISIBLE_DEVICES hides every GPU.
+
+    `accelerate launch` passes gpu_ids to all processes in this variable, but use_cpu only to a single process (in
+    ACCELERATE_USE_CPU, which Accelerate reads itself).
+    """
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
 
 
-def _environment_problems() -> list[str]:
+def _find_environment_problems() -> list[str]:
     problems = [
         f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
-        for name, why in UNSUPPORTED.items()
+        for name, why in UNSUPPORTED_FEATURES.items()
         if parse_flag_from_env(name)
     ]
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
@@ -192,7 +196,7 @@ def _environment_problems() -> list[str]:
     return problems
 
 
-def _accelerator_problems(accelerator: Accelerator) -> list[str]:
+def _find_accelerator_problems(accelerator: Accelerator) -> list[str]:
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
@@ -204,8 +208,8 @@ def _accelerator_problems(accelerator: Accelerator) -> list[str]:
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
     if accelerator.mixed_precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         problems.append("mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no")
-    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if accelerator.mixed_precision == "bf16" and emulated:
+    is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if accelerator.mixed_precision == "bf16" and is_emulated:
         name = torch.cuda.get_device_name(device)
         problems.append(f"mixed_precision is bf16, but {name} only emulates it, slowly: set it to fp16")
     return problems

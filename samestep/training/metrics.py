@@ -1,4 +1,4 @@
-"""Metrics of predictions: a table of functions, computed by scikit-learn and SciPy, and those of Hugging Face evaluate.
+"""Metrics of predictions: a table of functions that use scikit-learn and SciPy, and the metrics of Hugging Face evaluate.
 
 A metric that is not in the table, a name on the hub or a path, is somebody's program: it runs only where the user says so.
 scikit-learn, SciPy and evaluate are imported when a metric needs them.
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import evaluate
 
 IGNORED = -100
-"""Reference of a place where nothing is to be predicted."""
-LARGEST = 700.0
-"""Exponent; exp(710) is above the largest float."""
+"""Reference that says: nothing is to be predicted at this place."""
+MAX_EXPONENT = 700.0
+"""Largest exponent that is taken; exp(710) is above the largest float."""
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
@@ -95,7 +95,7 @@ def pearsonr(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def spearmanr(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return how well the order of predictions is that of references: 1.0 for the same order, -1.0 for the reverse.
+    """Return how well predictions have the order of references: 1.0 for the same order, -1.0 for the reverse.
 
     rho = `pearsonr` of the ranks; equal values share the mean of their ranks (Spearman 1904, American Journal of Psychology
     15(1), 72-101). 0.0 and nan as of `pearsonr`.
@@ -116,8 +116,8 @@ def masked_accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
     Args:
         predictions, references: classes, int64 [places].
     """
-    counted = references != IGNORED
-    return accuracy(predictions[counted], references[counted])
+    is_counted = references != IGNORED
+    return accuracy(predictions[is_counted], references[is_counted])
 
 
 def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
@@ -132,7 +132,7 @@ def perplexity(predictions: np.ndarray, references: np.ndarray) -> float:
     """
     num_tokens = int(references.sum())
     mean = math.fsum(predictions) / num_tokens if num_tokens else math.nan
-    return math.exp(min(mean, LARGEST))  # min in this order keeps a nan
+    return math.exp(min(mean, MAX_EXPONENT))  # min in this order keeps a nan
 
 
 def _is_constant(*samples: np.ndarray) -> bool:
@@ -157,52 +157,53 @@ def compute(names: Sequence[str], predictions: Any, references: Any, trust_code:
 
     Args:
         names: of `METRICS`; with `trust_code` names on the hub and paths as well.
-        predictions, references: [samples]: lists, arrays or tensors on the host. What counts classes cuts digits after the
-            point off.
+        predictions, references: [samples]: lists, arrays or tensors on the host. Metrics of classes cut digits after the point
+            off.
         trust_code: run the code of metrics that are not local.
 
     Returns:
-        Value of each result. What is no single number, as some metrics of the hub return, is left out. A metric of the hub
-        whose result is called like an earlier one, or like a local metric that is asked for, has its own name put before it.
+        Value of each result. Results that are no single number, as some metrics of the hub return, are left out. Where a result
+        of a metric of the hub is called like an earlier one, or like a local metric among the names, the metric's name is put
+        before it.
 
     Raises:
         UsageError: as `load`.
         ValueError: not as many predictions as references.
     """
-    modules, found = load(names, trust_code), {}
+    modules, values = load(names, trust_code), {}
     if len(predictions) != len(references):
         raise ValueError(f"{len(predictions)} predictions of {len(references)} references")
     for name in dict.fromkeys(names):
         if name in METRICS:
             metric, types = METRICS[name]
-            found[name] = metric(*map(np.asarray, (predictions, references), types))
+            values[name] = metric(*map(np.asarray, (predictions, references), types))
             continue
         for key, value in modules[name].compute(predictions=predictions, references=references).items():
             if isinstance(value, Real):
-                is_taken = key in found or (key in METRICS and key in names)
-                found[f"{name}_{key}" if is_taken else key] = float(value)
-    return found
+                is_duplicate = key in values or (key in METRICS and key in names)
+                values[f"{name}_{key}" if is_duplicate else key] = float(value)
+    return values
 
 
 def load(names: Sequence[str], trust_code: bool = False) -> "dict[str, evaluate.EvaluationModule]":
-    """Load those of these metrics that are not local, as modules of Hugging Face evaluate, by their names.
+    """Load the metrics that are not local, as modules of Hugging Face evaluate, by their names.
 
-    They keep their samples in memory, so that runs at the same time have no file in common.
+    The modules keep their samples in memory, so that runs at the same time have no file in common.
 
     Raises:
         UsageError: names that are not local and not trusted, or that do not load.
     """
-    others = [name for name in dict.fromkeys(names) if name not in METRICS]
-    if not trust_code and others:
+    external_names = [name for name in dict.fromkeys(names) if name not in METRICS]
+    if not trust_code and external_names:
         raise UsageError(
             [
                 f"metrics is {name!r}, which is not local ({nearest(name, METRICS)}) but code of a file or of the hub, which "
                 "would run here: name a local one, or, if you trust the code, set --trust_metric_code"
-                for name in others
+                for name in external_names
             ]
         )
     modules, problems = {}, []
-    for name in others:
+    for name in external_names:
         try:
             modules[name] = _load(name)
         except Exception as error:  # of any kind: a module of the hub is somebody's program
@@ -224,7 +225,7 @@ def _load(name: str) -> "evaluate.EvaluationModule":
 
 @contextmanager
 def _offline_and_quiet() -> Iterator[None]:
-    """evaluate stays off the network when huggingface_hub is offline, which it does not do by itself, and draws no bars."""
+    """Keep evaluate off the network when huggingface_hub is offline, which it ignores by itself, and from drawing bars."""
     import evaluate
     from huggingface_hub import is_offline_mode
 

@@ -1,7 +1,7 @@
 """The exact step for loops that people write themselves: `exact_steps`, `exact_windows`, `evaluate`.
 
-One contract of a loss everywhere: a function of (model, batch) that returns the sums over the targets of a micro-batch, [terms]
-or scalar, and the numbers of targets. A step's loss is
+A loss has one contract everywhere: it is a function of (model, batch) that returns the sums over the targets of a micro-batch,
+[terms] or scalar, and the numbers of targets. A step's loss is
 
     L = sum_j w_j * (sum over all samples of s_j) / n_j,    n_j the targets of term j in the whole step,
 
@@ -42,27 +42,28 @@ SUM = 'a sum over the targets, as F.cross_entropy(..., reduction="sum")'
 
 @dataclasses.dataclass(frozen=True)
 class CountedBatch:
-    """What one forward and backward compute.
+    """One batch with its numbers of targets, for one forward and backward.
 
     Attributes:
         batch: as collated.
-        counts: int64 [terms], its targets.
-        is_stand_in: it counts nothing: this process has no sample left, but DDP waits for its gradient.
+        counts: int64 [terms], numbers of targets in the batch.
+        is_placeholder: the batch counts nothing: this process has no sample left, but DDP waits for its gradient.
     """
 
     batch: Any
     counts: torch.Tensor
-    is_stand_in: bool = False
+    is_placeholder: bool = False
 
 
 class Step:
     """One optimizer step: iterate over its micro-batches, on the accelerator's device.
 
     Attributes:
-        index: its number; 0 is the first.
+        index: number of the step; 0 is the first.
         epoch: epochs done when the step is done, a fraction where it is known.
-        num_targets: n_j, int64 on the device, of the whole step; shaped as what `targets` returns: scalar or [terms].
-        num_micro_batches: k, of this process.
+        num_targets: n_j, the targets in the whole step, int64 on the device; of the shape that `targets` returns: scalar or
+            [terms].
+        num_micro_batches: k, micro-batches of this process in the step.
         is_idle: this process has no sample in this step, and computes one that counts nothing.
     """
 
@@ -77,7 +78,7 @@ class Step:
     ):
         self.index, self.epoch, self.num_targets = index, epoch, num_targets
         self.num_micro_batches = len(micro_batches)
-        self.is_idle = all(part.is_stand_in for part in micro_batches)
+        self.is_idle = all(part.is_placeholder for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
         self._current: CountedBatch | None = None
         self._sums = torch.zeros((), device=accelerator.device)
@@ -92,12 +93,13 @@ class Step:
         self._current = None
 
     def loss(self, sums: Any, weights: Sequence[float] | torch.Tensor | None = None) -> torch.Tensor:
-        """This micro-batch's part of the step's loss, times k and N, by which Accelerate and DDP divide: for
-        `accelerator.backward`.
+        """Compute this micro-batch's part of the step's loss, for `accelerator.backward`.
+
+        It is multiplied by k and N, by which Accelerate and DDP divide:  k N sum_j w_j s_j / n_j.
 
         Args:
-            sums: summed losses of the micro-batch, scalar or [terms], in any floating dtype; or what the contract of a loss
-                returns, (sums, number of targets).
+            sums: s_j, summed losses of the micro-batch, scalar or [terms], in any floating dtype; or (sums, number of targets),
+                as the contract of a loss returns them.
             weights: w_j, [terms]; None: 1.
 
         Returns:
@@ -108,17 +110,17 @@ class Step:
         """
         if self._current is None:
             raise UsageError("step.loss was called outside its loop: call it for each batch of `for batch in step:`")
-        sums, own = sums if isinstance(sums, tuple) else (sums, None)
+        sums, returned_counts = sums if isinstance(sums, tuple) else (sums, None)
         if not isinstance(sums, torch.Tensor) or sums.shape != self.num_targets.shape:
-            what = list(sums.shape) if isinstance(sums, torch.Tensor) else type(sums).__name__
+            description = list(sums.shape) if isinstance(sums, torch.Tensor) else type(sums).__name__
             raise UsageError(
-                f"step.loss was given {what}, but targets returns {list(self.num_targets.shape)}: one sum for each number of "
-                "targets"
+                f"step.loss was given {description}, but targets returns {list(self.num_targets.shape)}: one sum for each "
+                "number of targets"
             )
         if self._is_first:
-            self._check_sums(sums, own)
+            self._check_sums(sums, returned_counts)
         sums = sums.float() if sums.dtype in (torch.float16, torch.bfloat16) else sums
-        if self._current.is_stand_in:
+        if self._current.is_placeholder:
             sums = sums * 0
         self._sums = self._sums + sums.detach()
         self._num_losses += 1
@@ -126,8 +128,9 @@ class Step:
         return weighted_loss(sums, self.num_targets, weights) * loss_scale(self._accelerator)
 
     def mean_loss(self) -> torch.Tensor:
-        """The mean of each term over all targets of the whole step, without weights; for the log. All processes call it, after
-        the step's last micro-batch: it takes one all-reduce.
+        """Compute the mean of each term over all targets of the whole step, without weights; for the log.
+
+        All processes call it, after the step's last micro-batch: it takes one all-reduce.
 
         Returns:
             scalar or [terms], as `num_targets`.
@@ -135,29 +138,34 @@ class Step:
         return self._accelerator.reduce(self._sums, reduction="sum") / self.num_targets.clamp(min=1)
 
     def _check_use(self, number: int) -> None:
-        """In the first step, after each micro-batch."""
+        """Check after each micro-batch of the first step that the loop used it as it must."""
         if self._accelerator.step != number:
-            entered = self._accelerator.step
+            num_entries = self._accelerator.step
             raise UsageError(
-                f"accelerator.accumulate was entered {entered} times for {number} micro-batch(es): compute each one, once, "
-                "inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
+                f"accelerator.accumulate was entered {num_entries} times for {number} micro-batch(es): compute each one, "
+                "once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
             )
         if not self._num_losses:
             raise UsageError(
                 "step.loss was not called for a micro-batch: accelerator.backward(step.loss(sums)), with the summed loss"
             )
 
-    def _check_sums(self, sums: torch.Tensor, own: Any) -> None:
-        """In the first step: is it a sum, and of as many targets as were counted?"""
+    def _check_sums(self, sums: torch.Tensor, returned_counts: Any) -> None:
+        """Check in the first step that the loss is a sum, over as many targets as `targets` counted."""
         counts = self._current.counts.tolist()
-        if own is not None and not self._current.is_stand_in and (found := as_counts(own).tolist()) != counts:
+        if (
+            returned_counts is not None
+            and not self._current.is_placeholder
+            and (loss_counts := to_counts(returned_counts).tolist()) != counts
+        ):
             raise UsageError(
-                f"the loss counts {found} targets in a micro-batch, targets counts {counts}: both must be what the sum is over"
+                f"the loss counts {loss_counts} targets in a micro-batch, targets counts {counts}: both must be what the sum "
+                "is over"
             )
-        possible = [[of, int(n)] for of, n in zip(counts, self.num_targets.view(-1).tolist(), strict=True)]
-        if how := find_mean(sums, possible):
+        divisors = [[part, int(total)] for part, total in zip(counts, self.num_targets.view(-1).tolist(), strict=True)]
+        if mean := find_mean(sums, divisors):
             raise UsageError(
-                f"step.loss was given a mean ({how}): give it {SUM}, or the mean times the number of targets"
+                f"step.loss was given a mean ({mean}): give it {SUM}, or the mean times the number of targets"
             )
 
 
@@ -178,7 +186,7 @@ def exact_steps(
     max_tokens: int | None = None,
     num_workers: int = 0,
 ) -> "ExactSteps":
-    """Take steps whose gradient is that of one batch of `global_batch_size` samples, on any number of processes.
+    """Take steps with the gradient of one batch of `global_batch_size` samples, on any number of processes.
 
         for step in exact_steps(accelerator, dataset, collate, global_batch_size=32, per_device_batch_size=8, targets=count):
             for batch in step:
@@ -193,21 +201,21 @@ def exact_steps(
     model and the optimizer, neither a DataLoader nor the scheduler.
 
     Args:
-        accelerator: not told of any gradient accumulation.
+        accelerator: made without gradient accumulation.
         dataset: has a length and is indexed by whole numbers.
         collate: list of samples -> batch (tensors in any nesting), or `per_sample(...)`.
         global_batch_size: B, samples of a step.
-        per_device_batch_size: b, most samples in one forward.
-        targets: batch -> number of targets, an int, or int tensor [terms]: what the summed loss is over.
-        seed: of the order.
+        per_device_batch_size: b, samples in one forward at most.
+        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms].
+        seed: decides the order of the samples.
         num_epochs: default 1, where num_steps is not given.
         num_steps: steps in all, those before first_step included.
-        first_step: where to go on, on whatever number of processes: steps taken so far.
-        epoch_end: where B does not divide the samples: `carry` (a step may hold the last samples of one epoch and the first of
-            the next), `keep` (the epoch's last step is smaller), `drop`.
+        first_step: number of steps so far, of a training that goes on; it may have run on another number of processes.
+        epoch_end: the rule where B does not divide the samples: `carry` (a step may hold the last samples of one epoch and the
+            first of the next), `keep` (the epoch's last step is smaller), `drop` (the epoch's last samples are left out).
         length: sample -> its tokens; samples of about one length then share a micro-batch. Every process then reads all
             samples of a step.
-        max_tokens: most tokens in a micro-batch, padding included; needs `length`.
+        max_tokens: tokens in a micro-batch at most, padding included; needs `length`.
         num_workers: processes that prepare steps ahead.
 
     Returns:
@@ -216,7 +224,7 @@ def exact_steps(
     Raises:
         UsageError: one line for each value that breaks a rule, with the remedy.
     """
-    problems = problems_of(accelerator, "exact_steps")
+    problems = find_problems(accelerator, "exact_steps")
     has_length = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not has_length:
         problems.append(
@@ -261,7 +269,7 @@ class ExactSteps:
         self._accelerator, self._steps, self._numbers, self._num_workers = accelerator, steps, numbers, num_workers
 
     def __len__(self) -> int:
-        """Optimizer steps that are left: what a scheduler wants to know."""
+        """Count the optimizer steps that are left, which a scheduler needs to know."""
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Step]:
@@ -274,11 +282,11 @@ class ExactSteps:
             worker_init_fn=interrupt.ignore_stop_signals,
             generator=torch.Generator(),  # its own: the model's noise does not depend on it
         )
-        with _counting(self._accelerator, "exact_steps"):
+        with _reserve_accelerator(self._accelerator, "exact_steps"):
             for data in loader:
                 counts = total_counts(self._accelerator, data.counts)
                 micro_batches = [
-                    CountedBatch(micro_batch["batch"], micro_batch["own"], micro_batch["is_stand_in"])
+                    CountedBatch(micro_batch["batch"], micro_batch["batch_counts"], micro_batch["is_placeholder"])
                     for micro_batch in data.micro_batches
                 ]
                 is_first = data.step == self._numbers[0]
@@ -298,18 +306,18 @@ def exact_windows(
 ) -> Iterator[Step]:
     """Take steps of `gradient_accumulation_steps` batches of a loader on each process, exact for these samples.
 
-    The loop is that of `exact_steps`. The loader may be prepared by accelerate (samples that it would repeat at the end are
-    left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k batches ahead.
-    The last window of an epoch may be shorter; a process whose loader ends before that of others computes batches that count
-    nothing until they are done. Each step takes one all-reduce of a few integers, for which no process waits before its first
-    forward.
+    The loop is the same as with `exact_steps`. The loader may be prepared by accelerate (samples that it would repeat at the
+    end are left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k
+    batches ahead. The last window of an epoch may be shorter; a process whose loader ends earlier than others computes batches
+    that count nothing until all loaders have ended. Each step takes one all-reduce of a few integers, for which no process
+    waits before its first forward.
 
     Args:
-        accelerator: not told of any gradient accumulation.
+        accelerator: made without gradient accumulation.
         dataloader: gives batches (tensors in any nesting), anew in every epoch.
         gradient_accumulation_steps: k, batches of a step on each process.
-        targets: batch -> number of targets, an int, or int tensor [terms]: what the summed loss is over.
-        num_epochs: times that the loader is read; its `set_epoch`, or that of its sampler and dataset, is called.
+        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms].
+        num_epochs: times that the loader is read; `set_epoch` of the loader, its sampler and its dataset is called, if any.
 
     Returns:
         Iterator over `Step`.
@@ -317,7 +325,7 @@ def exact_windows(
     Raises:
         UsageError: one line for each value that breaks a rule, with the remedy.
     """
-    problems = problems_of(accelerator, "exact_windows")
+    problems = find_problems(accelerator, "exact_windows")
     if not isinstance(dataloader, Iterable):
         problems.append(
             f"dataloader is {type(dataloader).__name__}, over which one cannot iterate: give it a DataLoader"
@@ -334,39 +342,42 @@ def exact_windows(
     if problems:
         raise UsageError(problems)
     prepared.check(accelerator, dataloader)
-    return _windows(accelerator, dataloader, gradient_accumulation_steps, targets, num_epochs)
+    return _iterate_windows(accelerator, dataloader, gradient_accumulation_steps, targets, num_epochs)
 
 
-def _windows(accelerator: Accelerator, loader: Iterable, k: int, targets: Targets, num_epochs: int) -> Iterator[Step]:
-    shape, stand_in, index, device = None, None, 0, accelerator.device
-    with _counting(accelerator, "exact_windows"):
+def _iterate_windows(
+    accelerator: Accelerator, loader: Iterable, k: int, targets: Targets, num_epochs: int
+) -> Iterator[Step]:
+    shape, placeholder, index, device = None, None, 0, accelerator.device
+    with _reserve_accelerator(accelerator, "exact_windows"):
         for epoch in range(num_epochs):
             _set_epoch(loader, epoch)
             with prepared.without_repeats(accelerator, loader) as batches:
-                num_read = 0
+                num_batches = 0
                 while True:
-                    window = [CountedBatch(batch, as_counts(targets(batch))) for batch in itertools.islice(batches, k)]
+                    window = [CountedBatch(batch, to_counts(targets(batch))) for batch in itertools.islice(batches, k)]
                     if shape is None:
-                        shape, stand_in = _agree(accelerator, window, targets)
+                        shape, placeholder = _agree_on_shape(accelerator, window, targets)
                         if shape is None:  # no process has a batch
                             return
-                    num_read += len(window)
+                    num_batches += len(window)
+                    # [terms + 1]: targets of each term, and last the number of batches, summed over all processes
                     counts = torch.zeros(shape.numel() + 1, dtype=torch.int64, device=device)
                     for part in window:
                         counts += torch.cat([part.counts.to(device), counts.new_ones(1)])
                     counts = total_counts(accelerator, counts)
-                    # Only a process that has nothing itself must know at once whether others have
+                    # Only a process without a batch must know at once whether others have one: .item() waits for the device
                     if not window and not counts[-1].item():
                         break
                     if window:
-                        stand_in = dataclasses.replace(window[-1], is_stand_in=True)
-                    if missing := (k if is_sharded(accelerator) else 1) - len(window):
-                        window += [stand_in] * max(0, missing)
+                        placeholder = dataclasses.replace(window[-1], is_placeholder=True)
+                    if num_missing := (k if is_sharded(accelerator) else 1) - len(window):
+                        window += [placeholder] * max(0, num_missing)
                     if not index:
                         _check_targets(counts[:-1])
                     length = len(loader) if hasattr(type(loader), "__len__") and _has_length(loader) else 0
-                    done = min(1.0, num_read / length) if length else 0.0
-                    yield Step(accelerator, index, epoch + done, window, counts[:-1].view(shape), index == 0)
+                    progress = min(1.0, num_batches / length) if length else 0.0
+                    yield Step(accelerator, index, epoch + progress, window, counts[:-1].view(shape), index == 0)
                     index += 1
 
 
@@ -380,7 +391,7 @@ def evaluate(
     collate: Callable[[list], Any] | None = None,
     per_device_batch_size: int = 8,
 ) -> torch.Tensor:
-    """Mean loss over a whole dataset, each sample counted once, on any number of processes. All of them call it.
+    """Compute the mean loss over a whole dataset, each sample counted once, on any number of processes. All of them call it.
 
     Args:
         accelerator: its processes share the work.
@@ -388,7 +399,7 @@ def evaluate(
         data: a dataset with a length, of which each process computes its part; or a DataLoader, prepared or not.
         loss: (model, batch) -> (sums, number of targets): scalars or [terms].
         collate: list of samples -> batch, for a dataset; default torch's.
-        per_device_batch_size: most samples in one forward, for a dataset.
+        per_device_batch_size: samples in one forward at most, for a dataset.
 
     Returns:
         float64 on the host, scalar or [terms]: sum of all targets' losses over their number; NaN without targets.
@@ -403,12 +414,15 @@ def evaluate(
         )
     num_counted = None  # forwards whose sums count; None: all
     if is_dataset:
-        own = range(accelerator.process_index, len(data), accelerator.num_processes)
-        parts = [own[first : first + per_device_batch_size] for first in range(0, len(own), per_device_batch_size)]
+        # This process takes every N-th sample; where each forward needs all processes, sample 0 fills up, and counts nothing
+        indices = range(accelerator.process_index, len(data), accelerator.num_processes)
+        parts = [
+            indices[first : first + per_device_batch_size] for first in range(0, len(indices), per_device_batch_size)
+        ]
         num_counted = len(parts)
         if is_sharded(accelerator):
-            most = len(range(0, len(data), accelerator.num_processes * per_device_batch_size))
-            parts += [range(1)] * (most - len(parts))
+            num_batches = len(range(0, len(data), accelerator.num_processes * per_device_batch_size))
+            parts += [range(1)] * (num_batches - len(parts))
         loader: Iterable = DataLoader(data, batch_sampler=parts, collate_fn=collate, generator=torch.Generator())
     else:
         prepared.check(accelerator, data)
@@ -425,11 +439,11 @@ def evaluate(
                     totals = part if totals is None else totals + part
     finally:
         model.train(was_training)
-    own_totals = [] if totals is None else [totals.cpu()]
-    everywhere = gather_object(own_totals) if accelerator.num_processes > 1 else own_totals
-    if not everywhere:
+    local_totals = [] if totals is None else [totals.cpu()]
+    all_totals = gather_object(local_totals) if accelerator.num_processes > 1 else local_totals
+    if not all_totals:
         raise UsageError("data has no sample: there is no mean loss")
-    sums, counts = sum(everywhere)
+    sums, counts = sum(all_totals)
     return sums / counts
 
 
@@ -439,7 +453,7 @@ def evaluate(
 
 @dataclasses.dataclass
 class _Sample:
-    """A sample that is read when it is needed: a process reads its own part of a step, unless lengths are asked for."""
+    """A sample that is read when it is needed: a process reads its own part of a step only, unless `length` is given."""
 
     source: "_Source"
     epoch: int
@@ -458,7 +472,7 @@ class _Sample:
 
 @dataclasses.dataclass
 class _Source:
-    """A `SampleSource` of somebody's dataset."""
+    """A `SampleSource` made of a user's dataset."""
 
     dataset: Any
     collate_fn: Callable[[list], Any]
@@ -470,50 +484,56 @@ class _Source:
         return _Sample(self, epoch, sample_id)
 
     def collate(self, samples: list[_Sample]) -> MicroBatch:
-        is_stand_in = not samples
+        is_placeholder = not samples
         samples = samples or [self.draw(0, 0)]
-        read = [sample.read() for sample in samples]
+        values = [sample.read() for sample in samples]
         if isinstance(self.collate_fn, PerSample):
-            batch = self.collate_fn(read, [(sample.epoch, sample.sample_id) for sample in samples])
+            batch = self.collate_fn(values, [(sample.epoch, sample.sample_id) for sample in samples])
         else:
-            batch = self.collate_fn(read)
-        found = self.targets(batch)
-        own = as_counts(found).cpu()
-        counts = torch.zeros_like(own) if is_stand_in else own
-        shape = found.shape if isinstance(found, torch.Tensor) else torch.Size([])
-        return {"batch": batch, "counts": counts, "own": own, "shape": shape, "is_stand_in": is_stand_in}
+            batch = self.collate_fn(values)
+        num_targets = self.targets(batch)
+        batch_counts = to_counts(num_targets).cpu()
+        counts = torch.zeros_like(batch_counts) if is_placeholder else batch_counts
+        shape = num_targets.shape if isinstance(num_targets, torch.Tensor) else torch.Size([])
+        return {
+            "batch": batch,
+            "counts": counts,
+            "batch_counts": batch_counts,
+            "shape": shape,
+            "is_placeholder": is_placeholder,
+        }
 
 
-def as_counts(found: Any) -> torch.Tensor:
-    """Numbers of targets, as int64 [terms].
+def to_counts(value: Any) -> torch.Tensor:
+    """Convert numbers of targets to int64 [terms].
 
     Raises:
-        UsageError: something else than an int, or an integer tensor of at most one dimension, not negative.
+        UsageError: the value is neither an int nor an integer tensor of at most one dimension, or is negative.
     """
-    is_whole = isinstance(found, (int, np.integer)) and not isinstance(found, bool)
-    if isinstance(found, torch.Tensor):
-        is_whole = found.ndim <= 1 and not found.is_floating_point() and found.dtype != torch.bool and found.numel() > 0
-        what = f"a tensor of {found.dtype} {list(found.shape)}"
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if isinstance(value, torch.Tensor):
+        is_whole = value.ndim <= 1 and not value.is_floating_point() and value.dtype != torch.bool and value.numel() > 0
+        description = f"a tensor of {value.dtype} {list(value.shape)}"
     else:
-        what = f"{found!r}"[:60]
+        description = f"{value!r}"[:60]
     if not is_whole:
         raise UsageError(
-            f"targets returned {what}, must be the number of targets, an int or an int tensor [terms]: for example (labels != "
-            "-100).sum()"
+            f"targets returned {description}, must be the number of targets, an int or an int tensor [terms]: for example "
+            "(labels != -100).sum()"
         )
-    counts = torch.as_tensor(found, dtype=torch.int64).detach().reshape(-1)
+    counts = torch.as_tensor(value, dtype=torch.int64).detach().reshape(-1)
     if counts.device.type == "cpu" and int(counts.min()) < 0:
-        raise UsageError(f"targets returned {what}, must not be negative")
+        raise UsageError(f"targets returned {description}, must not be negative")
     return counts
 
 
-def check_contract(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, counts) of a loss, of one shape."""
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
+def check_contract(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check that a loss returned sums and numbers of targets of one shape, and return both as tensors."""
+    if not (isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
         raise UsageError(
-            f"loss returned {type(returned).__name__}, must return (sums, number of targets), sums being {SUM}"
+            f"loss returned {type(result).__name__}, must return (sums, number of targets), sums being {SUM}"
         )
-    sums, counts = returned[0], as_counts(returned[1])
+    sums, counts = result[0], to_counts(result[1])
     if sums.numel() != counts.numel() or sums.ndim > 1:
         raise UsageError(
             f"loss returned sums {list(sums.shape)} and {counts.numel()} number(s) of targets: one for each sum"
@@ -522,7 +542,7 @@ def check_contract(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_targets(counts: torch.Tensor) -> None:
-    """In the first step: a term without targets teaches nothing."""
+    """Check in the first step that every term has targets: without, it teaches nothing."""
     if 0 in counts.tolist():
         raise UsageError(
             f"targets counted {counts.tolist()} in the whole first step, must be above 0: count what the sum is over, for "
@@ -530,27 +550,32 @@ def _check_targets(counts: torch.Tensor) -> None:
         )
 
 
-def _agree(accelerator: Accelerator, window: list[CountedBatch], targets: Targets) -> tuple[torch.Size | None, Any]:
-    """In the first window: the shape of the targets on all processes (None: no process has a batch), and a stand-in for one
-    that has none."""
+def _agree_on_shape(
+    accelerator: Accelerator, window: list[CountedBatch], targets: Targets
+) -> tuple[torch.Size | None, Any]:
+    """Agree in the first window on the shape of the targets on all processes (None: no process has a batch).
+
+    Returns:
+        The shape, and a placeholder for processes without a batch.
+    """
     first = window[:1]
     if accelerator.num_processes > 1:
-        shapes = gather_object([_shape(targets(part.batch)) for part in first] or [None])
-        known = {shape for shape in shapes if shape is not None}
-        if len(known) > 1:
+        shapes = gather_object([_get_shape(targets(part.batch)) for part in first] or [None])
+        distinct_shapes = {shape for shape in shapes if shape is not None}
+        if len(distinct_shapes) > 1:
             raise UsageError(
-                f"targets returned {sorted(map(list, known))} on different processes, must have one shape everywhere"
+                f"targets returned {sorted(map(list, distinct_shapes))} on different processes, must have one shape everywhere"
             )
-        if None in shapes and known:
+        if None in shapes and distinct_shapes:
             parts = gather_object([(send_to_device(part.batch, "cpu"), part.counts.cpu()) for part in first])
             first = first or [CountedBatch(*parts[0])]
     if not first:
         return None, None
-    return _shape(targets(first[0].batch)), dataclasses.replace(first[0], is_stand_in=True)
+    return _get_shape(targets(first[0].batch)), dataclasses.replace(first[0], is_placeholder=True)
 
 
-def _shape(found: Any) -> torch.Size:
-    return found.shape if isinstance(found, torch.Tensor) else torch.Size([])
+def _get_shape(num_targets: Any) -> torch.Size:
+    return num_targets.shape if isinstance(num_targets, torch.Tensor) else torch.Size([])
 
 
 def _has_length(loader: Any) -> bool:
@@ -572,22 +597,22 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def _counting(accelerator: Accelerator, name: str) -> Iterator[None]:
-    """Micro-batches are counted here; afterwards the accelerator is as before."""
-    if problems := problems_of(accelerator, name):
+def _reserve_accelerator(accelerator: Accelerator, name: str) -> Iterator[None]:
+    """Keep the accelerator to this loop, which counts its micro-batches; afterwards the accelerator is as before."""
+    if problems := find_problems(accelerator, name):
         raise UsageError(problems)
     options = accelerator.gradient_state.plugin_kwargs
-    before = dict(options)
+    saved_options = dict(options)
     try:
         yield
     finally:
         options.clear()
-        options.update(before)
+        options.update(saved_options)
         accelerator.step = 0
 
 
-def problems_of(accelerator: Accelerator, name: str) -> list[str]:
-    """What makes every step wrong, in a line each."""
+def find_problems(accelerator: Accelerator, name: str) -> list[str]:
+    """Find the problems that would make every step wrong: a line for each."""
     problems, k = [], accelerator.gradient_accumulation_steps
     if k > 1:
         variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -600,7 +625,9 @@ def problems_of(accelerator: Accelerator, name: str) -> list[str]:
             f"gradient_accumulation_steps of the Accelerator is {k}, must be 1: {name} counts the micro-batches of each step; "
             f"{remedy}"
         )
-    if any(of.step_with_optimizer and not of.split_batches for of in prepared_schedulers(accelerator)):
+    if any(
+        scheduler.step_with_optimizer and not scheduler.split_batches for scheduler in prepared_schedulers(accelerator)
+    ):
         problems.append(
             "the scheduler is prepared, so that it steps once per process in every optimizer step: leave it out of "
             "accelerator.prepare, and call scheduler.step() once behind the micro-batches of a step"

@@ -1,4 +1,4 @@
-"""DataLoaders that accelerate has prepared, read so that every sample comes once."""
+"""Reads DataLoaders that accelerate has prepared so that every sample comes once."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from samestep.errors import UsageError
 
 
 def check(accelerator: Accelerator, loader: Any) -> None:
-    """Refuse a loader that repeats samples where nobody can tell which.
+    """Refuse a loader that repeats samples, if nobody can tell which ones.
 
     Raises:
         UsageError: an `IterableDataset` that accelerate deals out by itself, a `DistributedSampler` that repeats samples.
@@ -34,11 +34,13 @@ def check(accelerator: Accelerator, loader: Any) -> None:
 
 @contextlib.contextmanager
 def without_repeats(accelerator: Accelerator, loader: Iterable) -> Iterator[Iterator]:
-    """Iterate once over a loader, prepared or not: the samples that accelerate repeats to make the last batches even are left
-    out, so that processes may have different numbers of batches."""
+    """Iterate once over a loader, prepared or not, without the samples that accelerate repeats to make the last batches even.
+
+    So processes may have different numbers of batches.
+    """
     shard = getattr(loader, "batch_sampler", None)
     if isinstance(loader, DataLoaderDispatcher):
-        yield _dispatched(accelerator, loader)
+        yield _trim_last_batch(accelerator, loader)
     elif isinstance(shard, BatchSamplerShard) and shard.even_batches:
         shard.even_batches = False
         try:
@@ -49,20 +51,24 @@ def without_repeats(accelerator: Accelerator, loader: Iterable) -> Iterator[Iter
         yield iter(loader)
 
 
-def _dispatched(accelerator: Accelerator, loader: DataLoaderDispatcher) -> Iterator[Any]:
-    """The last batch of all processes has `remainder` samples, and is filled to a multiple of N with the first ones."""
+def _trim_last_batch(accelerator: Accelerator, loader: DataLoaderDispatcher) -> Iterator[Any]:
+    """Iterate over a loader that one process reads for all, and trim the last batch.
+
+    The last batch of all processes together has `remainder` samples, and is filled to a multiple of N with the first ones.
+    """
     for batch in loader:
         if loader.end_of_dataloader and loader.remainder > 0:
             size = find_batch_size(batch)
-            own = min(size, loader.remainder - accelerator.process_index * size)
-            if own <= 0:
+            # Process i has samples i * size to (i + 1) * size - 1 of it, of which only the first `remainder` are new
+            num_samples = min(size, loader.remainder - accelerator.process_index * size)
+            if num_samples <= 0:
                 continue
-            batch = slice_tensors(batch, slice(own)) if own < size else batch
+            batch = slice_tensors(batch, slice(num_samples)) if num_samples < size else batch
         yield batch
 
 
 class EvenShard(BatchSamplerShard):
-    """A shard without repeated samples whose length is that of the longest one, on every process."""
+    """A shard without repeated samples, whose length on every process is the length of the longest shard."""
 
     def __len__(self) -> int:
         whole = len(self.batch_sampler)

@@ -1,11 +1,11 @@
-"""What keeps a run going, or stops it in good order: memory that runs out, numbers that are not finite, processes that
-do not answer, requests to stop.
+"""Keeps a run going, or stops it in good order, when memory runs out, numbers are not finite, processes do not answer, or a
+stop is requested.
 
 A step is attempted. When memory runs out on any process, every process throws its gradients away, halves its caps and
-attempts the step again: the same samples in smaller micro-batches, so the same gradient. For that all must learn of it and none
-may wait for ever. Processes agree once per step, between the last backward and the optimizer's step, through one all-reduce of
-two flags on the host, which waits for no device. The process that failed first takes part, with zeros, in those reductions of
-the gradient for which the others are waiting or will wait; the sums are thrown away.
+attempts the step again: the same samples in smaller micro-batches, so the same gradient. For that all processes must learn of
+the failure, and none may wait for ever. Processes agree once per step, between the last backward and the optimizer's step,
+through one all-reduce of two flags on the host, which waits for no device. Before that, a process that has failed takes part,
+with zeros, in the reductions of the gradient for which the other processes wait or will wait; the sums are thrown away.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import waits_in_forward
 from samestep.training.report import RunLog
 
-SECONDS_TO_REPORT = 5  # that waiting processes give each other to say that they wait
+SECONDS_TO_REPORT = 5  # time for all waiting processes to say that they wait
 
 
-class _Repeat(Exception):
-    """Memory ran out on some process: leave the step."""
+class _RepeatStep(Exception):
+    """Raised to leave a step because memory ran out on some process."""
 
 
 class Recovery:
     """Attempts steps until all processes have done them.
 
     Args:
-        accelerator: of this run.
-        steps: where smaller micro-batches come from.
+        accelerator: the run's.
+        steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
-        log: where it is said; its run's settings are used: `on_nonfinite` (`stop` keeps the parameters as they are from a
-            gradient on that is not finite, `skip` leaves that step out), `ddp_timeout`, `max_train_minutes`.
+        log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
+            stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Recovery:
         log: RunLog,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
-        # An optimizer that accumulates: what it has folded cannot be taken back.
+        # An optimizer that accumulates: a gradient that is in its moments already cannot be taken out again.
         self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
         self.log, self.settings = log, log.settings
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
-        self.stopping = False  # whether any process was asked to stop; the same on all of them
-        self.not_finite = torch.zeros((), device=accelerator.device)
+        self.should_stop = False  # whether any process was asked to stop; the same on all of them
+        self.is_nonfinite = torch.zeros((), device=accelerator.device)
         self.cpu_group = None
         if accelerator.num_processes > 1:
             self.cpu_group = dist.new_group(
                 backend="gloo", timeout=datetime.timedelta(seconds=self.settings.ddp_timeout)
             )
 
-    def attempts(self, data: StepData) -> Iterator["Attempt"]:
-        """Attempts of a step, each a context manager around all of it, until one is complete."""
+    def iterate_attempts(self, data: StepData) -> Iterator["Attempt"]:
+        """Iterate over attempts of a step, each a context manager around the whole step, until one is complete."""
         while True:
             attempt = Attempt(self, data)
             yield attempt
@@ -82,13 +82,16 @@ class Recovery:
             data = self.steps[data.step]
 
     def agree(self, has_failed: bool) -> bool:
-        """Whether any process has failed; learns also whether any was asked to stop. Called by all, on the host only."""
+        """Agree on whether any process has failed, and on whether any was asked to stop (`should_stop`).
+
+        Called by all processes; it waits for the host only.
+        """
         flags = has_failed, bool(self.stop)
         if self.cpu_group is not None:
-            of_all = torch.tensor(flags, dtype=torch.int32)
-            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.cpu_group)
-            flags = map(bool, of_all.tolist())
-        any_failed, self.stopping = flags
+            all_flags = torch.tensor(flags, dtype=torch.int32)
+            dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self.cpu_group)
+            flags = map(bool, all_flags.tolist())
+        any_failed, self.should_stop = flags
         return any_failed
 
     def skip_update_if_not_finite(self, grad_norm: torch.Tensor) -> None:
@@ -102,23 +105,26 @@ class Recovery:
         """
         if self.accelerator.scaler is None and self.folding is None:
             now = (~grad_norm.isfinite()).float()
-            self.not_finite = torch.maximum(self.not_finite, now) if self.settings.on_nonfinite == "stop" else now
-            self.optimizer.optimizer.found_inf = self.not_finite
+            self.is_nonfinite = torch.maximum(self.is_nonfinite, now) if self.settings.on_nonfinite == "stop" else now
+            self.optimizer.optimizer.found_inf = self.is_nonfinite
 
-    def exit_code(self, is_finished: bool) -> int:
-        """0, or what tells a scheduler to start the run again. Signals are handled as before from then on.
+    def close(self, is_finished: bool) -> int:
+        """Handle signals as before again, and let go of the model and the optimizer.
 
-        Called before `Accelerator.free_memory` and `Accelerator.end_training`, in this order. Lets go of the model: a
-        DistributedDataParallel must be gone before its process group is, because its reducer, if it holds the last reference to
-        gloo, waits for gloo's threads without giving them Python's lock, which they may wait for.
+        Called before `Accelerator.free_memory` and `Accelerator.end_training`, in this order. A DistributedDataParallel must be
+        gone before its process group is: if its reducer holds the last reference to gloo, it waits for gloo's threads without
+        releasing Python's lock, for which they may wait.
+
+        Returns:
+            Exit code: 0, or the one that tells a scheduler to start the run again.
         """
         self.stop.close()
         self.model = self.optimizer = None
-        return interrupt.RESTART if self.stopping and not is_finished else 0
+        return interrupt.RESTART if self.should_stop and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:
-        """Called by all processes after a failed attempt."""
-        self.capacity.note(self.steps.longest_at_once, has_fit=False)
+        """Cut a step into smaller micro-batches. Called by all processes after a failed attempt."""
+        self.capacity.note(self.steps.max_longest_samples, has_fit=False)
         self.remember()
         self.model.zero_grad(set_to_none=True)
         if isinstance(self.model, DistributedDataParallel):
@@ -133,15 +139,15 @@ class Recovery:
         caps = {"per_device_train_batch_size": self.steps.layout.per_device_train_batch_size}
         if self.steps.max_tokens is not None:
             caps["per_device_train_tokens"] = self.steps.max_tokens
-        self.log.event(step + 1, "memory ran out: the step is done again in smaller micro-batches", **caps)
+        self.log.add_event(step + 1, "memory ran out: the step is done again in smaller micro-batches", **caps)
 
     def remember(self) -> None:
-        """Keep for later runs what is known about memory."""
+        """Write for later runs how many samples fit into memory."""
         if self.accelerator.is_main_process:
             self.capacity.write()
 
-    def _collectives(self) -> int:
-        """How many collectives DDP's process group has begun."""
+    def _count_collectives(self) -> int:
+        """Count the collectives that DDP's process group has begun."""
         if isinstance(self.model, DistributedDataParallel):
             return torch_distributed.num_collectives(self.model)
         return 0
@@ -154,7 +160,7 @@ class Attempt:
         data: this process's part of the step as it is cut now.
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
         sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
-        is_complete: whether all processes came to its end.
+        is_complete: whether all processes came to the end of the step.
     """
 
     def __init__(self, recovery: Recovery, data: StepData):
@@ -163,31 +169,36 @@ class Attempt:
 
     def __enter__(self) -> "Attempt":
         recovery = self.recovery
-        with self._naming_who_is_missing():
+        with self._report_missing_processes():
             if isinstance(recovery.model, DistributedDataParallel):
                 torch_distributed.rebuild_buckets(recovery.model)
             self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
         if recovery.folding is not None:
             recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
             recovery.folding.num_micro_batches = self.data.num_micro_batches
-        self.first_collective = recovery._collectives()
+        self.first_collective = recovery._count_collectives()
         return self
 
-    def gradient_is_complete(self) -> None:
-        """To be called between the last backward and the optimizer's step, which only comes when no process failed."""
+    def confirm_gradient(self) -> None:
+        """Confirm that no process failed. Called between the last backward and the optimizer's step.
+
+        Raises:
+            _RepeatStep: a process failed; the step is done again.
+            RunError: a process failed, and an optimizer that accumulates cannot repeat the step.
+        """
         any_failed = self.recovery.agree(has_failed=False)
         self.is_agreed = True
         if any_failed and self.recovery.folding is not None:
             raise self._cannot_repeat("another process")
         if any_failed:
-            raise _Repeat
+            raise _RepeatStep
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
         if error is None:
             self.is_complete = True
-        if error is None or isinstance(error, _Repeat):
+        if error is None or isinstance(error, _RepeatStep):
             return error is not None
-        with self._naming_who_is_missing():
+        with self._report_missing_processes():
             if not is_out_of_memory(error):
                 raise error
             self._leave_in_good_order(error)
@@ -212,33 +223,33 @@ class Attempt:
             recovery.agree(has_failed=True)
             raise self._cannot_repeat("this process") from error
         if isinstance(recovery.model, DistributedDataParallel):
-            torch_distributed.reduce_zeros(recovery.model, recovery._collectives() - self.first_collective)
+            torch_distributed.reduce_zeros(recovery.model, recovery._count_collectives() - self.first_collective)
         recovery.agree(has_failed=True)
 
-    def _cannot_repeat(self, where: str) -> RunError:
+    def _cannot_repeat(self, process: str) -> RunError:
         return RunError(
-            f"memory ran out on {where} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
+            f"memory ran out on {process} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
             "(accumulation optimizer): it cannot be done again. Resume with a smaller --per_device_train_batch_size than "
             f"{self.recovery.steps.layout.per_device_train_batch_size}"
         )
 
     @contextlib.contextmanager
-    def _naming_who_is_missing(self):
+    def _report_missing_processes(self):
         try:
             yield
         except RuntimeError as error:
-            if self.recovery.cpu_group is None or isinstance(error, RunError) or not _is_about_others(error):
+            if self.recovery.cpu_group is None or isinstance(error, RunError) or not _is_collective_error(error):
                 raise
-            raise RunError(f"step {self.data.step + 1}: {self._who_is_missing()}") from error
+            raise RunError(f"step {self.data.step + 1}: {self._describe_missing_processes()}") from error
 
-    def _who_is_missing(self) -> str:
-        """Every process that waits says so in the common store; who does not is the one that is waited for."""
+    def _describe_missing_processes(self) -> str:
+        """Say which processes do not answer: every process that waits writes so into the common store, the others do not."""
         rank, size = self.recovery.accelerator.process_index, self.recovery.accelerator.num_processes
         store, key = torch_distributed.default_store(), f"recipes/waiting/{self.data.step}/"
         try:
             store.set(f"{key}{rank}", "")
             time.sleep(SECONDS_TO_REPORT)
-            missing = [other for other in range(size) if not store.check([f"{key}{other}"])]
+            missing = [process for process in range(size) if not store.check([f"{key}{process}"])]
         except RuntimeError:
             missing = [0]  # it holds the store
         names = ", ".join(map(str, missing)) or "unknown"
@@ -249,8 +260,10 @@ class Attempt:
 
 
 def _free_activations(error: BaseException) -> None:
-    """Free what a forward or backward that was broken off holds: variables of functions that have ended, and the graphs of
-    tensors in those that go on, the script's loop."""
+    """Free the memory that a forward or backward holds after it was broken off by an error.
+
+    That is the variables of functions that have ended, and the graphs of tensors in functions that go on: the script's loop.
+    """
     traceback.clear_frames(error.__traceback__)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
@@ -258,7 +271,7 @@ def _free_activations(error: BaseException) -> None:
                 value.detach_()
 
 
-def _is_about_others(error: RuntimeError) -> bool:
-    """Whether it comes from a collective: another process is late, or gone."""
+def _is_collective_error(error: RuntimeError) -> bool:
+    """Tell whether an error comes from a collective: another process is late, or gone."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text or "connection" in text

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
+"""Writes a run's results: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
 
 import contextlib
 import fcntl
@@ -29,21 +29,21 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.training import checkpoint
 
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
-"""That the model card shows, where they were drawn."""
+"""Pictures that the model card shows, if they were drawn."""
 
 
 def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> None:
-    """Make the output folder and lock it. An earlier run in it is resumed or overwritten, when asked for, never mixed with
-    a new one.
+    """Make the output folder and lock it.
 
-    Called by all processes, before anything costly. Nothing is deleted before `RunLog` starts the new run.
+    An earlier run in it is resumed or overwritten, when asked for, never mixed with a new one. Called by all processes, before
+    anything costly. Nothing is deleted before `RunLog` starts the new run.
 
     Raises:
         UsageError: the folder holds a run, another process is running one in it, or it cannot be made.
     """
     output_dir = Path(settings.output_dir)
     if accelerator.is_main_process:
-        if _earlier_run(output_dir) and not settings.resume_from_checkpoint and not settings.overwrite_output_dir:
+        if _find_earlier_run(output_dir) and not settings.resume_from_checkpoint and not settings.overwrite_output_dir:
             raise UsageError(
                 f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
                 "with --overwrite_output_dir, or choose another folder"
@@ -78,19 +78,19 @@ def _lock(output_dir: Path) -> None:
     _locks[output_dir.resolve()] = file
 
 
-def _earlier_run(output_dir: Path) -> list[Path]:
+def _find_earlier_run(output_dir: Path) -> list[Path]:
     files = [path for name in ("metrics.jsonl", "samples.jsonl") if (path := output_dir / name).exists()]
     return files + checkpoint.checkpoints(output_dir)
 
 
 class RunLog:
-    """Metrics of the steps, read from the device once per `logging_steps` and written one JSON line per step.
+    """Reads metrics of the steps from the device once per `logging_steps`, and writes one JSON line per step.
 
-    The losses written are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
+    The losses in the lines are the means over the whole global batch, whatever the layout:  loss = sum_j w_j s_j / n_j.
 
     Args:
-        accelerator, recipe, settings: of this run.
-        start: where an earlier session was; its lines of later steps are removed, trackers go on with its run.
+        accelerator, recipe, settings: the run's.
+        start: state at the end of an earlier session; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
         saver: writes checkpoints.
     """
@@ -111,26 +111,26 @@ class RunLog:
         self.first_step = first_step
         self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.unwritten: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
+        self.unwritten_lines: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
         self.saver = saver
         if accelerator.is_main_process:
             if settings.overwrite_output_dir:
-                for path in _earlier_run(self.output_dir):
+                for path in _find_earlier_run(self.output_dir):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            _keep(self.output_dir / "metrics.jsonl", lambda line: _is_before(line, first_step, num_steps))
-            _keep(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
+            _filter_lines(self.output_dir / "metrics.jsonl", lambda line: _is_earlier(line, first_step, num_steps))
+            _filter_lines(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-        done = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
-        # Of this session and earlier ones.
-        self.evaluations: list[dict[str, Any]] = broadcast_object_list([done])[0]
+        evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
+        # Evaluations of this session and earlier ones.
+        self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         if settings.report_to != "none":
             config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
-            goes_on = {
+            init_kwargs = {
                 "wandb": {"id": self.run_id, "resume": "allow"},
                 "tensorboard": {"purge_step": first_step + 1},
             }
-            accelerator.init_trackers(recipe.name, config=config, init_kwargs=goes_on)
-        self._say_what_is_not_exact()
+            accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
+        self._print_inexact_settings()
         self.bar = tqdm(
             total=num_steps,
             initial=first_step,
@@ -140,7 +140,7 @@ class RunLog:
         )
         self.clock = time.perf_counter()
 
-    def _say_what_is_not_exact(self) -> None:
+    def _print_inexact_settings(self) -> None:
         noise = [
             f"{name} {value}"
             for name, value in self.recipe.decisive_fields().items()
@@ -162,7 +162,15 @@ class RunLog:
         grad_norm: torch.Tensor,
         learning_rate: float,
     ) -> None:
-        """Note a step; `sums`, [terms] each, are those of this process's micro-batches, `counts` [terms] the whole step's."""
+        """Note a step.
+
+        Args:
+            data: this process's part of the step.
+            sums: summed losses of each of this process's micro-batches, floating [terms] on the device.
+            counts: targets of the whole step, int64 [terms] on the device.
+            grad_norm: norm of the whole gradient before clipping, scalar on the device.
+            learning_rate: the step's.
+        """
         now = time.perf_counter()
         line = {
             "step": data.step + 1,
@@ -196,25 +204,25 @@ class RunLog:
             torch.stack([norm for *_, norm in pending]).double().cpu(),
             strict=True,
         )
-        ledger, broken, num_units, seconds = [], None, 0, 0.0
+        ledger, failure, num_units, seconds = [], None, 0, 0.0
         for (line, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
-            line |= self.losses(total, counts) | {"grad_norm": norm.item()}
+            line |= self.compute_losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.settings.on_nonfinite == "stop":
                 is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
-                broken = self._not_finite(line, micro_batches, micro_batch_sums), is_held_back
+                failure = self._describe_nonfinite(line, micro_batches, micro_batch_sums), is_held_back
                 break
             if has_skipped:
                 self.num_skipped += 1
                 line["skipped"] = True
-            self._write(_order(line))
+            self._write(_sort_keys(line))
             num_units += line.get(f"{self.recipe.unit}s", line["samples"])
             seconds += line["seconds"]
             for micro_step, samples in enumerate(micro_batches):
-                where = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
-                ledger.append(where | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
+                place = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
+                ledger.append(place | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
         if seconds:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
@@ -222,8 +230,8 @@ class RunLog:
             ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
             self._append("samples.jsonl", ledger)
-        if broken is not None:
-            message, is_held_back = broken
+        if failure is not None:
+            message, is_held_back = failure
             if not is_held_back:
                 raise RunError(f"{message}. Resume from a checkpoint before it")
             self.saver.save(line["step"] - 1, self.num_skipped, self.run_id)
@@ -234,16 +242,21 @@ class RunLog:
             )
 
     def _progress(self, line: dict[str, Any], rate: float) -> dict[str, str]:
-        """What the progress bar says beside the time left, of the last step that was read."""
+        """Return what the progress bar says of the last step that was read, beside the time left."""
         memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
         numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
         return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
 
-    def _not_finite(self, line: dict[str, Any], micro_batches: list[list[tuple[int, int]]], sums: torch.Tensor) -> str:
-        """What is not finite in a step, and where: called by all processes, `sums` [micro-batches, terms] are each one's
-        own."""
+    def _describe_nonfinite(
+        self, line: dict[str, Any], micro_batches: list[list[tuple[int, int]]], sums: torch.Tensor
+    ) -> str:
+        """Say whether the loss or the gradient of a step is not finite, and in which samples. Called by all processes.
+
+        Args:
+            sums: summed losses of this process's micro-batches, [micro-batches, terms].
+        """
         rank = self.accelerator.process_index
-        mine = [
+        local_places = [
             f"process {rank}, micro-batch {micro_batch}, samples "
             + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
             for micro_batch, (is_finite, samples) in enumerate(
@@ -251,41 +264,43 @@ class RunLog:
             )
             if not is_finite
         ]
-        places = gather_object(mine)
-        what = "the loss is" if places else "the losses are finite, but their gradient is"
-        return f"step {line['step']}: {what} not finite" + (f" ({'; '.join(places)})" if places else "")
+        places = gather_object(local_places)
+        subject = "the loss is" if places else "the losses are finite, but their gradient is"
+        return f"step {line['step']}: {subject} not finite" + (f" ({'; '.join(places)})" if places else "")
 
-    def event(self, step: int, what: str, **values: Any) -> None:
-        """Write and say something that happened in `step`."""
+    def add_event(self, step: int, message: str, **values: Any) -> None:
+        """Write and print something that happened in `step`; `values` are the numbers of its line in metrics.jsonl."""
         self.flush()
-        self._append("metrics.jsonl", [{"step": step, "event": what} | values])
+        self._append("metrics.jsonl", [{"step": step, "event": message} | values])
         if self.accelerator.is_main_process:
             details = ", ".join(f"{name} {value}" for name, value in values.items())
-            tqdm.write(f"step {step}: {what} ({details})", file=sys.stderr)
+            tqdm.write(f"step {step}: {message} ({details})", file=sys.stderr)
 
-    def losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
-        """The loss and, of several, each of its terms, from whole sums and counts, both [terms] on the host."""
+    def compute_losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
+        """Compute the loss, and each of its terms if there are several, from total sums and counts, [terms] on the host."""
         weights = self.recipe.loss_weights
         means = [s / max(n, 1) for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
         terms = {f"{prefix}{name}_loss": mean for name, mean in zip(weights, means, strict=True) if len(weights) > 1}
         return {f"{prefix}loss": sum(w * mean for w, mean in zip(weights.values(), means, strict=True))} | terms
 
     @property
-    def evaluated(self) -> set[int]:
+    def evaluated_steps(self) -> set[int]:
         """Steps after which the model was evaluated, now or in an earlier session."""
         return {line["step"] for line in self.evaluations}
 
-    def evaluation(self, step: int, totals: torch.Tensor, judged: Mapping[str, float] | None = None) -> None:
-        """Write the losses of `totals` (see `evaluate`) at `step`, and what they were `judged` by.
+    def add_evaluation(self, step: int, totals: torch.Tensor, scores: Mapping[str, float] | None = None) -> None:
+        """Write an evaluation after `step`: its losses and other metrics.
 
-        None: accuracies, and of a language model the perplexity.
+        Args:
+            totals: float64 [3, terms], see `evaluation.evaluate`.
+            scores: other metrics by name; None: accuracies, and of a language model the perplexity.
         """
         self.flush()
         sums, correct, counts = totals
         accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
-        metrics = self.losses(sums, counts, prefix="eval_")
-        if judged is not None:
-            metrics |= {f"eval_{name}": value for name, value in judged.items()}
+        metrics = self.compute_losses(sums, counts, prefix="eval_")
+        if scores is not None:
+            metrics |= {f"eval_{name}": value for name, value in scores.items()}
         else:
             if terms == ["lm"]:
                 metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
@@ -308,13 +323,13 @@ class RunLog:
         self.restart_clock()
 
     def close(self) -> None:
-        """Write what is left.
+        """Write all lines that are not written yet, and wait for the last checkpoint.
 
         Raises:
             RunError: the last checkpoint, or lines, could not be written.
         """
         self.flush()
-        for name, lines in self.unwritten.items():
+        for name, lines in self.unwritten_lines.items():
             if lines:
                 self._append(name, [])
         self.bar.close()
@@ -323,8 +338,8 @@ class RunLog:
         finally:
             if lock := _locks.pop(self.output_dir.resolve(), None):
                 lock.close()
-        if lost := [name for name, lines in self.unwritten.items() if lines]:
-            raise RunError(f"{', '.join(lost)} in {self.output_dir} could not be written to the end")
+        if lost_files := [name for name, lines in self.unwritten_lines.items() if lines]:
+            raise RunError(f"{', '.join(lost_files)} in {self.output_dir} could not be written to the end")
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])
@@ -332,16 +347,18 @@ class RunLog:
             self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Append lines to a file of process 0; what cannot be written, because the disk is full, is tried again next time."""
+        """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time."""
         if not self.accelerator.is_main_process:
             return
-        self.unwritten[name] += "".join(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
+        self.unwritten_lines[name] += "".join(
+            json.dumps(_replace_nonfinite(record), allow_nan=False) + "\n" for record in records
+        )
         path = self.output_dir / name
         size = path.stat().st_size if path.exists() else 0
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(self.unwritten[name])
-            self.unwritten[name] = ""
+                file.write(self.unwritten_lines[name])
+            self.unwritten_lines[name] = ""
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
@@ -349,42 +366,45 @@ class RunLog:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has held at most, of a GPU's memory in tensors, on a CPU in all."""
+    """Return the peak memory of this process, bytes: of tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN: they become null."""
+def _replace_nonfinite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace infinity and NaN, which JSON lacks, by null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-def _order(line: dict[str, Any]) -> dict[str, Any]:
-    """`step, epoch, loss, terms ...` first: the order in which people read them."""
+def _sort_keys(line: dict[str, Any]) -> dict[str, Any]:
+    """Sort a line's keys: `step, epoch, loss, terms ...` come first, in the order in which people read them."""
     first = ["step", "epoch", *(name for name in line if name.endswith("loss")), "learning_rate", "grad_norm"]
     return {name: line[name] for name in first} | line
 
 
-def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Remove the lines that a resumed run is going to write again, and one that was cut off when the run was killed."""
+def _filter_lines(path: Path, condition: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the lines that fulfil the condition; the others are written again by a resumed run.
+
+    A line that was cut off when the run was killed is removed, too.
+    """
     if path.exists():
-        kept = []
+        lines = []
         for text in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
-                kept += [text + "\n"] if wanted(json.loads(text)) else []
+                lines += [text + "\n"] if condition(json.loads(text)) else []
         temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(path)
 
 
-def _is_before(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
+def _is_earlier(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
     # The evaluation at the very end is made again when a finished run is resumed.
     return line["step"] <= first_step and ("eval_loss" not in line or line["step"] < num_steps)
 
 
 def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The step lines and the evaluation lines of metrics.jsonl."""
+    """Read the step lines and the evaluation lines of metrics.jsonl."""
     path = output_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
@@ -416,8 +436,8 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
     if accelerator.is_main_process:
         partial, best = output_dir / "best.partial", output_dir / "best"
-        for each in (model, tokenizer):
-            each.save_pretrained(partial)
+        for part in (model, tokenizer):
+            part.save_pretrained(partial)
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
     accelerator.wait_for_everyone()
@@ -430,8 +450,8 @@ def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
 
     Args:
         log: closed.
-        usage: lines of Python that load what was saved; OUTPUT_DIR stands for the folder.
-        best_step: whose evaluation is that of what was saved; None: the last one.
+        usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
+        best_step: step of the saved model, whose evaluation is reported; None: the last one.
     """
     recipe, output_dir = log.recipe, log.output_dir
     steps, evaluations = read_metrics(output_dir)
@@ -477,7 +497,7 @@ def _number(value: float) -> str:
 
 
 def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str, pictures: Iterable[str]) -> str:
-    shown = "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in pictures)
+    images = "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in pictures)
     rows = "".join(f"| {name} | {_number(value)} |\n" for name, value in results.items())
     return f"""---
 library_name: {"transformers" if "transformers" in usage else "pytorch"}
@@ -492,7 +512,7 @@ Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Sou
 | metric | value |
 |---|---|
 {rows}
-{shown}
+{images}
 
 ```python
 {usage}
@@ -501,7 +521,7 @@ Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Sou
 
 
 def _push_to_hub(output_dir: Path, repo_id: str | None) -> str:
-    """Upload the results, without checkpoints; returns the URL of the commit."""
+    """Upload the results, without checkpoints, and return the URL of the commit."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 

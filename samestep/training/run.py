@@ -1,7 +1,7 @@
-"""A run of a recipe on the hardware that there is: what a script's loop leaves to objects because it is rare or long.
+"""A run of a recipe on the hardware at hand: the work that a script's loop leaves to objects because it is rare or long.
 
 `Run` makes the Accelerator, finds the checkpoint to go on from, cuts the steps, saves, logs, evaluates. Its `steps` are
-`Step`s: context managers around what a script does for one optimizer step. When memory runs out in one, all processes throw
+`Step`s: context managers around a script's code for one optimizer step. When memory runs out in a step, all processes throw
 their gradients away and `steps` gives the same step again, in smaller micro-batches: the same samples, so the same gradient.
 """
 
@@ -30,17 +30,18 @@ class Run:
 
     Args:
         argv: flags of the recipe and of the run.
-        task: which recipes the script trains.
-        description: of the script, for --help.
+        task: task of the recipes that the script trains.
+        description: description of the script, for --help.
 
     Attributes:
-        recipe: what decides the steps, flags laid over its file.
-        settings: how it is run here.
-        accelerator: Accelerate's.
+        recipe: decides the steps; its file, with the flags in place of its values.
+        settings: decides how the recipe is run here.
+        accelerator: Accelerate's `Accelerator`.
         output_dir: folder of all results.
-        loss_weights: floating [terms] on the device; known after `prepare`.
+        loss_weights: w_j, floating [terms] on the device; known after `prepare`.
         num_steps: optimizer steps of the whole training; known after `load_data`.
-        log: what is written, and the evaluations so far; known after `prepare`.
+        completed_steps: optimizer steps so far, those before the checkpoint included.
+        log: writes metrics, and has the evaluations so far; known after `prepare`.
 
     Raises:
         UsageError: bad flags, recipe, launch, output folder or checkpoint.
@@ -59,14 +60,14 @@ class Run:
         report.open_output_dir(self.accelerator, self.settings)
         resume = self.settings.resume_from_checkpoint
         self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
-        self.num_done = self.start.step
+        self.completed_steps = self.start.step
         self.has_stopped_early = False
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.
 
         Args:
-            build: of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
+            build: function of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
         """
         with self.accelerator.local_main_process_first():
             train, self.held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
@@ -80,10 +81,10 @@ class Run:
     def prepare(self, model_class: type[SummedLosses], train: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make the model and the optimizer, as the checkpoint has them if there is one, ready for `accelerator.accumulate`.
 
-        The fastest of the model's kernels is taken (--speed auto).
+        With --speed auto the model takes the fastest of its kernels.
 
         Args:
-            model_class: of a module of `samestep.models`.
+            model_class: class of a module of `samestep.models`.
             train: as `load_data` returned it.
         """
         recipe, settings, accelerator = self.recipe, self.settings, self.accelerator
@@ -118,15 +119,17 @@ class Run:
         return model, optimizer
 
     def whole_step(self) -> batch_norm.WholeStep:
-        """Make what computes batch normalisation of whole steps, for `Step.find_statistics`; it does nothing where the recipe
-        does not ask for it (exact_batch_norm)."""
+        """Make the object that computes batch normalisation of whole steps, for `Step.find_statistics`.
+
+        It does nothing unless the recipe asks for that (exact_batch_norm).
+        """
         return batch_norm.WholeStep(self.bare_model if self.recipe.exact_batch_norm else nn.Identity())
 
     def steps(self, train: Any) -> Iterator["Step"]:
         """Iterate over the optimizer steps from the checkpoint's on, one `Step` for each, and again for each that failed.
 
-        Before the first, what fits into memory and what is fast is tried; after each, its metrics are noted and a checkpoint
-        is saved where one is due. Ends early when a signal or --max_train_minutes asks for it.
+        Before the first step, sizes of micro-batches are tried for memory and speed; after each step, its metrics are noted,
+        and a checkpoint is saved if one is due. Ends early when a signal or --max_train_minutes asks for it.
 
         Args:
             train: as `load_data` returned it.
@@ -137,45 +140,45 @@ class Run:
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         rehearsal.fit(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
-            rehearsal.measure_batch_norm(recovery, self.bare_model, self.loss_of)
+            rehearsal.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
         accelerator.print(
             f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}; on "
-            f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.num_done} to {self.last_step} "
-            f"of {self.num_steps}"
+            f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.completed_steps} to "
+            f"{self.last_step} of {self.num_steps}"
         )
         self.model.train()
         workers = settings.dataloader_num_workers
-        for data in recovery.steps.stream(self.num_done, self.last_step, workers, accelerator.device):
-            for attempt in recovery.attempts(data):
+        for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
+            for attempt in recovery.iterate_attempts(data):
                 step = Step(self, attempt)
                 yield step
-                step.check_is_taken()
+                step.check_entry()
             self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate)
-            self.num_done += 1
-            if recovery.stopping:
+            self.completed_steps += 1
+            if recovery.should_stop:
                 return
             every = settings.checkpointing_steps
-            if every and self.num_done % every == 0 and self.num_done < self.last_step:
-                self.log.save(self.num_done)
+            if every and self.completed_steps % every == 0 and self.completed_steps < self.last_step:
+                self.log.save(self.completed_steps)
 
     def evaluates_before(self, step: "Step") -> bool:
-        """Whether an evaluation is due: before the first step of a training, and every --eval_steps."""
+        """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
         every = self.settings.eval_steps
         return step.index == 0 or bool(every and step.index % every == 0)
 
     def evaluate(self, model: nn.Module, held_out: Any) -> None:
-        """Write the losses and accuracies of held-out data (None: nothing) after the steps so far, unless they are known."""
-        if held_out is not None and self.num_done not in self.log.evaluated:
+        """Write losses and accuracies of held-out data (None: do nothing) after the steps so far, unless that was done."""
+        if held_out is not None and self.completed_steps not in self.log.evaluated_steps:
             batch_size = self.settings.per_device_eval_batch_size
-            self.log.evaluation(
-                self.num_done, evaluate(self.accelerator, model, held_out, self.recipe.seed, batch_size)
+            self.log.add_evaluation(
+                self.completed_steps, evaluate(self.accelerator, model, held_out, self.recipe.seed, batch_size)
             )
 
     @property
     def is_finished(self) -> bool:
-        """Whether the training is at its end, and not only this session of it."""
-        return self.has_stopped_early or self.num_done == self.num_steps
+        """Whether the whole training, not only this session of it, is at its end."""
+        return self.has_stopped_early or self.completed_steps == self.num_steps
 
     def finish(self, evaluate: Callable[[], object]) -> SummedLosses | None:
         """Save the last checkpoint and, at the end of training, evaluate. Called by all processes.
@@ -184,64 +187,68 @@ class Run:
             evaluate: called when all steps are done.
 
         Returns:
-            The whole model on process 0 when the training is finished, to be published; else None.
+            The whole model, to be published, on process 0 when the training is finished; else None.
         """
-        if self.num_done > self.start.step:
-            self.log.save(self.num_done)
-        if self.num_done == self.num_steps:
+        if self.completed_steps > self.start.step:
+            self.log.save(self.completed_steps)
+        if self.completed_steps == self.num_steps:
             evaluate()
         self.log.close()
-        trained = checkpoint.whole_model(self.accelerator, self.model, self.build)
-        return trained if self.is_finished and self.accelerator.is_main_process else None
+        trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
+        return trained_model if self.is_finished and self.accelerator.is_main_process else None
 
     def publish(self, usage: str, best_step: int | None = None) -> None:
-        """Write all_results.json, loss.png and the model card; push to the hub if asked for. Called by process 0, after the
-        model was saved in the output folder.
+        """Write all_results.json, loss.png and the model card; push to the hub if asked for.
+
+        Called by process 0, after the model was saved in the output folder.
 
         Args:
-            usage: lines of Python that load what was saved; OUTPUT_DIR stands for the folder.
-            best_step: whose evaluation is that of what was saved; None: the last one.
+            usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
+            best_step: step of the saved model, whose evaluation is reported; None: the last one.
         """
         report.finish(self.log, usage, best_step)
 
     def close(self) -> int:
-        """Let go of the process group and all that used it. Called by all processes, last.
+        """Let go of the process group and of all that uses it. Called by all processes, last.
 
         Returns:
-            Exit code: 0, or what tells a scheduler to start the run again.
+            Exit code: 0, or the one that tells a scheduler to start the run again.
         """
-        status = self.recovery.exit_code(self.is_finished)
+        status = self.recovery.close(self.is_finished)
         torch_distributed.release(self.model)
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.end_training()
         return status
 
-    def loss_of(
+    def compute_loss(
         self, batch: MicroBatch, num_targets: torch.Tensor, model: nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A micro-batch's part of the step's loss, and its summed losses [terms], detached.
+        """Compute a micro-batch's part of the step's loss, and its summed losses.
 
         Args:
             batch: a micro-batch; it may be on the host.
-            num_targets: int64 [terms], of the whole step.
-            model: as it is, or prepared.
+            num_targets: targets of the whole step, int64 [terms].
+            model: prepared or not.
+
+        Returns:
+            The loss, sum_j w_j s_j / n_j, scalar; the summed losses s_j, [terms], detached.
         """
         sums, _ = model(**to_device(batch, self.accelerator.device))
         return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
 
     def _forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
-        """A micro-batch as a script computes it, for rehearsals."""
-        loss, _ = self.loss_of(batch, num_targets, self.model)
+        """Compute a micro-batch as a script does, for rehearsals."""
+        loss, _ = self.compute_loss(batch, num_targets, self.model)
         self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
 
 
 class Step:
-    """One optimizer step, a context manager around all of it: inside, a script goes through its `micro_batches`.
+    """One optimizer step, a context manager around the code that computes it from its `micro_batches`.
 
     Attributes:
         index: number of the step; 0 is the first of the training.
-        learning_rate: of this step, from the recipe's schedule.
-        grad_norm: scalar on the device, of the whole gradient before clipping; known after `clip_grad_norm_`.
+        learning_rate: learning rate of this step, from the recipe's schedule.
+        grad_norm: norm of the whole gradient before clipping, scalar on the device; known after `clip_grad_norm_`.
     """
 
     def __init__(self, run: Run, attempt: Attempt):
@@ -274,22 +281,22 @@ class Step:
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
 
-        Where one micro-batch is the whole step, its own statistics are.
+        Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
         """
         if self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
             model, num_targets = self.run.bare_model, self.num_targets
             whole_step.prepare(
-                self.data.micro_batches, lambda micro_batch: self.run.loss_of(micro_batch, num_targets, model)[0]
+                self.data.micro_batches, lambda micro_batch: self.run.compute_loss(micro_batch, num_targets, model)[0]
             )
 
     def clip_grad_norm_(self, max_norm: float | None) -> None:
         """Clip the whole step's gradient G to an L2 norm (None: leave it): G min(1, max_norm / (|G| + 1e-6)).
 
-        Called by all processes between the last backward and the optimizer's step, which a gradient that is not finite does
-        not take.
+        Called by all processes between the last backward and the optimizer's step. The optimizer does not take a step with a
+        gradient that is not finite.
         """
         run = self.run
-        self.attempt.gradient_is_complete()
+        self.attempt.confirm_gradient()
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)
 
@@ -297,8 +304,8 @@ class Step:
         """Note the summed losses of a micro-batch, [terms], for the step's line in metrics.jsonl."""
         self.attempt.sums.append(sums.detach())
 
-    def check_is_taken(self) -> None:
-        """Raise where a script went on without the step, whose place would come for ever."""
+    def check_entry(self) -> None:
+        """Raise if a script went on without entering the step, which would then be repeated for ever."""
         if not self.is_entered:
             raise UsageError(f"step {self.index + 1} was not taken: put what computes it inside `with step:`")
 

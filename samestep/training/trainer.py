@@ -22,11 +22,11 @@ from samestep.step.losses import IGNORED, cross_entropy_sum, weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared
 from samestep.training.launch import is_sharded
-from samestep.training.own_loop import SUM, as_counts, check_contract, problems_of
+from samestep.training.own_loop import SUM, check_contract, find_problems, to_counts
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Relative difference from the model's own loss that is rounding; in 16 bits 5e-2."""
+"""Largest relative difference from the model's own loss that counts as rounding; in 16 bits 5e-2."""
 PAIR_LOGITS = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
 REMEDY = (
     "give ExactTrainer(loss=..., targets=...): loss(model, batch) -> (sums, number of targets), targets(batch) -> number of "
@@ -37,20 +37,20 @@ REMEDY = (
 class ExactTrainer(Trainer):
     """A `Trainer` whose steps do not depend on how they are cut: micro-batches, processes, a last window that is not full.
 
-    Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step), where Trainer leaves
-    that to the model, and most heads take a mean. No sample comes twice at the end of an epoch. All else is Trainer's.
+    Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step). Trainer leaves that to
+    the model, and most heads take a mean. No sample comes twice at the end of an epoch. All else is Trainer's.
 
     Args:
-        args, kwargs: as of `Trainer`.
+        args, kwargs: arguments of `Trainer`.
         loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: for causal, masked and two-term (BERT)
             language models and classifiers of sequences and tokens, computed from their logits, and compared with the model's
             own loss on the first micro-batch.
-        targets: batch -> number of targets, int or int tensor [terms]. None: for the losses that are built in, known; for
-            your `loss`, learnt by one more forward of each batch, without gradients.
+        targets: batch -> number of targets, int or int tensor [terms]. None: built-in losses know it; for your `loss` it costs
+            one more forward of each batch, without gradients.
         loss_weights: w_j; default 1.
 
     Raises:
-        UsageError: a head that is not known and no loss; a dataset without a length; settings that would change the step.
+        UsageError: an unknown head without `loss`; a dataset without a length; settings that would change the step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExactTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        problems = problems_of(self.accelerator, "ExactTrainer")
+        problems = find_problems(self.accelerator, "ExactTrainer")
         if self.compute_loss_func is not None:
             problems.append("compute_loss_func is given, but it is not asked for sums: " + REMEDY)
         is_stream = isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__")
@@ -84,26 +84,26 @@ class ExactTrainer(Trainer):
             loss, targets = head, head.targets
         self._loss, self._targets, self._weights = loss, targets, loss_weights
         self.loss_is_scaled_for_ga = True
-        self._stand_in: _StandIn | None = None
+        self._placeholder: _Placeholder | None = None
         self._num_windows = 0
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
         prepared.make_even(loader)
-        self._stand_in = (
-            _StandIn(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
+        self._placeholder = (
+            _Placeholder(loader.collate_fn([loader.dataset[0]])) if self.accelerator.num_processes > 1 else None
         )
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of a step, as many on every process, and its n_j, int64 [terms]."""
+        """Read the micro-batches of a step, as many on every process, and count its n_j, int64 [terms]."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        counts = [as_counts(self._count(batch)).to(device) for batch in batches or [self._stand_in]]
-        own = sum(counts) if batches else torch.zeros_like(counts[0])
-        if self._stand_in is not None:
-            batches += [self._stand_in] * (num_batches - len(batches))
+        counts = [to_counts(self._count(batch)).to(device) for batch in batches or [self._placeholder]]
+        local_counts = sum(counts) if batches else torch.zeros_like(counts[0])
+        if self._placeholder is not None:
+            batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
-        return batches, total_counts(self.accelerator, own)
+        return batches, total_counts(self.accelerator, local_counts)
 
     def compute_loss(
         self,
@@ -112,7 +112,7 @@ class ExactTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """A micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
+        """Compute a micro-batch's part of the step's loss, times N; in evaluation the mean over the batch."""
         outputs: list = []
         hook = model.register_forward_hook(lambda _, __, output: outputs.append(output)) if return_outputs else None
         try:
@@ -125,7 +125,7 @@ class ExactTrainer(Trainer):
             if self._num_windows == 1:
                 self._check_sums(sums, counts, num_items_in_batch)
             counts, scale = num_items_in_batch, self.accelerator.num_processes
-        sums = sums.view(-1) * 0 if isinstance(inputs, _StandIn) else sums.view(-1)
+        sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
         return (loss, outputs[-1]) if return_outputs else loss
@@ -146,31 +146,31 @@ class ExactTrainer(Trainer):
             )
         if self._weights is not None and len(self._weights) != len(total):
             raise UsageError(f"loss_weights are {len(self._weights)}, but loss has {len(total)} term(s): one for each")
-        possible = [list(map(int, of)) for of in zip(counts.tolist(), total.tolist(), strict=True)]
-        if how := find_mean(sums, possible):
-            raise UsageError(f"loss returned a mean ({how}), must return {SUM}, and the number of targets")
+        divisors = [list(map(int, pair)) for pair in zip(counts.tolist(), total.tolist(), strict=True)]
+        if mean := find_mean(sums, divisors):
+            raise UsageError(f"loss returned a mean ({mean}), must return {SUM}, and the number of targets")
 
 
-class _StandIn(dict):
+class _Placeholder(dict):
     """A batch that counts nothing, for a process that has none left; Trainer keeps its type."""
 
 
 class HeadLoss:
-    """Summed losses of common heads, from their logits.
+    """Computes summed losses of common heads from their logits.
 
     Args:
         model: not wrapped.
-        label_smoothing: as of `cross_entropy_sum`.
+        label_smoothing: see `cross_entropy_sum`.
 
     Raises:
-        UsageError: a head that is none of them.
+        UsageError: a head that is not one of these.
     """
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.0):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.config, self.label_smoothing, self.is_compared = model.config, label_smoothing, False
-        accepted = inspect.signature(model.forward).parameters
-        self.pair_label = next((label for label in PAIR_LOGITS if label in accepted and "labels" in accepted), None)
+        parameters = inspect.signature(model.forward).parameters
+        self.pair_label = next((label for label in PAIR_LOGITS if label in parameters and "labels" in parameters), None)
         self.name, function = type(model).__name__, LOSS_MAPPING.get(getattr(model, "loss_type", None))
         names = {parent.__name__ for parent in type(model).__mro__}
         self.is_seq2seq = bool(getattr(self.config, "is_encoder_decoder", False))
@@ -183,7 +183,7 @@ class HeadLoss:
             raise UsageError(f"the loss of {self.name} is not one that ExactTrainer knows: {REMEDY}")
 
     def targets(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Numbers of targets, int64 [terms]."""
+        """Count the targets of a batch, int64 [terms]."""
         labels = self._labels(batch)
         if self.is_classifier and labels.is_floating_point():
             return torch.tensor([labels.numel()])
@@ -193,10 +193,10 @@ class HeadLoss:
         return torch.stack(counts)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums [terms] and numbers of targets [terms]."""
+        """Compute the sums [terms] and the numbers of targets [terms] of a batch."""
         compares = model.training and not self.is_compared and not self.label_smoothing
-        left_out = set() if compares or self.is_seq2seq else {"labels", self.pair_label}
-        outputs = model(**{name: value for name, value in batch.items() if name not in left_out})
+        omitted_names = set() if compares or self.is_seq2seq else {"labels", self.pair_label}
+        outputs = model(**{name: value for name, value in batch.items() if name not in omitted_names})
         logits = outputs["prediction_logits"] if self.pair_label else outputs["logits"]
         sums = [self._sum(logits, self._labels(batch))]
         if self.pair_label:
@@ -208,10 +208,10 @@ class HeadLoss:
         return sums, counts
 
     def _labels(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One for each logit; -100 where nothing is predicted."""
+        """Return the labels, one for each prediction; -100 where nothing is predicted."""
         if "labels" not in batch or (self.pair_label and self.pair_label not in batch):
-            needed = ["labels", self.pair_label] if self.pair_label else ["labels"]
-            raise UsageError(f"batch has {', '.join(batch)}, must have {' and '.join(needed)}: {REMEDY}")
+            names = ["labels", self.pair_label] if self.pair_label else ["labels"]
+            raise UsageError(f"batch has {', '.join(batch)}, must have {' and '.join(names)}: {REMEDY}")
         if not self.is_shifted:
             return batch["labels"]
         return (
@@ -230,14 +230,14 @@ class HeadLoss:
             return F.mse_loss(wide.reshape(labels.shape), labels, reduction="sum")
         return F.binary_cross_entropy_with_logits(wide, labels, reduction="sum")
 
-    def _compare(self, own: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """In the first forward: is it this model's loss, and all of it (balance of experts, other terms)?"""
+    def _compare(self, loss: torch.Tensor, model_loss: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """Check in the first forward that this is all of the model's own loss, which may have terms to balance experts."""
         self.is_compared = True
         if model_loss is None:
             return
-        theirs, ours = model_loss.mean().item(), own.item()
-        if abs(ours - theirs) > TOLERANCES.get(dtype, 5e-2) * max(abs(theirs), 1e-3):
+        model_value, value = model_loss.mean().item(), loss.item()
+        if abs(value - model_value) > TOLERANCES.get(dtype, 5e-2) * max(abs(model_value), 1e-3):
             raise UsageError(
-                f"the loss of {self.name} on the first micro-batch is {theirs:.6g} by the model, {ours:.6g} by its logits and "
-                f"labels: it has other terms; {REMEDY}"
+                f"the loss of {self.name} on the first micro-batch is {model_value:.6g} by the model, {value:.6g} by its "
+                f"logits and labels: it has other terms; {REMEDY}"
             )

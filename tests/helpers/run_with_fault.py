@@ -63,7 +63,9 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
 
 
 def say_how_many_reductions_had_begun(self, error):
-    print(f"\nreductions begun: {self.recovery._collectives() - self.first_collective}", file=sys.stderr, flush=True)
+    print(
+        f"\nreductions begun: {self.recovery._count_collectives() - self.first_collective}", file=sys.stderr, flush=True
+    )
     leave(self, error)
 
 
