@@ -174,12 +174,12 @@ def measure_process(rank: int, processes: int, kind: str, meeting_point: str, re
         world_size=processes,
         device_id=device if kind == "cuda" else None,
     )
-    found = {
+    result = {
         "products": {name: product_rates(TYPES[name], device) for name in precisions(kind)},
         "memory": memory_rate(device),
         "all_reduce": all_reduce_points(REDUCED, device) if processes > 1 else None,
     }
-    results.put(found)
+    results.put(result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -224,12 +224,12 @@ def machine(kind: str, processes: int) -> dict:
             "watts_source": "power limit, as nvidia-smi reports it",
         }
     cores, memory = num_cores(), psutil.virtual_memory().total
-    own = cores // processes
+    share = cores // processes
     return {
-        "description": f"{cpu_name()}, {own} of {cores} cores, {memory / processes / 2**30:.0f} GiB",
-        "cores": own,
+        "description": f"{cpu_name()}, {share} of {cores} cores, {memory / processes / 2**30:.0f} GiB",
+        "cores": share,
         "memory_mib": memory // processes // 2**20,
-        "watts": WATTS_PER_CORE * own,
+        "watts": WATTS_PER_CORE * share,
         "memory_source": f"the machine's, divided by {processes} process(es)",
         "watts_source": f"assumed: {WATTS_PER_CORE} W per core, as servers of 64 to 96 cores with 280 to 360 W",
     }
@@ -241,24 +241,24 @@ def measure(kind: str, processes: int) -> dict:
     Raises:
         UsageError: more processes than cores or GPUs.
     """
-    there = torch.cuda.device_count() if kind == "cuda" else num_cores()
-    if not 1 <= processes <= there:
-        raise UsageError(f"--processes is {processes}, must be 1 to {there}: a GPU, or a core, for each")
+    limit = torch.cuda.device_count() if kind == "cuda" else num_cores()
+    if not 1 <= processes <= limit:
+        raise UsageError(f"--processes is {processes}, must be 1 to {limit}: a GPU, or a core, for each")
     if kind == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(there // processes)  # the processes read it when they import torch
+        os.environ["OMP_NUM_THREADS"] = str(limit // processes)  # the processes read it when they import torch
         os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure_process, (processes, kind, f"{folder}/meeting_point", results), nprocs=processes)
-    found = [results.get() for _ in range(processes)]
+    records = [results.get() for _ in range(processes)]
     return {
         "products": {
-            name: tuple(statistics.median(each["products"][name][index] for each in found) for index in (0, 1))
-            for name in found[0]["products"]
+            name: tuple(statistics.median(record["products"][name][index] for record in records) for index in (0, 1))
+            for name in records[0]["products"]
         },
-        "memory": statistics.median(each["memory"] for each in found),
+        "memory": statistics.median(record["memory"] for record in records),
         "all_reduce": [
-            max(points, key=lambda point: point[1]) for points in zip(*(e["all_reduce"] for e in found), strict=True)
+            max(points, key=lambda point: point[1]) for points in zip(*(e["all_reduce"] for e in records), strict=True)
         ]
         if processes > 1
         else None,
@@ -285,8 +285,8 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         origin: "measured by ..." for the sources.
     """
     single = measured["products"]["no"][1]
-    kept = {name: rates for name, rates in measured["products"].items() if name != "no" and rates[1] > single}
-    peak, usual = max(kept.values(), default=measured["products"]["no"])
+    faster = {name: rates for name, rates in measured["products"].items() if name != "no" and rates[1] > single}
+    peak, usual = max(faster.values(), default=measured["products"]["no"])
     together = f"with {processes} process(es) at work" if processes > 1 else "alone"
     tokens, features = USUAL[kind]
     sources = [
@@ -295,8 +295,8 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         f"memory_mib: {has['memory_source']}",
         f"memory_gb_per_s: measured likewise: a copy or sum of {ELEMENTS[kind] * 4 // 2**20} MiB, read and written",
     ]
-    if kept:
-        names = ", ".join(f"{name}_tflops" for name in sorted(kept))
+    if faster:
+        names = ", ".join(f"{name}_tflops" for name in sorted(faster))
         sources.append(f"{names}: measured likewise: the best product")
         sources.append("reachable: measured likewise: the products that float32 is measured by")
     else:
@@ -318,7 +318,7 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         "cores": has["cores"],
         "memory_mib": has["memory_mib"],
         "fp32_tflops": rounded(single / 1e12 / CALIBRATION.reachable_fp32),
-        **{f"{name}_tflops": rounded(kept[name][0] / 1e12) if name in kept else None for name in ("fp16", "bf16")},
+        **{f"{name}_tflops": rounded(faster[name][0] / 1e12) if name in faster else None for name in ("fp16", "bf16")},
         "reachable": min(0.999, rounded(usual / peak)),
         "memory_gb_per_s": rounded(measured["memory"] / 1e9),
         "link": link,

@@ -197,7 +197,7 @@ def rate(batch: int, seconds: list[float]) -> float:
 
 def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
     """Images per second of each program, by precision, in one round."""
-    batch, found = load(recipe).global_batch_size, {}
+    batch, results = load(recipe).global_batch_size, {}
     with tempfile.TemporaryDirectory() as folder:
         work, running = Path(folder), []
         for precision in PRECISIONS:
@@ -207,10 +207,10 @@ def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, d
         for precision in PRECISIONS:
             lines = (work / f"ours-{precision}" / "metrics.jsonl").read_text().splitlines()
             seconds = [line["seconds"] for line in map(json.loads, lines) if "seconds" in line]
-            found[precision] = {"ours": rate(batch, seconds)}
+            results[precision] = {"ours": rate(batch, seconds)}
             for title, kind in PEERS.items():
-                found[precision][title] = rate(batch, json.loads((work / f"{kind}-{precision}.json").read_text()))
-    return found
+                results[precision][title] = rate(batch, json.loads((work / f"{kind}-{precision}.json").read_text()))
+    return results
 
 
 def loading(photographs: Path) -> list[dict]:
@@ -246,7 +246,7 @@ def main() -> None:
             seconds = plain(name, precision, int(num_steps), channels_last=kind == "channels_last")
         Path(file).write_text(json.dumps(seconds))
         return
-    rows = harness.kept(arguments.output, "rows", "recipe", arguments.only)
+    rows = harness.read_other_rows(arguments.output, "rows", "recipe", arguments.only)
     with tempfile.TemporaryDirectory() as folder:
         photographs = write_photographs(Path(folder))
         for name in arguments.only:
@@ -270,11 +270,13 @@ def markdown(results: dict) -> str:
     speeds, bf16 = [], []
     for row in results["rows"]:
         for precision in PRECISIONS:
-            each = [numbers[precision] for numbers in row["rounds"]]
-            beside = [spread([one["ours"] / one[title] for one in each], ".2f") for title in PEERS]
-            speeds.append([row["recipe"], precision, spread([one["ours"] for one in each], ",.0f"), *beside])
-        beside = [[each["bf16"]["ours"] / each["no"][name] for each in row["rounds"]] for name in ("ours", "plain")]
-        bf16.append([row["recipe"], *(spread(each, ".2f") for each in beside)])
+            rounds = [numbers[precision] for numbers in row["rounds"]]
+            ratios = [spread([numbers["ours"] / numbers[title] for numbers in rounds], ".2f") for title in PEERS]
+            speeds.append([row["recipe"], precision, spread([numbers["ours"] for numbers in rounds], ",.0f"), *ratios])
+        bf16_ratios = [
+            [numbers["bf16"]["ours"] / numbers["no"][name] for numbers in row["rounds"]] for name in ("ours", "plain")
+        ]
+        bf16.append([row["recipe"], *(spread(values, ".2f") for values in bf16_ratios)])
     loaded = [[row["source"], f"{row['images_per_second']:,.0f}"] for row in results["loading"]]
     steps = ", ".join(f"{row['steps']} steps of {row['recipe']}" for row in results["rows"])
     head = ["recipe", "precision", "ours, images/s", *(f"ours / {title}" for title in PEERS)]

@@ -78,22 +78,22 @@ def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: st
     layout = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=batch)
     steps = Steps(source, order, layout, process_index=0)
     model, weights = network(recipe, source, precision), torch.tensor(list(recipe.loss_weights.values()))
-    delivered, taken = [], []
+    delivered, trained = [], []
     for round_ in range(rounds + 1):
         start = harness.clock()
         data = [steps[round_ * num_steps + step] for step in range(num_steps)]
         loaded = harness.clock()
-        for each in data:
-            compute(model, each, weights, precision)
-        size = sum(each.num_tokens for each in data)
+        for step in data:
+            compute(model, step, weights, precision)
+        size = sum(step.num_tokens for step in data)
         delivered.append(size / (loaded - start))
-        taken.append(size / (harness.clock() - loaded))
-    ratios = [fast / slow for fast, slow in zip(delivered, taken, strict=True)][1:]
+        trained.append(size / (harness.clock() - loaded))
+    ratios = [fast / slow for fast, slow in zip(delivered, trained, strict=True)][1:]
     return {
         "title": title,
         "unit": recipe.unit,
         "delivered": statistics.median(delivered[1:]),
-        "taken": statistics.median(taken[1:]),
+        "taken": statistics.median(trained[1:]),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
     }
@@ -101,16 +101,16 @@ def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: st
 
 def memory(num_rows: tuple[int, ...]) -> list[dict]:
     """Bytes that a loader of each kind adds, by rows of its dataset."""
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in COLUMNS:
             words = [str(word) for rows in num_rows for word in (kind, write(kind, Path(folder) / f"{rows}", rows))]
             command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
             lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-            found += [
+            results += [
                 {"kind": kind, "rows": rows} | json.loads(line) for rows, line in zip(num_rows, lines, strict=True)
             ]
-    return found
+    return results
 
 
 def main() -> None:

@@ -56,13 +56,13 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
             optimizer.step()
             optimizer.zero_grad()
 
-    def before() -> None:
+    def plain_epoch() -> None:
         accelerator.gradient_accumulation_steps = K  # one state for all accelerators of a process
         for batch in loader:
             micro_step(batch, lambda mean: mean)
         accelerator.gradient_accumulation_steps = 1
 
-    def after() -> None:
+    def exact_epoch() -> None:
         for step in steps():
             for batch in step:
                 micro_step(batch, lambda mean, step=step, batch=batch: step.loss(mean * count(batch)))
@@ -74,7 +74,7 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
         return iter(exact_steps(accelerator, TEXTS, collate, **sizes, targets=count))
 
     accelerator.gradient_accumulation_steps = 1
-    return before if kind == "before" else after
+    return plain_epoch if kind == "before" else exact_epoch
 
 
 def trainer(kind: type[Trainer]) -> Callable[[], None]:
@@ -115,10 +115,10 @@ def cpu_seconds(epoch: Callable[[], None]) -> float:
 def main() -> None:
     arguments = harness.flags("own_loops", __doc__, rounds=9, only=CASES).parse_args()
     torch.set_num_threads(1)
-    rows = harness.kept(arguments.output, "rows", "loop", arguments.only)
+    rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
     for name in arguments.only:
-        before, after = CASES[name]()
-        calls = {"before": partial(cpu_seconds, before), "after": partial(cpu_seconds, after)}
+        plain, exact = CASES[name]()
+        calls = {"before": partial(cpu_seconds, plain), "after": partial(cpu_seconds, exact)}
         times = harness.in_turns(calls, arguments.rounds, warm_up=1)
         ratios = [slow / fast for slow, fast in zip(times["before"], times["after"], strict=True)]
         rows.append({"loop": name, "seconds": times, "ratios": ratios})

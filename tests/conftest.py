@@ -23,7 +23,7 @@ os.environ.update(
 import matplotlib.figure
 import pytest
 from blank import write_blank
-from common import ROOT, TINIES, environment_of, fresh_accelerator, load_script, tiny_argv, write_corpus
+from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import Server
 
 from samestep import interrupt
@@ -49,18 +49,18 @@ def modules_are_no_garbage():
 
 @pytest.fixture(autouse=True)
 def pictures_are_blank(request, monkeypatch):
-    """Figures are made, but drawn only in tests that look at pictures, and say so with the fixture `drawn`."""
-    if "drawn" not in request.fixturenames:
+    """Figures are made, but drawn only in tests that look at pictures, and say so with the fixture `real_figures`."""
+    if "real_figures" not in request.fixturenames:
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", write_blank)
 
 
 @pytest.fixture
-def drawn():
+def real_figures():
     """Pictures are what they are for a user."""
 
 
 @pytest.fixture(autouse=True)
-def signals_handled_as_before():
+def restore_signal_handlers():
     """Runs that fail leave their handlers, which processes forked later would inherit."""
     handlers = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
     yield
@@ -139,9 +139,9 @@ def train_on(corpus, tmp_path, trainings):
             program = name.split("/")[0] if "/" in name else "pretrain_bert"
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
-        told = environment_of(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
+        environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
         trainings.run(
-            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=told, can_repeat=False
+            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=environment, can_repeat=False
         )
         return tmp_path
 

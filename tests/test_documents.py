@@ -277,9 +277,9 @@ def test_faulty_paths_are_collected(tmp_path):
     write(tmp_path / "fine.txt", TEXTS)
     with pytest.raises(UsageError) as raised:
         load("fine.txt", "gone.txt", "none/*.txt", "folder")
-    gone, none, folder = raised.value.problems
-    assert gone.startswith("data file gone.txt: no such file in ")
-    assert gone.endswith(". Check the path.")
+    missing, none, folder = raised.value.problems
+    assert missing.startswith("data file gone.txt: no such file in ")
+    assert missing.endswith(". Check the path.")
     assert none.startswith("data file none/*.txt: no file matches it in ")
     assert folder == "data file folder is a directory. Name its files: folder/*.txt"
 

@@ -200,10 +200,10 @@ def test_activation_functions_and_dropout():
         model = model_of(load("gpt2_124m", {"activation_function": activation, **changes}))
         return model.per_layer(autocast=autocast) / model.hidden_size
 
-    assert [units("gelu", on) for on in (False, True)] == [64, 36]
-    assert [units("relu", on) for on in (False, True)] == [48, 28]
-    assert [units("gelu_new", on) for on in (False, True)] == [112, 84]
-    assert [units("gelu", on, resid_pdrop=0.1) for on in (False, True)] == [66, 38]
+    assert [units("gelu", autocast) for autocast in (False, True)] == [64, 36]
+    assert [units("relu", autocast) for autocast in (False, True)] == [48, 28]
+    assert [units("gelu_new", autocast) for autocast in (False, True)] == [112, 84]
+    assert [units("gelu", autocast, resid_pdrop=0.1) for autocast in (False, True)] == [66, 38]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
     }
     field = names.get(recipe.task, "image_height")
     short, long = recipe, dataclasses.replace(recipe, **{field: getattr(recipe, field) + more})
-    of = {"mixed_precision": mixed_precision}
-    assert plan(short, b, n, **of).total <= plan(long, b, n, **of).total
+    settings = {"mixed_precision": mixed_precision}
+    assert plan(short, b, n, **settings).total <= plan(long, b, n, **settings).total
     autocast = mixed_precision != "no"
-    kept = [model_of(each).saved_bytes(autocast=autocast) for each in (short, long)]
-    assert kept[0] < kept[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
+    sizes = [model_of(shape).saved_bytes(autocast=autocast) for shape in (short, long)]
+    assert sizes[0] < sizes[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
     assert model_of(short).flops_per_sample <= model_of(long).flops_per_sample
 
 
@@ -278,11 +278,11 @@ def test_what_a_layer_saves(kind, activation, autocast):
     def saved(num_layers: int) -> int:
         recipe = small(kind, num_layers, activation)
         model, storages = build(recipe), {}
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(tensor):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in addresses:
                 storages[storage.data_ptr()] = tensor  # kept alive, so that no address comes twice
             return tensor
 
@@ -370,9 +370,9 @@ def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
     for step in (plain, chunked):
         step()  # so that both gradients exist already
         peaks.append(peak(step, tmp_path))
-    at_once = 2**24 // vocab
-    avoided = (rows - at_once) * vocab * 4
+    chunk_rows = 2**24 // vocab
+    avoided = (rows - chunk_rows) * vocab * 4
     saved = peaks[0] - peaks[1]
-    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {at_once}")
+    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {chunk_rows}")
     assert 2 * avoided < saved < 4 * avoided
     assert peaks[1] < rows * vocab * 4, "below a single copy of the logits"

@@ -80,19 +80,19 @@ def test_every_file_is_a_module_or_data():
     assert [key for key, paths in matched.items() if not paths] == []
     held = {path for paths in matched.values() for path in paths} | {path for name in OURS for path in modules(name)}
     trees = [ROOT / name for name in (*OURS, "recipes/catalog", "accelerate_configs")]
-    there = {path for tree in trees for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert there - held == set()
+    files = {path for tree in trees for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files - held == set()
 
 
 def test_dependencies_cover_every_import():
     """What no extra is needed for is imported at once; the packages of extras later, or with `optional`."""
-    of_extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
+    extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
     for path in modules("samestep"):
         first, later = imports(path)
         assert first <= BASE, (
             f"{path.relative_to(ROOT)}: {first - BASE} with samestep.recipe.extras.optional, or in a function"
         )
-        assert later <= BASE | of_extras, f"{path.relative_to(ROOT)}: {later - BASE - of_extras} is no dependency"
+        assert later <= BASE | extras, f"{path.relative_to(ROOT)}: {later - BASE - extras} is no dependency"
 
 
 def test_the_audit_needs_little():
@@ -145,7 +145,7 @@ def test_a_task_asks_for_its_extra_before_it_begins(task, monkeypatch):
         run_settings.parse(["--recipe", name], task, "")
 
 
-WITHOUT = """
+HIDDEN_IMPORT = """
 import sys
 for name in {missing!r}:
     sys.modules[name] = None
@@ -165,7 +165,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_a_program_without_its_extra_says_so(words, extra):
     missing = sorted(set().union(*EXTRAS.values()))
-    program = WITHOUT.format(missing=missing, words=words)
+    program = HIDDEN_IMPORT.format(missing=missing, words=words)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")

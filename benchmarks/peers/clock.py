@@ -53,4 +53,4 @@ def read(file: Path) -> tuple[int | None, list[Stamp]]:
         return None, []
     number, *lines = file.read_text(encoding="utf-8").split("\n")[:-1] or [None]
     words = [line.split() for line in lines]
-    return number and int(number), [Stamp(float(at), int(units), float(loss)) for at, units, loss in words]
+    return number and int(number), [Stamp(float(second), int(units), float(loss)) for second, units, loss in words]

@@ -76,8 +76,8 @@ def write_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     words = [re.findall(r"[A-Za-z]+", documents[8 * row]["text"]) for row in range(61)]
     lines = [
-        f"{' '.join(of[: 2 + row % 17])},{' '.join(of[3 : 5 + row % 5])},{'abc'[row % 3]}"
-        for row, of in enumerate(words)
+        f"{' '.join(text[: 2 + row % 17])},{' '.join(text[3 : 5 + row % 5])},{'abc'[row % 3]}"
+        for row, text in enumerate(words)
     ]
     (folder / "labelled.csv").write_text("\n".join(["text,other,label", *lines]) + "\n", encoding="utf-8")
     return folder / "corpus.jsonl"
@@ -103,15 +103,15 @@ def load_benchmark(name: str):
     return module
 
 
-def environment_of(config: Path, *flags: str) -> dict[str, str]:
+def launch_environment(config: Path, *flags: str) -> dict[str, str]:
     """What `accelerate launch` with a launch file and flags tells its processes, as Accelerate itself makes it."""
     arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    told = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in told.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
+    env = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
 
 
-def samples_in(micro_batch: dict) -> int:
+def count_samples(micro_batch: dict) -> int:
     """Samples of a micro-batch of a language model, end to end or one in a row."""
     return len(micro_batch["ends"]) - 1 if "ends" in micro_batch else len(micro_batch["input_ids"])
 
@@ -147,7 +147,7 @@ def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
     return {step: sorted(samples) for step, samples in steps.items()}
 
 
-def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
+def run_processes(program: str, num_processes: int, folder: Path) -> list:
     """What each of N processes of a program of this folder, called with its rank, N and `folder`, left in RANK.pt."""
     import torch  # here: launched programs set their environment first
 
@@ -161,8 +161,8 @@ def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
     ]
     try:
         for process in running:
-            _, said = process.communicate(timeout=100)
-            assert process.returncode == 0, said[-3000:]
+            _, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors[-3000:]
     finally:
         for process in running:
             process.kill()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from samestep.training.checkpoint import read
 
 
-def without_time(output_dir) -> list[dict]:
+def untimed_metrics(output_dir) -> list[dict]:
     return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
 
 

@@ -129,7 +129,7 @@ def serve(module: str, *libraries: str) -> None:
 def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
     """Exit codes by rank; the first failure ends all."""
     main = importlib.import_module(module).main
-    pids = [_fork(main, words, rank, environment | own) for rank, own in enumerate(_environments(num_processes))]
+    pids = [_fork(main, words, rank, environment | env) for rank, env in enumerate(_environments(num_processes))]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < num_processes:

@@ -60,7 +60,7 @@ ODD = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(TEXTS),
     st.sampled_from([None, True, False, [], {}, [[]], [None], [1, "a"], {"a": 1}, {1: 2}, {None: None}, [1] * 2000]),
-    st.sampled_from([(20, "list"), (500, "list"), (500, "mapping")]).map(lambda of: _nested(*of)),
+    st.sampled_from([(20, "list"), (500, "list"), (500, "mapping")]).map(lambda arguments: _nested(*arguments)),
     st.integers(),
     st.floats(),
     *[st.integers(1, 5000), st.floats(0, 1), st.sampled_from([10**6, 10**9, 10**12, 1e-12, 1e-3, 1e12])] * 2,
@@ -68,7 +68,7 @@ ODD = st.one_of(
     st.recursive(st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
 )
 INTEGERS = st.one_of(
-    st.sampled_from([of for of in NUMBERS if isinstance(of, int)]), st.integers(1, 5000), st.integers()
+    st.sampled_from([number for number in NUMBERS if isinstance(number, int)]), st.integers(1, 5000), st.integers()
 )
 FLOATS = st.one_of(st.sampled_from(NUMBERS), st.floats(0, 1), st.floats())
 
@@ -117,7 +117,7 @@ class Case:
 def _words(value: object) -> list[str]:
     """A value as a shell passes it: no word can hold a NUL."""
     values = value if isinstance(value, list) and len(value) != 1 else [value]
-    return [(of if isinstance(of, str) else _text(of)).replace("\0", "") for of in values]
+    return [(item if isinstance(item, str) else _text(item)).replace("\0", "") for item in values]
 
 
 def _text(value: object) -> str:
@@ -151,14 +151,14 @@ def _fields(*classes: type) -> dict[str, object]:
     return {name: hint for cls in classes for name, hint in sorted(typing.get_type_hints(cls).items())}
 
 
-def _one(fields: dict[str, object]) -> st.SearchStrategy:
+def _single_field(fields: dict[str, object]) -> st.SearchStrategy:
     """A field and a value."""
     return st.sampled_from(sorted(fields)).flatmap(lambda name: st.tuples(st.just(name), odd(fields[name])))
 
 
 def _changes(fields: dict[str, object]) -> st.SearchStrategy:
     """One or two fields with values."""
-    return st.lists(_one(fields), min_size=1, max_size=2).map(dict)
+    return st.lists(_single_field(fields), min_size=1, max_size=2).map(dict)
 
 
 RECIPES = {
@@ -215,7 +215,7 @@ MODELS = (BERT, BERT | {"architectures": ["BertForSequenceClassification"]}, GPT
 CONFIG_FIELDS = dict.fromkeys([*(field for model in MODELS for field in model), "unknown"])
 CONFIG_FIELDS |= dict.fromkeys(SIZES, int) | dict.fromkeys(RATES, float) | dict.fromkeys(LISTS, tuple[int, ...])
 DEVICE = yaml.safe_load((DEVICES / "t4.yaml").read_text(encoding="utf-8"))
-ON = "2x4xt4"
+GPUS = "2x4xt4"
 
 TASKS = st.sampled_from(sorted(recipes.TASKS))
 
@@ -225,8 +225,8 @@ def recipe_flags(draw) -> Case:
     """A field of a recipe, or of the command, by flag."""
     name, task = draw(st.sampled_from(["plan", "scale"])), draw(TASKS)
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
-    field, value = draw(_one(_fields(recipes.TASKS[task], settings)))
-    words = [name, RECIPES[task], "--on", ON if name == "plan" else "t4", f"--{field}", *_words(value)]
+    field, value = draw(_single_field(_fields(recipes.TASKS[task], settings)))
+    words = [name, RECIPES[task], "--on", GPUS if name == "plan" else "t4", f"--{field}", *_words(value)]
     return Case("recipe, by flag", None, tuple(words))
 
 
@@ -236,7 +236,7 @@ def run_flags(draw) -> Case:
     task = draw(TASKS)
     fields = _fields(recipes.TASKS[task].parts.find("settings"))
     del fields["recipe"]
-    field, value = draw(_one(fields))
+    field, value = draw(_single_field(fields))
     words = ["--recipe", RECIPES[task], f"--{field}", *_words(value)]
     return Case("run settings", task, tuple(words))
 
@@ -248,7 +248,7 @@ def recipe_files(draw) -> Case:
     changes = draw(_changes(_fields(recipes.TASKS[task]) | dict.fromkeys(("extends", "unknown", "task"))))
     file = ("odd.yaml", _yaml(BASES[task] | changes))
     words = draw(
-        st.sampled_from([("plan", "odd.yaml", "--on", ON), ("scale", "odd.yaml", "--on", "t4"), ("plan", "odd.yaml")])
+        st.sampled_from([("plan", "odd.yaml", "--on", GPUS), ("scale", "odd.yaml", "--on", "t4"), ("plan", "odd.yaml")])
     )
     return Case("recipe, in a file", None, words, (file,))
 
@@ -267,7 +267,7 @@ def model_configurations(draw) -> Case:
     model = draw(st.sampled_from(MODELS))
     changes = draw(_changes(CONFIG_FIELDS))
     file = ("config.json", _json(model | changes))
-    words = ["plan", "--model_name_or_path", ".", "--global_batch_size", "64", "--on", ON]
+    words = ["plan", "--model_name_or_path", ".", "--global_batch_size", "64", "--on", GPUS]
     words += [] if model is RESNET else ["--seq_len", "128"]
     return Case("model configuration", None, tuple(words), (file,))
 
@@ -277,7 +277,7 @@ def model_flags(draw) -> Case:
     """A field of the settings for a model without a recipe."""
     name = draw(st.sampled_from(["plan", "scale"]))
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
-    field, value = draw(_one(_fields(command.ModelSettings, settings)))
+    field, value = draw(_single_field(_fields(command.ModelSettings, settings)))
     words = [name, "--model_name_or_path", ".", "--global_batch_size", "64", "--seq_len", "128", "--on", "t4"]
     words += [f"--{field}", *_words(value)]
     return Case("model, by flag", None, tuple(words), (("config.json", _json(BERT)),))
@@ -290,7 +290,7 @@ def hostile_texts(draw) -> Case:
     words = draw(
         st.sampled_from(
             [
-                ("plan", "odd.yaml", "--on", ON),
+                ("plan", "odd.yaml", "--on", GPUS),
                 ("plan", "bert_base", "--on", "1xodd.yaml"),
                 ("plan", "--model_name_or_path", "odd.json", "--global_batch_size", "8", "--seq_len", "8"),
             ]
@@ -385,10 +385,10 @@ def answer(case: Case) -> Answer:
             (Path(folder) / name).write_bytes(content)
         begin, errors = time.perf_counter(), Path(folder) / "stderr"
         _, least = _forked(lambda: None)
-        status, most = _forked(lambda: _child(case.main, case.words, folder, errors))
+        status, largest = _forked(lambda: _child(case.main, case.words, folder, errors))
         seconds = time.perf_counter() - begin
         text = errors.read_text(errors="replace") if errors.exists() else ""
-        return Answer(os.waitstatus_to_exitcode(status), seconds, most - least, text)
+        return Answer(os.waitstatus_to_exitcode(status), seconds, largest - least, text)
 
 
 def _forked(run: Callable[[], None]) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def passes(whole: batch_norm.WholeStep) -> list[int]:
     return [whole.num_forward_passes, whole.num_adjoint_passes]
 
 
-def under_ddp(rank: int, size: int) -> dict:
+def ddp_step(rank: int, size: int) -> dict:
     """k = 2 on one process, 1 on the others."""
     model = build("residual")
     batch_norm.synchronize(model)
@@ -145,36 +145,36 @@ def under_ddp(rank: int, size: int) -> dict:
 def deviations(rank: int, size: int) -> dict:
     model = build("residual")
     batch_norm.synchronize(model)
-    before, loss = copy.deepcopy(model.state_dict()), make_loss(model)
-    found = [
+    state, loss = copy.deepcopy(model.state_dict()), make_loss(model)
+    values = [
         batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_MICRO_BATCHES, ONE_MICRO_BATCH)
     ]
-    return {"deviations": found, "is_untouched": same_state(model, before)}
+    return {"deviations": values, "is_untouched": same_state(model, state)}
 
 
-def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def failures(rank: int, size: int) -> dict:
     """The last process fails in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
     model = build("plain")
     batch_norm.synchronize(model)
-    micro_batches, loss, said = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
+    micro_batches, loss, errors = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
     whole = batch_norm.WholeStep(model)
     for fails_with_gradient in (False, True):
 
-        def failing(micro_batch, when=fails_with_gradient):
-            if rank == size - 1 and torch.is_grad_enabled() == when:
+        def failing(micro_batch, needs_gradient=fails_with_gradient):
+            if rank == size - 1 and torch.is_grad_enabled() == needs_gradient:
                 raise MemoryError("none left")
             return loss(micro_batch)
 
         try:
             whole.prepare(micro_batches, failing)
         except Exception as error:
-            said.append(type(error).__name__)
+            errors.append(type(error).__name__)
     whole.prepare(micro_batches, lambda micro_batch: loss(micro_batch) * (torch.inf if rank == 0 else 1))
-    return {"said": said, "passes": passes(whole)}
+    return {"errors": errors, "passes": passes(whole)}
 
 
 if __name__ == "__main__":
@@ -185,7 +185,7 @@ if __name__ == "__main__":
             "one_layer": one_layer(rank, size),
             "plain": whole_step("plain", rank, size),
             "residual": whole_step("residual", rank, size),
-            "under_ddp": under_ddp(rank, size),
+            "under_ddp": ddp_step(rank, size),
             "deviations": deviations(rank, size),
             "failures": failures(rank, size),
         },

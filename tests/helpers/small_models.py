@@ -51,8 +51,8 @@ def peak(step, folder) -> int:
         step()
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    total = most = 0
+    total = largest = 0
     for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
         total += event["args"]["Bytes"]
-        most = max(most, total)
-    return most
+        largest = max(largest, total)
+    return largest
