@@ -53,7 +53,7 @@ CASES = (("no", 16, 1), ("no", 16, 4), ("no", 16, 16), ("no", 32, 4), ("bf16", 3
 
 
 def measure_peak(way: str, k: int, rank: int, num_processes: int, folder: str) -> dict[str, int]:
-    """Of one process, in bytes: three steps."""
+    """Measure the peak memory of one process in three steps, in bytes."""
     if num_processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_processes)
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def measure_peak(way: str, k: int, rank: int, num_processes: int, folder: str) -
 
 
 def memory_case(way: str, k: int, num_processes: int) -> dict:
-    """The same, of the process that needs most, each started anew."""
+    """Measure the peak memory of the process that needs most; each is started anew."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--case", way, str(k)]
         places = [[str(rank), str(num_processes), folder] for rank in range(num_processes)]
@@ -114,7 +114,7 @@ class Loop:
         self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
 
     def step(self, data: StepData) -> float:
-        """Take it; its seconds."""
+        """Take a step; its seconds."""
         start = harness.clock()
         accumulates = isinstance(self.optimizer, Accumulating)
         if accumulates:

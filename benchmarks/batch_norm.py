@@ -43,7 +43,7 @@ class Case:
         return list(zip(pixels.split(size), labels.split(size), strict=True))
 
     def loss(self, micro_batch: tuple) -> torch.Tensor:
-        """The micro-batch's share of the mean over the step."""
+        """Compute the micro-batch's share of the mean over the step."""
         pixels, labels = micro_batch
         logits = self.network(pixels)
         logits = getattr(logits, "logits", logits).flatten(0, -2)

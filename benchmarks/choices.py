@@ -37,7 +37,7 @@ PROGRAMS = {
 
 
 def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[float], str]:
-    """The losses of the steps, and what was printed."""
+    """Run a program; the losses of its steps, and its output."""
     recipe, batch, _, more = PROGRAMS[program]
     words = harness.launch(harness.ROOT / "scripts" / f"{program}.py", precision)
     words += ["--recipe", recipe, "--global_batch_size", str(batch)]
@@ -52,7 +52,7 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
 
 
 def choice(printed: str) -> str:
-    """What a run says that it took.
+    """Read the choice that a run reports.
 
     >>> choice("kernels: eager (--speed auto)\\ncells: at most 4096 tokens at once (--speed auto)\\n")
     'eager, at most 4096 tokens at once'
@@ -61,13 +61,13 @@ def choice(printed: str) -> str:
 
 
 def force(file: Path, way: str, at_once: int | None) -> None:
-    """Let that have been measured to be the fastest, wherever something was: in a file of `samestep.training.capacity`."""
+    """Replace each measured choice in a file of `samestep.training.capacity` by a given one."""
     entries = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
     file.write_text(json.dumps(entries))
 
 
 def deviations(losses: list[float], safe: list[float]) -> tuple[float, float]:
-    """Relative, of the first step and the largest of all.
+    """Compute the relative deviation of the first step, and the largest of all.
 
     >>> deviations([1.0, 1.5, 2.0], [1.0, 2.0, 2.0])
     (0.0, 0.25)
@@ -77,7 +77,7 @@ def deviations(losses: list[float], safe: list[float]) -> tuple[float, float]:
 
 
 def measure(program: str, precision: str, work: Path) -> list[dict]:
-    """A row for every run beside the safe one."""
+    """Make a row for every run but the safe one."""
     _, batch, ways, _ = PROGRAMS[program]
     safe, printed = run(program, precision, "--speed safe", work)
     safe_way = choice(printed)

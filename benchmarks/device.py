@@ -70,12 +70,12 @@ Point = tuple[int, float]
 
 
 def flops(m: int, n: int, k: int) -> int:
-    """Operations of [m, k] @ [k, n], a multiply-add counted as two."""
+    """Count the operations of [m, k] @ [k, n], a multiply-add as two."""
     return 2 * m * n * k
 
 
 def layer_shapes(tokens: int, features: int) -> list[tuple[int, int, int]]:
-    """(m, n, k) of a layer's products: a projection, the feed-forward layer, and the gradients of their weights."""
+    """List (m, n, k) of a layer's products: a projection, the feed-forward layer, and the gradients of their weights."""
     wide = 4 * features
     return [
         (tokens, features, features),
@@ -87,7 +87,7 @@ def layer_shapes(tokens: int, features: int) -> list[tuple[int, int, int]]:
 
 
 def fit_ring(p: int, points: list[Point]) -> tuple[float, float]:
-    """Latency (s) and bandwidth (bytes/s) of `timing.ring` over p processes that meet `points` best, in relative errors.
+    """Fit latency (s) and bandwidth (bytes/s) of `timing.ring` over p processes that meet `points` best, in relative errors.
 
     Least squares; the latency is 0 where it would be negative.
     """
@@ -104,7 +104,7 @@ def fit_ring(p: int, points: list[Point]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call that all processes make at the same time; seconds of this process."""
+    """Measure the median seconds of a call that all processes make at the same time; seconds of this process."""
 
     def run(count: int) -> float:
         dist.barrier()
@@ -123,7 +123,7 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of products: the best, and of usual shapes."""
+    """Measure FLOP/s of products: the best, and of usual shapes."""
 
     def rate(shapes: list[tuple[int, int, int]]) -> float:
         pairs = [
@@ -138,7 +138,7 @@ def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, floa
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes/s that a copy or a sum of large arrays reads and writes, the better one."""
+    """Measure bytes/s that a copy or a sum of large arrays reads and writes; the better one."""
     a, b, total = (torch.zeros(ELEMENTS[device.type], device=device).fill_(1) for _ in range(3))
     num_bytes = 4 * a.numel()
     copied = 2 * num_bytes / median_seconds(lambda: b.copy_(a), device)
@@ -147,7 +147,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def all_reduce_points(sizes: list[int], device: torch.device) -> list[Point]:
-    """Median seconds to sum so many bytes over all processes."""
+    """Measure median seconds to sum so many bytes over all processes."""
     points = []
     for size in sizes:
         data = torch.zeros(size // 4, device=device)
@@ -156,14 +156,14 @@ def all_reduce_points(sizes: list[int], device: torch.device) -> list[Point]:
 
 
 def precisions(kind: str) -> list[str]:
-    """Those that a launch on a CPU, or on these GPUs, can ask for. A CPU has no fp16: Accelerate would train in fp32."""
+    """List the precisions of a launch on a CPU, or on these GPUs. A CPU has no fp16: Accelerate would train in fp32."""
     if kind == "cpu":
         return ["no", "bf16"]
     return ["no", "fp16", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else [])]
 
 
 def measure_process(rank: int, processes: int, kind: str, meeting_point: str, results) -> None:
-    """What one of the processes does; puts its numbers into the queue `results`."""
+    """Measure on one of the processes, and put its numbers into the queue `results`."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -189,17 +189,17 @@ def measure_process(rank: int, processes: int, kind: str, meeting_point: str, re
 
 
 def loopback() -> str:
-    """The name of the loopback interface: lo, or lo0."""
+    """Find the name of the loopback interface: lo, or lo0."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def num_cores() -> int:
-    """Physical cores, which is what `accelerate launch` divides between the processes on a CPU."""
+    """Count physical cores, which `accelerate launch` divides between the processes on a CPU."""
     return psutil.cpu_count(logical=False) or os.cpu_count()
 
 
 def cpu_name() -> str:
-    """Model and the widest instructions: 'AMD EPYC with AVX512-BF16'."""
+    """Read the CPU's model and its widest instructions: 'AMD EPYC with AVX512-BF16'."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -211,7 +211,7 @@ def cpu_name() -> str:
 
 
 def machine(kind: str, processes: int) -> dict:
-    """What one process has, read and not measured: description, cores, MiB of memory, watts and where they come from."""
+    """Read what one process has: description, cores, MiB of memory, watts and where they come from."""
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
         query = "nvidia-smi --id=0 --query-gpu=power.limit --format=csv,noheader,nounits"
@@ -236,7 +236,7 @@ def machine(kind: str, processes: int) -> dict:
 
 
 def measure(kind: str, processes: int) -> dict:
-    """All numbers of the processes: medians over them, and all-reduces of the slowest.
+    """Measure all numbers of the processes: medians over them, and all-reduces of the slowest.
 
     Raises:
         UsageError: more processes than cores or GPUs.
@@ -270,12 +270,12 @@ def measure(kind: str, processes: int) -> dict:
 
 
 def rounded(value: float) -> float:
-    """To the digits that a file holds."""
+    """Round to the digits that a file holds."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def device_values(kind: str, processes: int, has: dict, measured: dict, origin: str) -> dict:
-    """Fields of the device file.
+    """Make the fields of the device file.
 
     Args:
         kind: cpu or cuda.

@@ -168,7 +168,7 @@ def _session(
 
 
 def _environments(num_processes: int) -> list[dict[str, str]]:
-    """What `accelerate launch` tells each process: nothing, if it is the only one."""
+    """Make the environment variables that `accelerate launch` gives each process: none, if it is the only one."""
     if num_processes == 1:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -180,7 +180,7 @@ def _environments(num_processes: int) -> list[dict[str, str]]:
 
 
 def _partials(output_dir: str | None) -> set[tuple[str, int]]:
-    """Saves that have begun and not ended: the folders' names and times of change."""
+    """List the saves that have begun and not ended: the folders' names and times of change."""
     partials = set()
     with contextlib.suppress(OSError, TypeError):
         for entry in os.scandir(output_dir):
@@ -216,7 +216,7 @@ def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
 
 
 def _slow_disk() -> None:
-    """From now on each file of tensors, and each flush, waits up to `SLOW` seconds."""
+    """Let each file of tensors, and each flush, wait up to `SLOW` seconds from now on."""
     import safetensors.torch
 
     rng = random.Random()  # other moments in each process

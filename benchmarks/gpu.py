@@ -96,7 +96,7 @@ def add_gradients(
     fault: str | None = None,
     correction: Callable[[], torch.Tensor | float] = float,
 ) -> torch.Tensor:
-    """The step's gradient, as the scripts add it up over its micro-batches; its mean losses [terms], on the device.
+    """Add up the step's gradient over its micro-batches, as the scripts do; its mean losses [terms], on the device.
 
     Args:
         weights: of the loss, [terms].
@@ -124,7 +124,7 @@ def take_step(
     recipe: Recipe,
     number: int,
 ) -> torch.Tensor:
-    """An optimizer step as the scripts take it; its mean losses [terms], on the device."""
+    """Take an optimizer step as the scripts do; its mean losses [terms], on the device."""
     accumulate.seed_noise(accelerator, recipe.seed, number)
     mean_losses = add_gradients(accelerator, model, step, loss_weights(recipe, accelerator.device))
     grad_norm = accumulate.clip(accelerator, optimizer, list(model.parameters()), recipe.max_grad_norm)
@@ -136,7 +136,7 @@ def take_step(
 
 @functools.cache
 def loss_weights(recipe: Recipe, device: torch.device) -> torch.Tensor:
-    """Weights of the terms of the recipe's loss."""
+    """Make the weights of the terms of the recipe's loss."""
     return torch.tensor(list(recipe.loss_weights.values()), device=device)
 
 
@@ -154,7 +154,7 @@ def gradient(
     dtype: torch.dtype,
     fault: str | None = None,
 ) -> torch.Tensor:
-    """[parameters] on the host, of one step on a few layers, in k micro-batches; bfloat16 means autocast.
+    """Compute the gradient [parameters], on the host, of one step on a few layers, in k micro-batches; bfloat16 means autocast.
 
     Args:
         fault: one of FAULTS.
@@ -183,14 +183,14 @@ def gradient(
 
 
 def relative(gradient: torch.Tensor, true: torch.Tensor) -> float:
-    """|found - true| / |true|."""
+    """Compute |gradient - true| / |true|."""
     true = true.to(torch.promote_types(gradient.dtype, true.dtype))
     norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (gradient - true, true)]
     return (norms[0] / norms[1]).item()
 
 
 class Checks:
-    """Whether variants of a case compute the step's gradient; what they have in common is computed once."""
+    """Checks whether variants of a case compute the step's gradient; what they have in common is computed once."""
 
     def __init__(self, accelerator: Accelerator, case: Case):
         self.case, self.gradient = case, functools.partial(gradient, accelerator, case)
@@ -207,7 +207,7 @@ class Checks:
         return relative(self.gradient(variant, self.samples, k=CUT, dtype=self.wide, fault=fault), self.true)
 
     def __call__(self, variant: Variant) -> dict[str, Any]:
-        """Errors, bounds, and whether all is as it should be."""
+        """Compute errors, bounds, and whether all is as it should be."""
         k, bound = 1 if self.case.kind == "resnet" else CUT, EXACT[self.case.kind]
         cut = self.cut(Variant("", 0, variant.kernel))
         bf16 = relative(self.gradient(variant, self.bf16_samples, k=k, dtype=torch.bfloat16), self.bf16_true)
@@ -240,7 +240,7 @@ class Clock:
             self.moments[-1].record()
 
     def seconds(self) -> list[float]:
-        """Between one moment and the next. Waits for the device."""
+        """Read the seconds between one moment and the next. Waits for the device."""
         pairs = list(zip(self.moments, self.moments[1:], strict=False))
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -248,7 +248,7 @@ class Clock:
 
 
 def product_rate(device: torch.device, size: int, seconds: float) -> float:
-    """FLOP/s of a square product in bfloat16, the median of windows that take `seconds` together."""
+    """Measure FLOP/s of a square product in bfloat16, the median of windows that take `seconds` together."""
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     count, times = 1, [0.0]
     while sum(times) < seconds:
@@ -262,7 +262,7 @@ def product_rate(device: torch.device, size: int, seconds: float) -> float:
 
 
 def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -> dict[str, Any]:
-    """Seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
+    """Measure the seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
     device, recipe = accelerator.device, make_recipe(case, dropout=variant.dropout)
     steps = [make_step(case, draw(case, seed), device, max_tokens=tokens) for seed in range(2)]
     _free(device)
@@ -312,7 +312,7 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
 
 
 def _host_waits(device: torch.device, call: Callable[[], object]) -> int | None:
-    """How often the host waits for the device in a call; None on a CPU."""
+    """Count how often the host waits for the device in a call; None on a CPU."""
     if device.type != "cuda":
         call()
         return None
@@ -386,7 +386,7 @@ def _published() -> dict:
 
 
 def published(case: Case) -> list[dict[str, Any]]:
-    """The best 16-bit number per device, and its part of what the device reaches in products, by the whole formula."""
+    """Find the best 16-bit number per device, and its part of what the device reaches in products, by the whole formula."""
     file, best_rows = _published(), {}
     for row in file["rows"]:
         if (row["work"], row.get("length")) not in case.published or row["mixed_precision"] == "no":
@@ -424,13 +424,13 @@ def is_good(row: dict[str, Any]) -> bool:
 
 
 def best(rows: list[dict], case: str) -> dict | None:
-    """The fastest exact variant of a case, those with dropout left out: noise is another step."""
+    """Find the fastest exact variant of a case, those with dropout left out: noise is another step."""
     case_rows = [row for row in rows if row["case"] == case and is_good(row) and "dropout" not in row["variant"]]
     return max(case_rows, key=lambda row: row["samples_per_second"], default=None)
 
 
 def list_work(selection: list[Case], tiny: bool, device: torch.device) -> list[tuple[Case, Variant]]:
-    """What is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
+    """List what is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
     work = [(case, variant) for case in selection for variant in variants(case, device)]
     if tiny:
         firsts = {case.kind: case.name for case in reversed(selection)}.values()
@@ -441,7 +441,7 @@ def list_work(selection: list[Case], tiny: bool, device: torch.device) -> list[t
 
 
 def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Callable[[dict], None]) -> dict:
-    """All results, written whenever there is more of them."""
+    """Measure everything; results are written whenever there is more of them."""
     start, tiny, device = time.perf_counter(), arguments.tiny, accelerator.device
     selection = [case for case in cases(tiny) if (arguments.only or "").lower() in case.name.lower()]
     if not selection:
@@ -552,7 +552,7 @@ def markdown(results: dict) -> str:
 
 
 def table_of_lengths() -> dict:
-    """What LENGTHS holds: of the sentence pairs of Python's documentation, as `samestep.data.sentence_pairs` makes them."""
+    """Make LENGTHS from the sentence pairs that `samestep.data.sentence_pairs` makes of Python's documentation."""
     from samestep.data import sentence_pairs  # needs datasets and tokenizers, which nothing else here does
 
     tables = {}

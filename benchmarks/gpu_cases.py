@@ -80,7 +80,7 @@ TINY = {
 
 
 def cases(tiny: bool) -> list[Case]:
-    """All of them, at full size or tiny."""
+    """List all cases, at full size or tiny."""
     return [_tiny(case) for case in CASES] if tiny else CASES
 
 
@@ -117,7 +117,7 @@ REFERENCE = Variant("reference", 0, "sdpa")  # which is computed by its math ker
 
 
 def variants(case: Case, device: torch.device) -> list[Variant]:
-    """The ways to do the work of a case in bfloat16: the kernels that its script chooses from."""
+    """List the ways to do the work of a case in bfloat16: the kernels that its script chooses from."""
     recipe = make_recipe(case)
     with torch.device("meta"):
         model = recipe.parts.find("model").from_recipe(recipe, None)
@@ -132,7 +132,7 @@ def variants(case: Case, device: torch.device) -> list[Variant]:
 def candidates(
     model: SummedLosses, recipe: Recipe, device: torch.device, mixed_precision: str, compiled: bool = False
 ) -> Mapping[str, Callable[[], object]]:
-    """The model's kernels, as its script asks for them."""
+    """List the model's kernels, as its script asks for them."""
     settings = recipe.parts.find("settings")(recipe=recipe.name)
     if hasattr(settings, "torch_compile"):
         settings = dataclasses.replace(settings, torch_compile=compiled)
@@ -142,7 +142,7 @@ def candidates(
 def build(
     case: Case, variant: Variant, device: torch.device, *, few: bool, mixed_precision: str = "bf16"
 ) -> SummedLosses:
-    """The case's model with random weights, the same for all variants, in training mode.
+    """Build the case's model with random weights, the same for all variants, in training mode.
 
     Args:
         few: of a few layers.
@@ -161,7 +161,7 @@ def build(
 
 
 def make_recipe(case: Case, few: bool = False, dropout: float = 0.0) -> Recipe:
-    """The case's recipe, from random weights, without dropout of attention, which kernels of variable length have not."""
+    """Make the case's recipe, from random weights, without dropout of attention, which kernels of variable length have not."""
     changes = case.changes | {"model_name_or_path": None} | (FEW[case.kind] if few and not case.tiny else {})
     if case.kind == "bert":
         changes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0}
@@ -199,7 +199,7 @@ class Step(NamedTuple):
 
 
 def draw_lengths(rng: np.random.Generator, count: int, length: int, table: dict) -> np.ndarray:
-    """Lengths of samples as in a table of LENGTHS, whose longest are stretched to `length`."""
+    """Draw lengths of samples as in a table of LENGTHS, whose longest are stretched to `length`."""
     bins, full = np.array(table["counts"]), table["full"]
     bin_index = rng.choice(len(bins) + 1, size=count, p=np.append(bins, full) / (bins.sum() + full))
     lengths = 1 + (bin_index + rng.random(count)) / len(bins) * (length - 1)
@@ -207,13 +207,13 @@ def draw_lengths(rng: np.random.Generator, count: int, length: int, table: dict)
 
 
 def zipf(rng: np.random.Generator, size: int | tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """Token ids, some of them much more often than others."""
+    """Draw token ids, some of them much more often than others."""
     weights = 1 / (np.arange(vocab_size) + 2.7)
     return rng.choice(vocab_size, size=size, p=weights / weights.sum())
 
 
 def draw(case: Case, seed: int) -> list:
-    """The samples of a step: pairs, blocks of length + 1 tokens, or (image, label)."""
+    """Draw the samples of a step: pairs, blocks of length + 1 tokens, or (image, label)."""
     rng, recipe = np.random.default_rng(seed), make_recipe(case)
     if case.kind == "gpt2":
         return list(zipf(rng, (case.batch, case.length + 1), recipe.vocab_size))
@@ -269,7 +269,7 @@ def make_step(
 
 
 def count_flops(case: Case, samples: list) -> tuple[int, int]:
-    """FLOPs of real tokens: by the published formula of the whole model, and of those the ones that are done.
+    """Count FLOPs of real tokens: by the published formula of the whole model, and those that are done.
 
     The formula counts what is not needed, and not done: of GPT-2 the attention to later tokens, 6 L h T (T - 1) of a sample;
     of BERT the last layer's query, attention, output and feed-forward layer of unwanted tokens, each

@@ -47,7 +47,7 @@ def flags(
     precisions: bool = False,
     threads: bool = False,
 ) -> argparse.ArgumentParser:
-    """Make a parser with --output and those of the usual flags that a benchmark has.
+    """Make a parser with --output and the usual flags that a benchmark has.
 
     Args:
         name: of the results, without a suffix.
@@ -87,7 +87,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
-    """Call each in every round, and list what each returns: a machine whose speed changes is the same for all.
+    """Make each call in every round, and list what it returns: a machine whose speed changes is the same for all.
 
     The order rotates, A B C, B C A, ..., for what runs first may find other caches. Rounds of warm-up are not listed.
 
@@ -131,7 +131,7 @@ class Program:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def turn(self, seconds: float | None) -> None:
-        """Let it run for `seconds`, or to its end."""
+        """Let the program run for `seconds`, or to its end."""
         start = clock()
         os.killpg(self.process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,7 +143,7 @@ class Program:
             sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
 
     def run_until(self, is_reached: Callable[[], bool]) -> None:
-        """Let it run without a stop until something is so."""
+        """Let the program run without a stop until `is_reached` returns true."""
         start = clock()
         os.killpg(self.process.pid, signal.SIGCONT)
         while not is_reached():
@@ -159,11 +159,11 @@ class Program:
 
     @property
     def seconds(self) -> float:
-        """In which it ran."""
+        """Seconds in which the program ran."""
         return sum(end - start for start, end in self.turns)
 
     def kill(self) -> None:
-        """End it at once, stopped or not."""
+        """End the program at once, stopped or not."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -179,7 +179,7 @@ def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
 
 
 def running_time(turns: list[tuple[float, float]], moment: float) -> float:
-    """Seconds in which a program had run at a moment."""
+    """Sum the seconds in which a program had run up to a moment."""
     return sum(min(end, moment) - begin for begin, end in turns if begin < moment)
 
 
@@ -222,7 +222,7 @@ def provenance(about: dict[str, Any]) -> str:
 
 
 def read_other_rows(output: Path, group: str, key: str, measured: Iterable[str]) -> list[dict[str, Any]]:
-    """Read the rows of a group of the results that there are, but for those that are measured anew.
+    """Read the rows of a group of earlier results, without rows that are measured anew.
 
     Args:
         output: results, without a suffix.
@@ -309,5 +309,5 @@ def spread(values: Iterable[float], form: str) -> str:
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
-    """Divide, round by round."""
+    """Divide values round by round."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]

@@ -76,7 +76,7 @@ class WithLoss(nn.Module):
 
 
 def things(name_or_file: str) -> tuple:
-    """Recipe, dataset and network."""
+    """Make recipe, dataset and network."""
     if name_or_file == "captcha_cpu":
         recipe = load(name_or_file, {"num_validation_samples": 64})
         source, _ = captchas.build(recipe)
@@ -91,7 +91,7 @@ def things(name_or_file: str) -> tuple:
 
 
 def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool) -> list[float]:
-    """Seconds of each step of a loop as tutorials have it."""
+    """Measure the seconds of each step of a loop as tutorials have it."""
     recipe, dataset, network = things(name_or_file)
     network.train()
     if channels_last:
@@ -125,7 +125,7 @@ def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool
 
 
 def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
-    """Seconds of each step of transformers' Trainer."""
+    """Measure the seconds of each step of transformers' Trainer."""
     recipe, dataset, network = things(name_or_file)
 
     times: list[float] = []
@@ -159,7 +159,7 @@ def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
 
 
 def write_photographs(folder: Path) -> Path:
-    """128 JPEG photographs of 500 x 375 in two classes, and the recipe that trains on them."""
+    """Write 128 JPEG photographs of 500 x 375 in two classes, and the recipe that trains on them."""
     rng = np.random.default_rng(0)
     for number in range(128):
         path = folder / "photos" / f"class{number % 2}" / f"{number}.jpg"
@@ -189,14 +189,14 @@ def peer(kind: str, recipe: str, precision: str, num_steps: int, work: Path, thr
 
 
 def rate(batch: int, seconds: list[float]) -> float:
-    """Images per second, without the first steps and those that the end of a turn interrupted."""
+    """Compute images per second, without the first steps and steps that the end of a turn interrupted."""
     counted = seconds[WARM_UP:]
     longest = 3 * statistics.median(counted)
     return batch / statistics.mean(second for second in counted if second < longest)
 
 
 def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
-    """Images per second of each program, by precision, in one round."""
+    """Measure images per second of each program, by precision, in one round."""
     batch, results = load(recipe).global_batch_size, {}
     with tempfile.TemporaryDirectory() as folder:
         work, running = Path(folder), []
@@ -214,7 +214,7 @@ def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, d
 
 
 def loading(photographs: Path) -> list[dict]:
-    """Images per second that one process delivers, ready for a model."""
+    """Measure images per second that one process delivers, ready for a model."""
     rows = []
     cases = {
         "captchas of 60 x 160, from the memory map": (captchas, load("captcha_cpu")),

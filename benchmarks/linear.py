@@ -30,7 +30,7 @@ WARM_UP, TURN = 3, 1.0  # steps, seconds
 
 
 def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float, float, list[float]]:
-    """The line a + b k that is nearest in relative terms: a, b, and seconds / (a + b k) - 1 of each.
+    """Fit the line a + b k that is nearest in relative terms: a, b, and seconds / (a + b k) - 1 of each.
 
     >>> a, b, off = deviations([1, 2, 4], [3.0, 5.0, 9.0])
     >>> round(a, 6), round(b, 6), [round(abs(value), 6) for value in off]
@@ -42,7 +42,7 @@ def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float,
 
 
 def recipe(k: int) -> dict[str, Any]:
-    """What it holds, see `run.Workload`. The rate is the same for all: BERT's rule ends at a batch of 159."""
+    """Make the changes of a recipe, see `run.Workload`. The rate is the same for all: BERT's rule ends at a batch of 159."""
     return FULL_BERT | {"vocab_size": 8192, "global_batch_size": MICRO_BATCH * k, "lr_scaling_rule": "none"} | ENDLESS
 
 
@@ -59,7 +59,7 @@ def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Pa
 
 
 def take_round(programs: dict[int, tuple[Program, Path]]) -> dict[int, float]:
-    """Seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-batches."""
+    """Measure the seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-batches."""
     first = {k: len(clock.read(stamps)[1]) for k, (_, stamps) in programs.items()}
     last = {k: first[k] + max(programs) // k for k in programs}
     running = list(programs)
@@ -75,7 +75,7 @@ def take_round(programs: dict[int, tuple[Program, Path]]) -> dict[int, float]:
 
 
 def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
-    """Seconds of a step of each k in every round, and memory."""
+    """Measure the seconds of a step of each k in every round, and memory."""
     programs: dict[int, tuple[Program, Path]] = {}
     try:
         for k in NUM_MICRO_STEPS:

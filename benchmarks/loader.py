@@ -53,7 +53,7 @@ ROWS = (10**5, 10**7)
 
 
 def network(recipe: Recipe, source, precision: str) -> nn.Module:
-    """The program's own model, which a micro-batch's tensors are given to, as `--speed safe` computes it on a CPU."""
+    """Make the program's own model, which takes a micro-batch's tensors, as `--speed safe` computes it on a CPU."""
     settings = recipe.parts.find("settings")(recipe=recipe.name)
     model = recipe.parts.find("model").from_recipe(recipe, source)
     candidates = model.kernel_candidates(torch.device("cpu"), precision, settings)
@@ -62,7 +62,7 @@ def network(recipe: Recipe, source, precision: str) -> nn.Module:
 
 
 def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: str) -> None:
-    """Forward and backward of a step."""
+    """Compute forward and backward of a step."""
     for micro_batch in data.micro_batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             sums, _ = model(**micro_batch)
@@ -71,7 +71,7 @@ def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: 
 
 
 def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: str) -> dict:
-    """What is delivered and taken per second, medians of rounds."""
+    """Measure what is delivered and taken per second, medians of rounds."""
     source, _ = recipe.parts.find("data")(recipe)
     batch = recipe.global_batch_size
     order = Order(len(source), batch, recipe.seed, recipe.epoch_end)
@@ -100,7 +100,7 @@ def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: st
 
 
 def memory(num_rows: tuple[int, ...]) -> list[dict]:
-    """Bytes that a loader of each kind adds, by rows of its dataset."""
+    """Measure bytes that a loader of each kind adds, by rows of its dataset."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in COLUMNS:

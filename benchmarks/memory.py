@@ -32,7 +32,7 @@ WAYS = [
 def planned(
     recipe: Recipe, b: int, mixed_precision: str, gradient_checkpointing: bool, attn_implementation: str
 ) -> int:
-    """The formula's bytes for b samples in a forward, on one process."""
+    """Compute the formula's bytes for b samples in a forward, on one process."""
     workload = from_recipe(recipe, attention=attn_implementation)
     layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
     options = {"mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing}
@@ -40,7 +40,7 @@ def planned(
 
 
 def distinct(names: list[str]) -> dict[str, Recipe]:
-    """Recipes by name, one for each shape of a model and its samples."""
+    """Map names to recipes, one for each shape of a model and its samples."""
     by_model = {}
     for recipe in map(load, names):
         by_model.setdefault(model_of(recipe), recipe)
@@ -49,7 +49,7 @@ def distinct(names: list[str]) -> dict[str, Recipe]:
 
 
 def micro_batch_sizes(recipe: Recipe, *way) -> list[int]:
-    """One sample, and the most whose plan fits each share of the device, at most MOST."""
+    """List micro-batches: one sample, and the most whose plan fits each share of the device, below MAX_SAMPLES."""
     sizes = [1]
     for share in SHARES:
         room, b, more = share * hardware.parse(DEVICE).device.memory_bytes, 1, MAX_SAMPLES

@@ -44,7 +44,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def accelerate_loop(kind: str) -> Callable[[], None]:
-    """An epoch of Accelerate's documented loop, of exact_windows or of exact_steps."""
+    """Make an epoch of Accelerate's documented loop, of exact_windows or of exact_steps."""
     accelerator = Accelerator(gradient_accumulation_steps=K if kind == "before" else 1)
     model = gpt2()
     loader = DataLoader(TEXTS, batch_size=B, collate_fn=collate)
@@ -78,7 +78,7 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
 
 
 def trainer(kind: type[Trainer]) -> Callable[[], None]:
-    """An epoch of a Trainer, on BERT's two terms."""
+    """Make an epoch of a Trainer, on BERT's two terms."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
     model = BertForPreTraining(BertConfig(vocab_size=VOCAB, **sizes))

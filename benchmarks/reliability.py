@@ -96,7 +96,7 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """Those that verify, oldest first."""
+    """List the checkpoints that verify, oldest first."""
     whole = []
     for folder in checkpoint.checkpoints(output_dir):
         with contextlib.suppress(checkpoint.Damaged):
@@ -106,7 +106,7 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def differences(output_dir: Path, reference: Path) -> list[str]:
-    """What is in the accepted checkpoints of a run that is not in those of the reference."""
+    """List what is in the accepted checkpoints of a run and not in the reference's."""
     return [
         f"{folder.name}/{name} is not the undisturbed run's"
         for folder in whole_checkpoints(output_dir)
@@ -205,7 +205,7 @@ class Victim:
                 return
 
     def _plan(self, step: int) -> dict:
-        """Six of ten moments are inside a save, one in ten while the run starts, the others while it trains and ends."""
+        """Plan a kill: six of ten are inside a save, one in ten while the run starts, the others while it trains and ends."""
         draw, rng, whole = self.rng.random(), self.rng, self.undisturbed
         rest = (STEPS - step) / STEPS
         if draw < 0.6:
@@ -220,7 +220,7 @@ class Victim:
         return {"event": "training", "seconds": rng.uniform(0, rest * (whole["seconds"] - whole["training"]))}
 
     def _handle_kill(self, output_dir: Path, step: int, kill: dict, was_saving: bool) -> int:
-        """Check what is left; the newest checkpoint's step."""
+        """Check what a kill left; the newest checkpoint's step."""
         whole = whole_checkpoints(output_dir)
         newest = checkpoint.verify(whole[-1]).step if whole else 0
         problems = differences(output_dir, self.reference)
@@ -262,7 +262,7 @@ class Victim:
 
 
 def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random, kinds=KINDS) -> list[Victim]:
-    """`num_kills` in turns over the kinds of run."""
+    """Kill `num_kills` times, in turns over the kinds of run."""
     victims, references = [], {}
     for place, kind in enumerate(kinds):
         share = num_kills // len(kinds) + (place < num_kills % len(kinds))
@@ -325,7 +325,7 @@ DAMAGES: dict[str, Callable[[Path, Path, random.Random], None]] = {
 
 
 def damage(work: Path, originals: list[Path], kind: str, rng: random.Random) -> tuple[Path, Path | None, list[Path]]:
-    """A new run's folder whose newest checkpoints are damaged: it, the newest whole one, the damaged ones."""
+    """Make a new run's folder with damaged newest checkpoints: the folder, the newest whole checkpoint, the damaged ones."""
     output_dir = work / "damaged"
     shutil.rmtree(output_dir, ignore_errors=True)
     folders = [Path(shutil.copytree(folder, output_dir / folder.name)) for folder in originals]
@@ -343,7 +343,7 @@ def damage(work: Path, originals: list[Path], kind: str, rng: random.Random) -> 
 
 
 def undetected(accelerator, recipe, output_dir: Path, whole: Path | None, damaged: list[Path]) -> list[str]:
-    """What `find` does wrong with damaged checkpoints."""
+    """List what `find` does wrong with damaged checkpoints."""
     problems = []
     for name in ["latest", *map(str, damaged)]:
         expected = whole if name == "latest" else None
@@ -363,7 +363,7 @@ def undetected(accelerator, recipe, output_dir: Path, whole: Path | None, damage
 def damages(
     accelerator, recipe, reference: Path, work: Path, num_damages: int, rng: random.Random
 ) -> tuple[list, list]:
-    """`num_damages` in turns over their kinds: a row of counts for each, and what went wrong."""
+    """Try `num_damages` damages in turns over their kinds: a row of counts for each, and what went wrong."""
     originals, rows, problems = checkpoint.checkpoints(reference)[-3:], {}, []
     for number in range(num_damages):
         kind = list(DAMAGES)[number % len(DAMAGES)]
@@ -381,7 +381,7 @@ def damages(
 
 
 def save_costs(events: list[dict], every: int) -> dict:
-    """What saves take from training, by medians over them. Those of the first 3 steps and the last save do not count."""
+    """Compute what saves take from training, medians over saves. The first 3 steps and the last save do not count."""
     durations, saves = {}, []
     for previous, event in itertools.pairwise(events):
         if event["what"] == "step" and event["step"] > 3:
@@ -419,7 +419,7 @@ class Synthetic:
 
 
 def seconds_to_seek() -> float:
-    """To the first step after resuming at 10^6, of 256 samples out of 10^8."""
+    """Measure seconds to the first step after resuming at 10^6, of 256 samples out of 10^8."""
     start = harness.clock()
     order = Order(num_samples=10**8, global_batch_size=256, seed=42)
     layout = solve_layout(num_processes=1, global_batch_size=256, per_device_train_batch_size=32)
@@ -434,7 +434,7 @@ def median_seconds(call: Callable[[], object], times: int) -> float:
 
 
 def costs(server: Server, work: Path) -> dict:
-    """Of the larger model's checkpoints."""
+    """Measure the costs of the larger model's checkpoints."""
     every = int(LARGER.split("--checkpointing_steps ")[1].split()[0])
     result = {}
     for name, flags in (("foreground", ""), ("background", "--async_checkpointing")):

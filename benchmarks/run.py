@@ -140,7 +140,7 @@ WORKLOADS = {
 
 
 def write_data(work: Path, arguments: argparse.Namespace) -> None:
-    """What the workloads train on that has to be made or copied."""
+    """Write the data of workloads that have to be made or copied."""
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")["text"]
     joined = ["\n".join(documents[start::8]) for start in range(8)]  # so long that only their ends are short samples
     lines = [json.dumps({"text": text}) + "\n" for text in joined]
@@ -154,7 +154,7 @@ def write_data(work: Path, arguments: argparse.Namespace) -> None:
 
 
 def write_recipe(name: str, work: Path) -> Path:
-    """The folder of a workload, with its recipe.yaml; training does not end."""
+    """Write the folder of a workload, with its recipe.yaml; training does not end."""
     folder = work / name
     folder.mkdir(exist_ok=True)
     text = yaml.safe_dump(WORKLOADS[name].values | ENDLESS).replace("WORK", str(work))
@@ -163,13 +163,13 @@ def write_recipe(name: str, work: Path) -> Path:
 
 
 def attention(recipe: Recipe, precision: str) -> str:
-    """The kernel of transformers that is the faster one for the peers."""
+    """Name the kernel of transformers that is the faster one for the peers."""
     length = getattr(recipe, "block_size", None) or getattr(recipe, "max_seq_length", 0)
     return models.causal_attention(torch.device("cpu"), precision, length)
 
 
 def start(title: str, folder: Path, precision: str, threads: int) -> Program:
-    """A program that trains the workload of a folder; its stamps are in TITLE.stamps there."""
+    """Start a program that trains the workload of a folder; its stamps are in TITLE.stamps there."""
     file, *last = PROGRAMS[title]
     recipe, words = load(str(folder / "recipe.yaml")), [sys.executable]
     stamps, work = folder / f"{title}.stamps", folder.parent
@@ -195,24 +195,24 @@ Turn = tuple[float, float]
 
 
 def inside(stamps: list[Stamp], turn: Turn) -> list[Stamp]:
-    """The stamps of a turn: the step that ends with the first began before it, all others lie wholly inside."""
+    """Select the stamps of a turn: the step that ends with the first began before it, all others lie wholly inside."""
     return [stamp for stamp in stamps if turn[0] <= stamp.time <= turn[1]]
 
 
 def rate(stamps: list[Stamp], turn: Turn) -> float:
-    """Units per second of the steps wholly inside a turn."""
+    """Compute units per second of the steps wholly inside a turn."""
     first, *whole = inside(stamps, turn)
     return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
 
 
 def running_means(stamps: list[Stamp]) -> list[float]:
-    """Mean loss of every `WINDOW` steps in a row."""
+    """Compute the mean loss of every `WINDOW` steps in a row."""
     losses = [stamp.loss for stamp in stamps]
     return [statistics.mean(losses[start : start + WINDOW]) for start in range(len(losses) - WINDOW + 1)]
 
 
 def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) -> dict[str, Any] | None:
-    """The loss that all programs reached, and of each when it did: its own seconds, those since its first step, its steps.
+    """Find the loss that all programs reached, and when each did: its own seconds, seconds since its first step, its steps.
 
     None where a program has taken too few steps.
     """
@@ -229,7 +229,7 @@ def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) 
 
 
 def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
-    """Median seconds of a step, stops left out, without the first step."""
+    """Compute median seconds of a step, stops left out, without the first step."""
     ends = [running_time(turns, stamp.time) for stamp in stamps]
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
@@ -239,12 +239,12 @@ def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
 
 
 def read_choices(log: str) -> dict[str, str]:
-    """What `--speed auto` says that it takes, by what it is: kernels, micro-batches."""
+    """Read the choices of `--speed auto` from a log, by their subject: kernels, micro-batches."""
     return dict(re.findall(r"(kernels|micro-batches): (.+?) \(--speed auto\)", log))
 
 
 def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
-    """A turn of that many seconds, longer if it does not hold enough whole steps."""
+    """Take a turn of that many seconds, longer if it does not hold enough whole steps."""
     program.turn(seconds)
     begin = program.turns[-1][0]
     while len(inside(clock.read(stamps)[1], (begin, math.inf))) <= WHOLE_STEPS:
@@ -253,7 +253,7 @@ def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
 
 
 def measure(name: str, precision: str, titles: list[str], num_rounds: int, work: Path, threads: int) -> dict[str, Any]:
-    """A row of the results."""
+    """Measure a row of the results."""
     workload, folder = WORKLOADS[name], write_recipe(name, work)
     data = workloads.prepare(folder)
     programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
@@ -335,12 +335,12 @@ def main() -> None:
 
 
 def ratios(row: dict[str, Any], title: str) -> list[float]:
-    """Ours / the other's, of each round."""
+    """Divide our rate by the other's, in each round."""
     return harness.ratios(row["rates"]["ours"], row["rates"][title])
 
 
 def list_peers(rows: list[dict]) -> list[str]:
-    """The programs beside ours, in the order of `PROGRAMS`."""
+    """List the programs beside ours, in the order of `PROGRAMS`."""
     return [title for title in PROGRAMS if title != "ours" and any(title in row["rates"] for row in rows)]
 
 
@@ -405,7 +405,7 @@ def _data(data: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict], file: Path) -> None:
-    """Ratios as bars, a group per workload and precision, with their smallest and largest."""
+    """Draw ratios as bars, a group per workload and precision, with their smallest and largest."""
     from matplotlib.figure import Figure
 
     peers = list_peers(rows)

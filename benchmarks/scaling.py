@@ -77,7 +77,7 @@ KINDS = {"once": "once per step", "every": "every micro-batch"}
 
 
 def build_model() -> transformers.GPT2LMHeadModel:
-    """A GPT-2 with random parameters, without dropout. Most of them are in layers, so that buckets fill along the backward."""
+    """Build a GPT-2 with random parameters, without dropout. Most parameters are in layers: buckets fill along the backward."""
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -96,7 +96,7 @@ def build_model() -> transformers.GPT2LMHeadModel:
 
 
 def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
-    """Everything that is timed on the first n processes, by name. Called by all processes, for it makes a group."""
+    """Make everything that is timed on the first n processes, by name. Called by all processes, for it makes a group."""
     group = dist.new_group(list(range(n)))
     if rank >= n:
         return {}
@@ -108,7 +108,7 @@ def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
     zeros = torch.zeros(max(FITTED) // 4)
 
     def step(k: int, reduced: set[int]) -> None:
-        """k micro-batches, those in `reduced` with communication."""
+        """Take k micro-batches, those in `reduced` with communication."""
         for micro_step in range(k):
             model.require_backward_grad_sync = micro_step in reduced
             model(input_ids=tokens, labels=tokens).loss.backward()
@@ -135,7 +135,7 @@ def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
 
 
 def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> None:
-    """What one of the processes does; writes its seconds, one number a round for every case, into the folder."""
+    """Measure on one of the processes, and write its seconds, one number a round for every case, into the folder."""
     if is_throttled:
         with open(f"/run/netns/rank{rank}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
@@ -164,7 +164,7 @@ def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> 
 
 
 def measure(is_throttled: bool, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest process: "N CASE" -> a number for every round. Throttled: to be called after SET_UP."""
+    """Measure the seconds of the slowest process: "N CASE" -> a number for every round. Throttled: call it after SET_UP."""
     os.environ["OMP_NUM_THREADS"] = "1"  # the processes read it when they import torch
     os.environ["GLOO_SOCKET_IFNAME"] = "card" if is_throttled else loopback()
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def measure(is_throttled: bool, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
-    """`measure` in namespaces with throttled links; why not, where they cannot be made."""
+    """Call `measure` in namespaces with throttled links; the reason, where they cannot be made."""
     try:
         tried = subprocess.run([*NAMESPACE, SET_UP], capture_output=True, text=True)
     except OSError as error:
@@ -198,7 +198,7 @@ def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
 def predict(
     n: int, latency: float, bandwidth: float, num_parameters: int, k: int, micro_step: float, is_every: bool
 ) -> tuple[float, float]:
-    """Seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
+    """Predict seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
     work = timing.Work(flops=0, saved_bytes=0, num_parameters=num_parameters, num_layers=LAYERS)
     software = timing.software_of("no")
     return timing._communication(work, software, hardware(n, latency, bandwidth), k, micro_step, False, is_every, AS_IS)
@@ -208,13 +208,13 @@ AS_IS = dataclasses.replace(timing.CALIBRATION, reachable_link=1.0)  # a measure
 
 
 def hardware(n: int, latency: float, bandwidth: float) -> Hardware:
-    """n devices on links of so many seconds and bytes/s."""
+    """Make n devices on links of so many seconds and bytes/s."""
     link = {"link_gb_per_s": bandwidth / 1e9, "link_latency_us": latency * 1e6}
     return Hardware(dataclasses.replace(load_device("cpu"), **link), n)
 
 
 def compare(seconds: dict[str, list[float]], num_parameters: int) -> dict:
-    """Measured beside predicted, for one link."""
+    """Compare measured with predicted seconds, for one link."""
     medians = {case: statistics.median(values) for case, values in seconds.items()}
 
     def all_reduce(n: int, size: int) -> float:
@@ -257,7 +257,7 @@ def compare(seconds: dict[str, list[float]], num_parameters: int) -> dict:
 
 
 def error(predicted: float, measured: float) -> float:
-    """Predicted over measured, less 1."""
+    """Compute predicted over measured, less 1."""
     return predicted / measured - 1
 
 

@@ -42,7 +42,7 @@ BLOCK, STEPS, CUT_STEPS, TURN = 64, 2000, 50, 2.0
 
 
 def prepare_nanogpt(checkout: Path, work: Path, train_file: Path) -> None:
-    """A copy, with the data made by its own prepare.py (without the download)."""
+    """Copy nanoGPT, and make the data with its own prepare.py (without the download)."""
     folder = work / "nanogpt"
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
     data = folder / "data" / "shakespeare_char"
@@ -64,7 +64,7 @@ def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "",
 
 
 def read_steps(work: Path, name: str) -> list[dict]:
-    """The step lines of a run of ours."""
+    """Read the step lines of a run of ours."""
     lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 
@@ -81,7 +81,7 @@ def train_seconds(work: Path, name: str) -> float:
 
 @torch.no_grad()
 def validation_loss(tokens: np.ndarray, compute_logits) -> tuple[float, int]:
-    """Mean loss over all tokens but the first, each predicted once from those before it in its block."""
+    """Compute the mean loss over all tokens but the first, each predicted once from the earlier tokens of its block."""
     total, count = 0.0, 0
     for start in range(0, len(tokens) - 1, BLOCK):
         part = torch.from_numpy(tokens[start : start + BLOCK + 1].astype(np.int64))[None]

@@ -77,7 +77,7 @@ def watch(file: Path, argv: list[str]) -> None:
 
 
 def stage_seconds(start: float, ends: dict[str, float]) -> dict[str, float]:
-    """Seconds of each stage.
+    """Compute the seconds of each stage.
 
     >>> stage_seconds(1.0, {"launcher": 2.0, "imports": 5.0, "preparing": 5.5, "evaluation": 6.5, "first step": 7.0})
     {'launcher': 1.0, 'imports': 3.0, 'preparing': 0.5, 'evaluation': 1.0, 'first step': 0.5}
@@ -87,7 +87,7 @@ def stage_seconds(start: float, ends: dict[str, float]) -> dict[str, float]:
 
 
 def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
-    """Seconds of each stage of one run."""
+    """Measure the seconds of each stage of one run."""
     file = folder / f"{program}.json"
     file.unlink(missing_ok=True)
     words = harness.launch(__file__, precision)

@@ -61,12 +61,12 @@ class Row:
         return timing.step_time(*self.step, **self.options, calibration=calibration)
 
     def ratio(self, calibration: Calibration) -> float:
-        """Predicted over published."""
+        """Compute predicted over published throughput."""
         return self.predict(calibration).samples_per_second(self.batch) / self.value
 
 
 def published_work(shape: dict, row: dict) -> Work:
-    """The work for a sample of a published row.
+    """Make the work for a sample of a published row.
 
     Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
     (Korthikanti et al., 2022, arXiv:2205.05198, section 4).
@@ -92,7 +92,7 @@ def published_work(shape: dict, row: dict) -> Work:
 
 
 def read(path: Path = PUBLISHED) -> list[Row]:
-    """All published rows."""
+    """Read all published rows."""
     published = yaml.safe_load(path.read_text())
     rows = []
     for row in published["rows"]:
@@ -115,7 +115,7 @@ def read(path: Path = PUBLISHED) -> list[Row]:
 
 
 def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
-    """Constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
+    """Fit constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
 
     In logarithms of the constants, each row weighted by 1 / sqrt(|error|), at most 1 / sqrt(0.05): a robust fit, which a
     few wrong rows do not move much.
@@ -141,20 +141,20 @@ def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
 
 
 def rounded(calibration: Calibration) -> Calibration:
-    """To the digits that samestep/planner/timing.py holds."""
+    """Round to the digits that samestep/planner/timing.py holds."""
     values = dataclasses.asdict(calibration).items()
     return Calibration(**{name: float(f"{value:.{DIGITS}g}") for name, value in values})
 
 
 def groups(row: Row) -> dict[str, str]:
-    """What else is left out with a row."""
+    """Name what else is left out with a row."""
     name = row.step[2].device.name
     chip = CHIPS.get(name.split("-")[0], name)
     return {"machine": row.published["machine"], "chip": chip, "source": row.published["source"]}
 
 
 def measure(rows: list[Row]) -> dict:
-    """The fit and every prediction."""
+    """Make the fit and every prediction."""
     fitted = fit(rows, START, 60)
     row_groups = [groups(row) for row in rows]
     fits = {
@@ -188,13 +188,13 @@ def is_far(row: dict) -> bool:
 
 
 def summary(rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """Median and largest absolute error of each kind."""
+    """Compute median and largest absolute error of each kind."""
     sizes = {kind: [abs(row[kind]) for row in rows] for kind in KINDS}
     return {kind: (statistics.median(values), max(values)) for kind, values in sizes.items()}
 
 
 def by_machine(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
-    """Number of rows, median and largest absolute error of each machine, its rows unseen."""
+    """Compute number of rows, median and largest absolute error of each machine, its rows unseen."""
     sizes = {}
     for row in rows:
         sizes.setdefault(row["machine"], []).append(abs(row["without_machine"]))

@@ -16,13 +16,15 @@ EXACT = 1e-14
 
 
 def miss(ours: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-    """Largest relative error of a tensor."""
+    """Compute the largest relative error of a tensor."""
     return max(((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(ours, true, strict=True))
 
 
 def plain(name: str) -> dict[str, list[torch.Tensor]]:
-    """The same steps by the documented formulas, gradients of micro-batches kept; parameters, moments and the last gradient's
-    norm."""
+    """Take the same steps by the documented formulas, with gradients of micro-batches kept.
+
+    Returns parameters, moments and the last gradient's norm.
+    """
     network = build()
     pairs = [(p, group) for group in groups(network) for p in group["params"] if p.requires_grad]
     moments = {p: [torch.zeros_like(p) for _ in range(2)] for p, _ in pairs}
@@ -119,7 +121,7 @@ def test_of_one_micro_batch_it_is_torchs_adamw(name):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
-    """What each of the processes of `run_accumulating.py` found."""
+    """Run the processes of `run_accumulating.py`; the results of each."""
     return run_processes("run_accumulating.py", request.param, tmp_path_factory.mktemp("processes"))
 
 

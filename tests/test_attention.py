@@ -26,7 +26,7 @@ TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
 
 @pytest.fixture(autouse=True)
 def tables_cost_nothing(monkeypatch):
-    """So that short samples have several, too."""
+    """Let short samples have several tables, too."""
     monkeypatch.setattr(ragged, "TABLE", 0)
 
 
@@ -44,7 +44,7 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
 
 
 def make_samples(lengths: list[int], positions: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
-    """Tokens and kinds of each sample, places wanted, and the micro-batch of all."""
+    """Make tokens and kinds of each sample, the selected places, and the micro-batch of all."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(50, size=length) for length in lengths]
     halves = [length // 2 for length in lengths]
@@ -83,7 +83,7 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
 
 
 def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
-    """What torch's kernel of that name computes, on a CPU."""
+    """Compute on a CPU what torch's kernel of that name computes."""
     parts = []
     for (start_q, stop_q), (start_k, stop_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         assert 0 < stop_q - start_q <= longest_q

@@ -35,14 +35,14 @@ def miss(ours: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def one_batch(model: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Gradient and state after the step in one batch, by torch alone."""
+    """Compute gradient and state after the step in one batch, by torch alone."""
     model = copy.deepcopy(model)
     make_loss(model, dtype)(ALL[0]).backward()
     return gradients(model), model.state_dict()
 
 
 def take(model: nn.Module, loss, micro_batches=CUT, **kwargs) -> WholeStep:
-    """The gradient of a step in micro-batches, with the statistics of the whole step."""
+    """Compute the gradient of a step in micro-batches, with the statistics of the whole step."""
     synchronize(model)
     whole = WholeStep(model, **kwargs)
     whole.prepare(micro_batches, loss)
@@ -60,7 +60,7 @@ def assert_same_state(ours: dict[str, torch.Tensor], true: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
-    """What each of the processes of `run_batch_norm.py` found."""
+    """Run the processes of `run_batch_norm.py`; the results of each."""
     return run_processes("run_batch_norm.py", request.param, tmp_path_factory.mktemp("processes"))
 
 

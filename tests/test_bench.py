@@ -23,7 +23,7 @@ from samestep.training import launch, report
 
 @pytest.fixture
 def module(monkeypatch):
-    """Modules of benchmarks/ and benchmarks/peers/ by name."""
+    """Load modules of benchmarks/ and benchmarks/peers/ by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
     return importlib.import_module
@@ -245,7 +245,7 @@ def test_workloads_are_recipes(bench, tmp_path, task):
 
 @pytest.fixture
 def folder(module, corpus, tmp_path, monkeypatch):
-    """The tiny BERT of the tests as a workload that was prepared."""
+    """Prepare the tiny BERT of the tests as a workload."""
     argv = tiny_argv("pretrain_bert", corpus, tmp_path, "--global_batch_size 8 --num_warmup_steps 1 --seed 3")
     recipe, _ = run.parse(argv, "bert_pretraining", "")
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())

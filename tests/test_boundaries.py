@@ -31,7 +31,7 @@ AUDIT = sorted(path.relative_to(ROOT) for path in (ROOT / "stepaudit").rglob("*.
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:
-    """Dotted names that a module imports, anywhere in it; `from a import b` counts as a.b."""
+    """Collect the dotted names that a module imports, anywhere in it; `from a import b` counts as a.b."""
     result = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -63,7 +63,7 @@ def test_the_audit_stands_alone(module):
 
 
 def names(path: Path) -> tuple[set[str], set[str]]:
-    """Private names that a module defines, and those that it uses of others or imports, modules with such a name included."""
+    """Collect the private names that a module defines, and those that it uses or imports, names of modules included."""
     defined, uses = set(), set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
@@ -94,7 +94,7 @@ def test_rooms_are_few():
 
 
 def depth(node: ast.AST) -> int:
-    """How many loops, conditions and context managers lie inside each other."""
+    """Count how many loops, conditions and context managers lie inside each other."""
     inner = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
     return inner + isinstance(node, ast.For | ast.While | ast.If | ast.With)
 

@@ -42,14 +42,14 @@ def make(**changes) -> CaptchaRecognition:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty one for each test; returns where the captchas come to lie."""
+    """Make an empty cache for each test; the folder of the captchas."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache" / "captchas"
 
 
 @pytest.fixture
 def draws(monkeypatch) -> list[tuple[str, int]]:
-    """(split, sample id) of each captcha that this process draws."""
+    """Record (split, sample id) of each captcha that this process draws."""
     calls = []
 
     def draw(recipe, sample_id, split):
@@ -61,7 +61,7 @@ def draws(monkeypatch) -> list[tuple[str, int]]:
 
 
 def digest_of_draws(recipe: CaptchaRecognition, ids: list[int]) -> str:
-    """Of images and labels of both splits."""
+    """Hash images and labels of both splits."""
     parts = [part.tobytes() for i in ids for split in captchas.SPLITS for part in draw_captcha(recipe, i, split)]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -466,7 +466,7 @@ def test_workers_end_with_a_job_that_is_killed(monkeypatch, tmp_path):
 
 
 def until(condition, seconds: float) -> bool:
-    """Whether it holds before so many seconds have passed."""
+    """Wait until a condition holds; whether it does before so many seconds have passed."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

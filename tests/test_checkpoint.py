@@ -215,7 +215,7 @@ def test_latest_of_nothing_is_a_start(train, capsys):
 
 @pytest.fixture(scope="module")
 def stopped(scripts, corpus, tmp_path_factory):
-    """A run's folder with checkpoints 2, 4 and 6, and its recipe."""
+    """Train a run with checkpoints 2, 4 and 6; its folder and recipe."""
     fresh_accelerator()
     folder = tmp_path_factory.mktemp("stopped") / "run"
     flags = "--global_batch_size 8 --stop_after_step 6 --checkpointing_steps 2"
@@ -422,7 +422,7 @@ def names(output_dir) -> list[int]:
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles a kill."""
+    """Stands for a kill: nothing handles it."""
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, None])

@@ -162,7 +162,7 @@ LATENCY, BANDWIDTH, NUM_PARAMETERS = 1e-9, 1e9, 10_000_000
 
 
 def exact_seconds() -> dict[str, list[float]]:
-    """Times that follow from the formulas, in two rounds."""
+    """Compute times from the formulas, for two rounds."""
     times = {"1 computed 1": [0.1, 0.1], "1 once 1": [0.1, 0.1]}
     for n in scaling.PROCESSES[1:]:
         for k in (1, 4):

@@ -24,13 +24,13 @@ TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """`datasets` reads its environment at import, but its config at every use."""
+    """Use a cache of the test's own: `datasets` reads its environment at import, but its config at every use."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
 
 
 def write(path, texts, column="text"):
-    """Rows with an empty, a blank and (where the kind knows it) a missing text among them."""
+    """Write rows with an empty, a blank and (where the kind knows it) a missing text among them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"id": 1, column: text} for text in ["", *texts, " \n "]]
     if path.suffix == ".txt":

@@ -68,7 +68,7 @@ HEADS = {
 
 @pytest.fixture
 def train(tmp_path):
-    """train(model, kind, b, k): the trainer after one epoch."""
+    """Train one epoch: train(model, kind, b, k) -> trainer."""
 
     def run(model, kind: str, b: int, k: int, **more) -> ExactTrainer:
         fresh_accelerator()

@@ -33,7 +33,7 @@ def finetune(train):
 
 @pytest.fixture
 def learnable(tmp_path):
-    """Texts whose class is the word in them that the others lack."""
+    """Write texts whose class is the word in them that the others lack."""
     rng = np.random.default_rng(0)
     path, words = tmp_path / "learnable.csv", ["red", "green", "blue"]
     with path.open("w", newline="") as file:

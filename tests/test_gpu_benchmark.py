@@ -111,7 +111,7 @@ def k_is_not_undone(monkeypatch):
 
 
 def continue_positions(monkeypatch):
-    """From sample to sample of a micro-batch."""
+    """Count positions on from sample to sample of a micro-batch."""
     right = attention.last_hidden_at
     wrong = lambda bert, **data: right(bert, **data | {"position_ids": torch.arange(data["input_ids"].numel())[None]})  # noqa: E731
     monkeypatch.setattr(attention, "last_hidden_at", wrong)
@@ -157,7 +157,7 @@ def _probabilities(q, k):
 
 
 def _slices(ends_q, ends_k):
-    """Slices of each sample's queries and keys."""
+    """Make slices of each sample's queries and keys."""
     borders = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
     return [(slice(*span_q), slice(*span_k)) for span_q, span_k in borders]
 

@@ -36,7 +36,7 @@ class Looks(TorchDispatchMode):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Names of operators inside steps that make the host wait."""
+    """Collect the names of operators inside steps that make the host wait."""
     enter, leave, modes = Attempt.__enter__, Attempt.__exit__, []
     monkeypatch.setattr(Looks, "found", [])
     monkeypatch.setattr(accumulate, "_on_cpu", lambda *_: [])

@@ -39,7 +39,7 @@ def digits(**changes) -> tuple[images.Images, images.Images]:
 
 
 def colours(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """uint8 [height, width, 3] of smooth colours."""
+    """Make uint8 [height, width, 3] of smooth colours."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(256, size=(4, 4, 3), dtype=np.uint8))
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
@@ -52,7 +52,7 @@ def write(path, array: np.ndarray) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes, cat and dog, of four JPEG images each, of different sizes."""
+    """Write two classes, cat and dog, of four JPEG images each, of different sizes."""
     for number, name in enumerate(["cat", "dog"] * 4):
         write(tmp_path / "data" / name / f"{number}.jpg", colours(24 + number, 40 - 3 * number, number))
     return tmp_path / "data"
@@ -452,7 +452,7 @@ def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
 
 
 def damage(folder) -> list[str]:
-    """Three bad files among the good ones, as the messages name them."""
+    """Write three bad files among the good ones; their names as in the messages."""
     whole = (folder / "cat" / "0.jpg").read_bytes()
     (folder / "cat" / "1_cut.jpg").write_bytes(whole[:-20])
     (folder / "dog" / "empty.png").write_bytes(b"")
@@ -469,7 +469,7 @@ def test_bad_images_stop_the_run_before_training(folder):
 
 
 def png(width: int, height: int) -> bytes:
-    """A small file that claims to hold so many pixels."""
+    """Make a small file that claims to hold so many pixels."""
     parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(9)))]
     chunks = [
         struct.pack(">I", len(data)) + (kind + data) + struct.pack(">I", zlib.crc32(kind + data))

@@ -73,7 +73,7 @@ def test_another_libc_is_left_as_it_is(monkeypatch):
 
 @pytest.fixture
 def alone():
-    """A process group of this process; the store by which it was made."""
+    """Make a process group of this process; the store by which it was made."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield store
@@ -85,7 +85,7 @@ NUM_BUCKETS = 2
 
 @pytest.fixture
 def wrapped(alone):
-    """Three layers, whose gradients are reduced in two buckets."""
+    """Wrap three layers, whose gradients are reduced in two buckets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 1))
     return DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
@@ -314,7 +314,7 @@ def test_operators_by_their_names():
 
 
 def count_saved(function) -> dict[torch.dtype, int]:
-    """Numbers that autograd keeps of a function, by their types."""
+    """Count the numbers that autograd saves for a function, by their types."""
     counts = {}
 
     def pack(tensor):
@@ -417,7 +417,7 @@ def test_samples_of_one_document_whatever_their_places_say():
     places = torch.tensor([[0, 1, 0, 1]])
 
     def last(first: int) -> torch.Tensor:
-        """What is computed of the last token; `first` is in another document."""
+        """Compute the output of the last token; `first` is in another document."""
         return model(torch.tensor([[first, 1, 2, 3]]), position_ids=places, use_cache=False).last_hidden_state[0, -1]
 
     assert torch.equal(last(4), last(5))

@@ -50,7 +50,7 @@ class Source:
 
 
 def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto") -> None:
-    """Ways: name -> seconds, factor."""
+    """Choose among ways: name -> seconds, factor."""
     fresh_accelerator()
 
     def take(seconds, factor):
@@ -132,7 +132,7 @@ def test_no_trace_is_left():
 
 
 def measured(monkeypatch, **seconds: list[float]) -> dict[str, float]:
-    """What is measured of computations that take so long at their first call, their second, ...; those are taken away."""
+    """Measure computations that take so long at their first call, their second, ...; their lists are emptied."""
     now = [0.0]
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     fresh_accelerator()
@@ -195,7 +195,7 @@ def test_samples_are_as_many_as_there_is_time_for(monkeypatch, seconds, compared
 
 @pytest.fixture
 def quarters(monkeypatch):
-    """Whatever is measured, the third of several sizes or ways is the fastest; the lists that were measured."""
+    """Let the third of several sizes or ways be the fastest, whatever is measured; the lists that were measured."""
     measured = []
 
     def measure(accelerator, computations):

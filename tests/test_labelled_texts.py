@@ -17,7 +17,7 @@ ROWS = [("good, I say", "yes", "b"), ('a "bad" one', "no", "a"), ("so so", "mayb
 
 
 def write(path, rows=ROWS, header=("text", "other", "label")):
-    """A file of the kind that its name says."""
+    """Write a file of the kind that its name says."""
     if path.suffix == ".parquet":
         columns = zip(*rows, strict=True)
         pyarrow.parquet.write_table(pa.table(dict(zip(header, columns, strict=True))), path)

@@ -94,14 +94,14 @@ sys.exit(exit_code(main))
 
 
 def header(name: str) -> list[str]:
-    """The comment at the head of a launch file, line by line, without its signs."""
+    """Read the comment at the head of a launch file, line by line, without its signs."""
     lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert all(line.startswith("# ") for line in lines)
     return [line[2:] for line in lines]
 
 
 def launch_command(name: str) -> dict[str, str]:
-    """The flags of the launch command in a header."""
+    """Read the flags of the launch command in a header."""
     command = " ".join(line.strip().removesuffix("\\") for line in header(name) if line.startswith("  "))
     words = shlex.split(command)
     assert words[:3:2] == ["accelerate", "--config_file"]
@@ -130,7 +130,7 @@ def run(config: Path, tmp_path: Path, **changes: str | None) -> tuple[subprocess
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No launch variable in the environment, and no `Accelerator` made yet; both as before afterwards."""
+    """Remove launch variables and the state of earlier `Accelerator`s; both are put back afterwards."""
     for key in filter(OURS.match, list(os.environ)):
         monkeypatch.delenv(key)
     states = [AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state]

@@ -28,7 +28,7 @@ def build(recipe: Recipe) -> torch.nn.Module:
 
 
 def padded(recipe: Recipe) -> Transformer:
-    """The shape of transformers' own model: its last layer is computed for all tokens."""
+    """Make the shape of transformers' own model: its last layer is computed for all tokens."""
     shape = model_of(recipe)
     if recipe.task != "bert_pretraining":
         return shape
@@ -41,7 +41,7 @@ def plan(recipe: Recipe, b: int, n: int = 1, **changes) -> Memory:
 
 
 def forward(model: torch.nn.Module, recipe: Recipe, autocast: bool) -> torch.Tensor:
-    """The summed loss of NUM_SAMPLES whole samples, without padding; BERT as transformers computes it."""
+    """Compute the summed loss of NUM_SAMPLES whole samples, without padding; BERT as transformers computes it."""
     shape, device = padded(recipe), model.device
     ids = torch.zeros(NUM_SAMPLES, shape.length, dtype=torch.int64, device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

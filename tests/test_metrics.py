@@ -25,7 +25,7 @@ ALL_IGNORED = -100 * np.ones(2, int)
 
 
 def value(name: str, predictions, references, **settings) -> float:
-    """What the metric says, which may not warn."""
+    """Compute a metric, which may not warn."""
     metric, types = metrics.METRICS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -169,7 +169,7 @@ def test_a_metric_by_its_path_beside_local_ones(tmp_path):
 
 @pytest.fixture
 def requested_urls(monkeypatch) -> list[str]:
-    """Addresses asked for; there is no network."""
+    """Record the requested addresses; there is no network."""
     urls = []
 
     def request(method, url, **settings):

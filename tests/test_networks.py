@@ -12,7 +12,7 @@ SMALL = {"num_train_samples": 16, "conv_channels": [4, 8, 8, 8], "hidden_size": 
 
 
 def outcome(norm: nn.GroupNorm, images: torch.Tensor, d_output: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients of input, weight and bias."""
+    """Compute output and gradients of input, weight and bias."""
     images = images.clone(memory_format=torch.preserve_format).requires_grad_()
     output = norm(images)
     return [output.detach(), *torch.autograd.grad(output, [images, norm.weight, norm.bias], d_output)]

@@ -78,7 +78,7 @@ def test_an_update_is_held_back():
 
 
 def accumulating(name: str, k: int, **more):
-    """Of a learning rate; its steps take k gradients."""
+    """Make the constructor of an optimizer whose steps take k gradients; it takes parameters and a learning rate."""
     if name == "sgd":
         return lambda p, lr: AccumulatingSGD(p, lr, gradient_accumulation_steps=k, **more)
     more = {"second_moment": name, "weight_decay": 0.0} | more

@@ -24,7 +24,7 @@ OURS = {"samestep", "stepaudit"}
 
 
 def imported_as(requirements: list[str]) -> set[str]:
-    """Packages as they are imported, of requirements as pip takes them."""
+    """Name packages as they are imported, from requirements as pip takes them."""
     names = [re.match(r"[\w.-]+", line)[0] for line in requirements]
     return {IMPORTED_AS.get(name, name) for name in names}
 
@@ -34,7 +34,7 @@ PACKAGES = {extra: imported_as(lines) for extra, lines in PROJECT["project"]["op
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Packages that a module imports when it is imported itself, and those that it imports later, or with `optional`."""
+    """Collect the packages that a module imports at its own import, and those that it imports later, or with `optional`."""
     first, later = set(), set()
 
     def visit(node: ast.AST, into: set[str]) -> None:
@@ -55,7 +55,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
 
 
 def modules(package: str) -> list[Path]:
-    """Python files that are imported: those in packages, so not metrics, which `evaluate` loads by their path."""
+    """List the Python files that are imported: those in packages, so not metrics, which `evaluate` loads by their path."""
     return [path for path in (ROOT / package).rglob("*.py") if (path.parent / "__init__.py").exists()]
 
 
@@ -179,7 +179,7 @@ def test_a_program_without_its_extra_says_so(words, extra):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder that holds what a wheel of this checkout holds."""
+    """Make a folder that holds what a wheel of this checkout holds."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -71,7 +71,7 @@ class Page(HTMLParser):
 
 
 def query(command, *argv: str) -> dict:
-    """What `python -m recipes` prints with --json."""
+    """Read what `python -m recipes` prints with --json."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         command(argv[0], [*argv[1:], "--json"])
@@ -79,7 +79,7 @@ def query(command, *argv: str) -> dict:
 
 
 def make_answer(name: str, hardware: str, *flags: str, up_to: int = 4096) -> dict:
-    """All that a page can show."""
+    """Make an answer with all that a page can show."""
     answer = query(program.plan, name, "--on", hardware, *flags)
     return answer | {"scale": query(program.scale, name, "--on", parse(hardware).device.name, "--up_to", str(up_to))}
 
@@ -296,7 +296,7 @@ def find_bars(section: Page) -> list[Page]:
 
 
 def read_colours(bar: Page) -> dict[str, str]:
-    """Class -> name of what is drawn in it."""
+    """Map the class of each colour to the name of what has it."""
     names = [title["text"].partition(":")[0] for title in bar.all("title")]
     return dict(zip([rect["class"] for rect in bar.all("rect")], names, strict=True))
 
@@ -406,7 +406,7 @@ def test_the_learning_rate_is_drawn_over_the_steps(xl):
 
 
 def luminance(colour: str) -> float:
-    """Of WCAG 2, relative to white."""
+    """Compute the luminance of WCAG 2, relative to white."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("real_figures")
 
 @pytest.fixture
 def make_figure(monkeypatch):
-    """The figure instead of its picture."""
+    """Return the figure instead of its picture."""
     monkeypatch.setattr(plots, "_png", lambda figure: figure)
     return plots.plot_predictions
 
@@ -74,7 +74,7 @@ def test_samples_are_spread_over_the_dataset(limit, expected):
 
 
 def confusion(monkeypatch, counts, names):
-    """The axes of the picture, and the title above them."""
+    """Draw a confusion; the axes of the picture, and the title above them."""
     monkeypatch.setattr(plots, "_png", lambda figure: figure)
     figure = plots.plot_confusion(np.asarray(counts), names)
     return figure.axes[0], figure.get_suptitle()

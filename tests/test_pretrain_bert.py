@@ -133,7 +133,7 @@ def test_text_files_and_validation_files(train, corpus, tmp_path):
 
 
 def bad(tmp_path):
-    """Flags -> part of the one line that they must give."""
+    """Map bad flags to a part of the one line that they must give."""
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "sentence.txt").write_text("One sentence only.")
     data = f"--train_file {tmp_path}"

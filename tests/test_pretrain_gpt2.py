@@ -127,7 +127,7 @@ def test_another_tokenizer_is_refused_when_resuming(train, tmp_path):
 
 
 def bad(tmp_path):
-    """Flags -> part of the one line that they must give."""
+    """Map bad flags to a part of the one line that they must give."""
     (tmp_path / "words.txt").write_text("a few words\n\nand a few more\n\nand more")
     (tmp_path / "space.txt").write_text("word " * 300 + "\n" * 300)
     words = f"--train_file {tmp_path}/words.txt"

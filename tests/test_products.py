@@ -19,7 +19,7 @@ SHAPES = [(64, 33, 17), (5, 1, 3), (1, 7, 2), (3, 4, 1), (1, 1, 1), (0, 3, 2), (
 
 
 def layouts(number_of_rows: int, number_of_columns: int) -> list[torch.Tensor]:
-    """Matrices that lie by rows, by columns, in part of a larger one, and of one row that is repeated."""
+    """Make matrices stored by rows, by columns, in part of a larger one, and as one repeated row."""
     rows = torch.randn(number_of_rows, number_of_columns)
     columns = torch.randn(number_of_columns, number_of_rows).t()
     part = torch.randn(number_of_rows, 2 * number_of_columns + 2)[:, 1 : number_of_columns + 1]
@@ -44,7 +44,7 @@ def all_products() -> list[torch.Tensor]:
 
 
 def by_onednn(compute) -> int:
-    """How many products of a computation oneDNN computes."""
+    """Count how many products of a computation oneDNN computes."""
     with torch.profiler.profile() as profile:
         compute()
     return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())

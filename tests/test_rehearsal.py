@@ -15,7 +15,7 @@ from samestep.training import capacity, launch, rehearsal
 
 @pytest.fixture
 def tries(monkeypatch):
-    """The numbers of samples that were tried."""
+    """Record the numbers of samples that were tried."""
     tried, original = [], rehearsal._try
 
     def noting(recovery, forward_backward, num_samples):

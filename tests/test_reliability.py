@@ -22,7 +22,7 @@ def reliability():
 
 
 def flip_a_bit(file: Path) -> None:
-    """The lowest bit of one of a file's numbers."""
+    """Flip the lowest bit of one of a file's numbers."""
     tensors = load_file(file)
     tensors[min(tensors)].view(-1).view(torch.int32)[0] ^= 1
     save_file(tensors, str(file))

@@ -33,7 +33,7 @@ def rebuilt(pairs: SentencePairs, texts: list[str], **changes) -> SentencePairs:
 
 
 def find_place(row: np.ndarray, segment: np.ndarray) -> int | None:
-    """Place of `segment` in `row`, by identity of memory: segments are views, nothing is copied."""
+    """Find the place of `segment` in `row`, by identity of memory: segments are views, nothing is copied."""
     place = (segment.__array_interface__["data"][0] - row.__array_interface__["data"][0]) // row.itemsize
     return place if 0 <= place <= len(row) - len(segment) else None
 

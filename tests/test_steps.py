@@ -26,7 +26,7 @@ class Ragged:
 
 
 def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, num_steps: int) -> dict[int, list]:
-    """step -> sorted (epoch, sample id) over all processes and micro-batches, checked against the counts."""
+    """List step -> sorted (epoch, sample id) over all processes and micro-batches, checked against the counts."""
     order = Order(n, batch, seed=5, epoch_end=policy)
     layout = solve_layout(num_processes=num_processes, global_batch_size=batch, per_device_train_batch_size=cap)
     steps = {}

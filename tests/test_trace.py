@@ -51,7 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:
-    """As a CPU allocates, without `as_cuda`."""
+    """Trace as a CPU allocates, without `as_cuda`."""
     return trace_step(
         lambda: build(recipe),
         lambda model, num_samples: loss(model, recipe, num_samples),
@@ -131,7 +131,7 @@ def test_the_optimizers_own_temporaries_are_counted():
 
 
 def saved_bytes(function) -> int:
-    """Bytes of distinct storages that a function keeps for its backward, its input's not counted."""
+    """Count bytes of distinct storages that a function saves for its backward, its input's not counted."""
     inputs, saved = torch.ones(2, 4, 64, 16, requires_grad=True), {}
 
     def pack(tensor):

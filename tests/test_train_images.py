@@ -32,7 +32,7 @@ def read(train):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of eight images of different sizes: dark and bright."""
+    """Write two classes of eight images of different sizes: dark and bright."""
     rng = np.random.default_rng(0)
     for number in range(16):
         path = tmp_path / "images" / ("bright" if number % 2 else "dark") / f"{number}.png"

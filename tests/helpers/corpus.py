@@ -75,7 +75,7 @@ def programs() -> list[Program]:
 
 
 def verdict(program: Program, layout: Layout, comparison: Comparison) -> str:
-    """How right the audit was: `right`, `beside` (a false cause beside the right one), `misnamed`, `not_a_sum`, `missed`,
+    """Judge how right the audit was: `right`, `beside` (a false cause beside the right one), `misnamed`, `not_a_sum`, `missed`,
     `false alarm`."""
     causes, cause = {finding.cause for finding in comparison.findings}, program.expected[layout]
     wrong = causes - HARMLESS - program.also - {cause}
@@ -89,6 +89,6 @@ def verdict(program: Program, layout: Layout, comparison: Comparison) -> str:
 
 
 def layout(text: str) -> Layout:
-    """b x k x N of its text; one process if it names none."""
+    """Read a layout from its text, b x k x N; one process if it names none."""
     b, k, *num_processes = map(int, text.split("x"))
     return b, k, *(num_processes or [1])

@@ -74,7 +74,7 @@ FLOATS = st.one_of(st.sampled_from(NUMBERS), st.floats(0, 1), st.floats())
 
 
 def odd(hint: object = None) -> st.SearchStrategy:
-    """Values for a field of a type: half of them of that type, so that what is allowed is tried as well."""
+    """Draw values for a field of a type, half of them of that type, so that allowed values are tried as well."""
     kinds = [ODD]
     if int in (hint, *typing.get_args(hint)):
         kinds.append(INTEGERS)
@@ -115,7 +115,7 @@ class Case:
 
 
 def _words(value: object) -> list[str]:
-    """A value as a shell passes it: no word can hold a NUL."""
+    """Write a value as a shell passes it: no word can hold a NUL."""
     values = value if isinstance(value, list) and len(value) != 1 else [value]
     return [(item if isinstance(item, str) else _text(item)).replace("\0", "") for item in values]
 
@@ -128,7 +128,7 @@ def _text(value: object) -> str:
 
 
 def _yaml(values: object) -> bytes:
-    """As `yaml.safe_dump`, or JSON, which is YAML too, where that fails."""
+    """Write with `yaml.safe_dump`, or as JSON, which is YAML too, where that fails."""
     try:
         return yaml.safe_dump(values, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -147,17 +147,17 @@ def _json(values: object) -> bytes:
 
 
 def _fields(*classes: type) -> dict[str, object]:
-    """Name -> type."""
+    """Map names of fields to types."""
     return {name: hint for cls in classes for name, hint in sorted(typing.get_type_hints(cls).items())}
 
 
 def _single_field(fields: dict[str, object]) -> st.SearchStrategy:
-    """A field and a value."""
+    """Draw a field and a value."""
     return st.sampled_from(sorted(fields)).flatmap(lambda name: st.tuples(st.just(name), odd(fields[name])))
 
 
 def _changes(fields: dict[str, object]) -> st.SearchStrategy:
-    """One or two fields with values."""
+    """Draw one or two fields with values."""
     return st.lists(_single_field(fields), min_size=1, max_size=2).map(dict)
 
 
@@ -222,7 +222,7 @@ TASKS = st.sampled_from(sorted(recipes.TASKS))
 
 @st.composite
 def recipe_flags(draw) -> Case:
-    """A field of a recipe, or of the command, by flag."""
+    """Draw a flag: a field of a recipe, or of the command."""
     name, task = draw(st.sampled_from(["plan", "scale"])), draw(TASKS)
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
     field, value = draw(_single_field(_fields(recipes.TASKS[task], settings)))
@@ -232,7 +232,7 @@ def recipe_flags(draw) -> Case:
 
 @st.composite
 def run_flags(draw) -> Case:
-    """A setting of a run, or a field of its recipe, by the flag of a script."""
+    """Draw a flag of a script: a setting of a run, or a field of its recipe."""
     task = draw(TASKS)
     fields = _fields(recipes.TASKS[task].parts.find("settings"))
     del fields["recipe"]
@@ -243,7 +243,7 @@ def run_flags(draw) -> Case:
 
 @st.composite
 def recipe_files(draw) -> Case:
-    """One or two fields of a recipe's file."""
+    """Draw one or two fields of a recipe's file."""
     task = draw(TASKS)
     changes = draw(_changes(_fields(recipes.TASKS[task]) | dict.fromkeys(("extends", "unknown", "task"))))
     file = ("odd.yaml", _yaml(BASES[task] | changes))
@@ -274,7 +274,7 @@ def model_configurations(draw) -> Case:
 
 @st.composite
 def model_flags(draw) -> Case:
-    """A field of the settings for a model without a recipe."""
+    """Draw a field of the settings for a model without a recipe."""
     name = draw(st.sampled_from(["plan", "scale"]))
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
     field, value = draw(_single_field(_fields(command.ModelSettings, settings)))
@@ -285,7 +285,7 @@ def model_flags(draw) -> Case:
 
 @st.composite
 def hostile_texts(draw) -> Case:
-    """A file that is no recipe, device or configuration at all."""
+    """Draw a file that is no recipe, device or configuration at all."""
     content = draw(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode), st.sampled_from(HOSTILE)))
     words = draw(
         st.sampled_from(
@@ -363,7 +363,7 @@ class Answer:
 
     @property
     def problem(self) -> str:
-        """What is wrong with it; empty if it is as it must be."""
+        """Say what is wrong with the answer; empty if it is as it must be."""
         lines = self.errors.splitlines()
         if self.code not in (0, 2):
             return f"ended with {self.code}"
@@ -392,7 +392,7 @@ def answer(case: Case) -> Answer:
 
 
 def _forked(run: Callable[[], None]) -> tuple[int, int]:
-    """Run in a forked process: its status, as `os.wait` gives it, and the most bytes that were resident in it.
+    """Run in a forked process; return its status, as `os.wait` gives it, and its largest resident bytes.
 
     A forked process begins with less than this one has: pages of files are mapped when they are read.
     """
@@ -405,7 +405,7 @@ def _forked(run: Callable[[], None]) -> tuple[int, int]:
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space now."""
+    """Read the bytes of this process's address space now."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

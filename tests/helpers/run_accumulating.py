@@ -49,7 +49,7 @@ def groups(network: Network) -> list[dict]:
 
 
 def micro_batch_losses(network: nn.Module, step: int):
-    """Each micro-batch's share of the step's loss, which is a mean over samples."""
+    """Yield each micro-batch's share of the step's loss, which is a mean over samples."""
     generator = torch.Generator().manual_seed(step)
     sizes = [3, 1, 4, 2]
     for size in sizes:
@@ -89,7 +89,7 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
-    """Bytes of the parameters, and most bytes at once in a step (0: not traced): many layers, few samples, buckets of a layer
+    """Measure bytes of the parameters, and peak bytes in a step (0: not traced): many layers, few samples, buckets of a layer
     each."""
     folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
     if is_traced:

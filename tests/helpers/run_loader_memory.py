@@ -28,7 +28,7 @@ COLUMNS = {
 
 
 def write(kind: str, file: Path, num_rows: int) -> Path:
-    """A file as samples of a kind are cached in."""
+    """Write a file as samples of a kind are cached in."""
     tokens = np.random.default_rng(0).integers(10, 200, size=CHUNK * TOKENS, dtype=np.int32)
     ends = np.tile(np.arange(SENTENCE, TOKENS + 1, SENTENCE, dtype=np.int32), CHUNK)
     cuts = np.tile(np.array([0, TOKENS // SENTENCE], np.int32), CHUNK)
@@ -50,20 +50,20 @@ def write(kind: str, file: Path, num_rows: int) -> Path:
 
 
 def tokenized(file: Path) -> Dataset:
-    """The dataset of a file of `write`, which needs no tokenizing any more."""
+    """Open the dataset of a file of `write`, which needs no tokenizing any more."""
     dataset = Dataset.from_file(str(file))
     dataset.map = lambda *_, **__: dataset
     return dataset
 
 
 def private_memory() -> int:
-    """Bytes of this process that no file backs."""
+    """Count the bytes of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def samples(kind: str, dataset: Dataset):
-    """The source of samples of a kind."""
+    """Make the source of samples of a kind."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(200))]
     wordpiece = BertTokenizerFast(vocab={word: place for place, word in enumerate(words)})
     if kind == "token_blocks":

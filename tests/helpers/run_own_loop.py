@@ -36,14 +36,14 @@ def count_masked(batch):
 
 
 def mask(samples):
-    """As a masked language model's collator: padded, one of three tokens masked by torch's own generator."""
+    """Collate as for a masked language model: padded, one of three tokens masked by torch's own generator."""
     ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     is_masked = (torch.rand(ids.shape) < 1 / 3) & (ids != 0)
     return {"input_ids": ids.masked_fill(is_masked, 1), "labels": ids.where(is_masked, -100)}
 
 
 class Stream(IterableDataset):
-    """POINTS, of which a process takes every size-th, or all."""
+    """Streams POINTS, of which a process takes every size-th, or all."""
 
     def __init__(self, first=0, size=1):
         self.first, self.size = first, size
