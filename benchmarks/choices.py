@@ -54,7 +54,7 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
 def choice(printed: str) -> str:
     """Read the choice that a run reports.
 
-    >>> choice("kernels: eager (--speed auto)\\ncells: at most 4096 tokens at once (--speed auto)\\n")
+    >>> choice("kernels: eager (--speed auto)\\nmicro-batches: at most 4096 tokens at once (--speed auto)\\n")
     'eager, at most 4096 tokens at once'
     """
     return ", ".join(re.findall(r"^(?:kernels|micro-batches): (.*) \(--speed \w+\)$", printed, re.MULTILINE))

@@ -38,7 +38,7 @@ class Looks(TorchDispatchMode):
 def looks(monkeypatch):
     """Collect the names of operators inside steps that make the host wait."""
     enter, leave, modes = Attempt.__enter__, Attempt.__exit__, []
-    monkeypatch.setattr(Looks, "found", [])
+    monkeypatch.setattr(Looks, "operators", [])
     monkeypatch.setattr(accumulate, "_on_cpu", lambda *_: [])
 
     def entering(attempt):
