@@ -43,8 +43,8 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
     return model
 
 
-def make_samples(lengths: list[int], positions: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
-    """Make tokens and kinds of each sample, the selected places, and the micro-batch of all."""
+def make_samples(lengths: list[int], wanted: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
+    """Tokens and kinds of each sample, places wanted, and the micro-batch of all."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(50, size=length) for length in lengths]
     halves = [length // 2 for length in lengths]
@@ -54,7 +54,7 @@ def make_samples(lengths: list[int], positions: str) -> tuple[list[torch.Tensor]
         "some": [np.sort(rng.permutation(length)[: length // 2 + 1]) for length in lengths],
         "uneven": [np.arange(1 + number % length) for number, length in enumerate(lengths)],
         "all": [np.arange(length) for length in lengths],
-    }[positions]
+    }[wanted]
     return list(map(torch.from_numpy, tokens)), kinds, places, make_micro_batch(tokens, halves, places)
 
 
@@ -94,11 +94,11 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
 
 
 @pytest.mark.parametrize("case", ["ragged", "equal", "many"])
-@pytest.mark.parametrize("positions", ["first", "some", "uneven", "all"])
+@pytest.mark.parametrize("wanted", ["first", "some", "uneven", "all"])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_wanted_tokens_are_those_of_each_sample_alone(kernel, positions, case, monkeypatch):
+def test_wanted_tokens_are_those_of_each_sample_alone(kernel, wanted, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
-    tokens, kinds, places, micro_batch = make_samples(CASES[case], positions)
+    tokens, kinds, places, micro_batch = make_samples(CASES[case], wanted)
     ours, theirs = build(kernel).bert, build().bert
     hidden = last_hidden_at(ours, **micro_batch)
     expected = torch.cat(

@@ -220,8 +220,8 @@ def test_micro_batches_hold_every_sample_once_and_few_more_tokens(name):
     ):
         assert micro_batch["input_ids"].numel() <= 1.04 * case.tokens + 1, "sizes are rounded up"
         assert micro_batch["source"].numel() <= 1.25 * 1.125 * case.tokens
-        tokens = micro_batch["input_ids"][0, micro_batch["wanted"]]
-        assert (tokens[micro_batch["masked_index"][:num_masked]] == 3).all()
+        wanted = micro_batch["input_ids"][0, micro_batch["wanted"]]
+        assert (wanted[micro_batch["masked_index"][:num_masked]] == 3).all()
         assert (micro_batch["position_ids"][0, micro_batch["wanted"]][micro_batch["first_index"]] == 0).all()
         assert len(micro_batch["first_index"]) == len(micro_batch["next_sentence_label"]) == num_samples
     assert gpu_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63

@@ -88,12 +88,12 @@ def test_a_step_is_traced_as_it_is_allocated(kind, changes, mixed_precision, rec
         model.recompute_activations()
     traced = on_cpu(recipe, mixed_precision, recomputed)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    state = traced.parameters + traced.gradients + traced.moments + buffers
+    before = traced.parameters + traced.gradients + traced.moments + buffers
     within = 0.006 if recomputed else 0.002  # each layer keeps the CPU generator's state, 5 KB, out of torch's sight
-    assert traced.forward - state == pytest.approx(peak(forward, tmp_path), rel=within)
-    whole = max(traced.forward, traced.backward) - state
+    assert traced.forward - before == pytest.approx(peak(forward, tmp_path), rel=within)
+    whole = max(traced.forward, traced.backward) - before
     assert whole == pytest.approx(peak(lambda: forward().backward(), tmp_path), rel=within)
-    assert traced.optimizer_step == state
+    assert traced.optimizer_step == before
     assert peak(optimizer.step, tmp_path) < 100
     assert traced.peak == max(traced.forward, traced.backward)
 
