@@ -52,15 +52,15 @@ CASES = (("no", 16, 1), ("no", 16, 4), ("no", 16, 16), ("no", 32, 4), ("bf16", 3
 # Memory
 
 
-def most_memory(way: str, k: int, rank: int, num_processes: int, folder: str) -> dict[str, int]:
-    """Of one process, in bytes: three steps."""
+def measure_peak(way: str, k: int, rank: int, num_processes: int, folder: str) -> dict[str, int]:
+    """Measure the peak memory of one process in three steps, in bytes."""
     if num_processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_processes)
     torch.set_num_threads(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resident_start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with _Tracer() as tracer:
         model: nn.Module = BertModel(BertConfig(vocab_size=1000, hidden_dropout_prob=0.0), add_pooling_layer=False)
-        of_parameters = sum(parameter.nbytes for parameter in model.parameters())
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if way == "gradient":
             if num_processes > 1:
                 model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -79,21 +79,21 @@ def most_memory(way: str, k: int, rank: int, num_processes: int, folder: str) ->
             optimizer.zero_grad()
             if step == 0:
                 tracer.peak()  # moments exist from now on
-        most = tracer.peak()
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    return {"parameters": of_parameters, "tensors": most, "resident": resident}
+        peak = tracer.peak()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident_start
+    return {"parameters": parameter_bytes, "tensors": peak, "resident": resident}
 
 
 def memory_case(way: str, k: int, num_processes: int) -> dict:
-    """The same, of the process that needs most, each started anew."""
+    """Measure the peak memory of the process that needs most; each is started anew."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--case", way, str(k)]
         places = [[str(rank), str(num_processes), folder] for rank in range(num_processes)]
         running = [subprocess.Popen([*command, *place], stdout=subprocess.PIPE, text=True) for place in places]
-        found = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in running]
-    most = {name: max(one[name] for one in found) for name in found[0]}
-    print(way, k, num_processes, most, file=sys.stderr)
-    return {"way": way, "k": k, "num_processes": num_processes} | most
+        results = [json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in running]
+    peaks = {name: max(result[name] for result in results) for name in results[0]}
+    print(way, k, num_processes, peaks, file=sys.stderr)
+    return {"way": way, "k": k, "num_processes": num_processes} | peaks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Loop:
         self.weights, self.parameters = torch.ones(2), list(self.model.parameters())
 
     def step(self, data: StepData) -> float:
-        """Take it; its seconds."""
+        """Take a step; its seconds."""
         start = harness.clock()
         accumulates = isinstance(self.optimizer, Accumulating)
         if accumulates:
@@ -144,7 +144,7 @@ def time_cases(num_rounds: int, num_steps: int) -> Iterator[dict]:
         ratios = []
         for _ in range(num_rounds):
             loops = [Loop(way, precision) for way in WAYS]
-            seconds = [[loop.step(of) for loop in loops] for of in data][WARM_UP:]
+            seconds = [[loop.step(batches) for loop in loops] for batches in data][WARM_UP:]
             ratios.append(statistics.median(theirs / ours for theirs, ours in seconds))
         print(precision, b, k, ratios, file=sys.stderr)
         yield {"precision": precision, "b": b, "k": k, "ratios": ratios}
@@ -160,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case:
         way, k, rank, num_processes, folder = arguments.case
-        print(json.dumps(most_memory(way, int(k), int(rank), int(num_processes), folder)))
+        print(json.dumps(measure_peak(way, int(k), int(rank), int(num_processes), folder)))
         return
     memory = [memory_case(way, k, 1) for way in WAYS for k in KS]
     memory += [memory_case(way, 4, 2) for way in WAYS]

@@ -290,7 +290,7 @@ def main() -> int:
         results["kernels"] = audit_kernels(Path(HOME.name))
     elif arguments.only:
         results = json.loads(arguments.output.with_suffix(".json").read_text())
-        rows = harness.kept(arguments.output, "scripts", "script", arguments.only)
+        rows = harness.read_other_rows(arguments.output, "scripts", "script", arguments.only)
         rows += audit_scripts(Path(HOME.name), arguments.only)
         results["scripts"] = sorted(
             (row for row in rows if row["script"] in SCRIPTS), key=lambda row: list(SCRIPTS).index(row["script"])
@@ -298,7 +298,7 @@ def main() -> int:
     else:
         results = measure_all()
     harness.write(arguments.output, results, markdown(results))
-    harness.write_between(arguments.readme, "audit", overview(results))
+    harness.write_part(arguments.readme, "audit", overview(results))
     return 0 if is_as_promised(results) else 1
 
 

@@ -43,7 +43,7 @@ class Case:
         return list(zip(pixels.split(size), labels.split(size), strict=True))
 
     def loss(self, micro_batch: tuple) -> torch.Tensor:
-        """The micro-batch's share of the mean over the step."""
+        """Compute the micro-batch's share of the mean over the step."""
         pixels, labels = micro_batch
         logits = self.network(pixels)
         logits = getattr(logits, "logits", logits).flatten(0, -2)
@@ -77,7 +77,7 @@ def from_recipe(name: str, module, build, batch: int) -> Case:
     return Case(f"{name}, normalization batch", network, optim.from_recipe(network, recipe), draw, batch)
 
 
-def of_resnet(name: str, size: int, batch: int) -> Case:
+def resnet_case(name: str, size: int, batch: int) -> Case:
     torch.manual_seed(0)
     network = ResNetForImageClassification(ResNetConfig(**RESNETS[name], embedding_size=64, num_labels=1000))
 
@@ -91,7 +91,7 @@ def of_resnet(name: str, size: int, batch: int) -> Case:
 
 def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> list[dict]:
     rows = []
-    before = {size: batch_norm.deviation(case.network, case.micro_batches(0, size), case.loss) for size in sizes}
+    initial = {size: batch_norm.deviation(case.network, case.micro_batches(0, size), case.loss) for size in sizes}
     for step in range(num_steps):
         case.step(case.micro_batches(step, case.batch), exact=False)  # one micro-batch: exact as it is
     for size in sizes:
@@ -104,7 +104,7 @@ def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> lis
             "k": len(micro_batches),
         }
         row |= {
-            "first": before[size],
+            "first": initial[size],
             "steps": num_steps,
             "later": batch_norm.deviation(case.network, micro_batches, case.loss),
         }
@@ -112,7 +112,7 @@ def measure(case: Case, sizes: list[int], num_steps: int, num_timed: int) -> lis
             "cut": partial(case.step, micro_batches, exact=False),
             "exact": partial(case.step, micro_batches, exact=True),
         }
-        seconds = {name: statistics.median(each) for name, each in harness.in_turns(calls, num_timed).items()}
+        seconds = {name: statistics.median(times) for name, times in harness.in_turns(calls, num_timed).items()}
         row |= {"forward_passes": case.whole.num_forward_passes, "adjoint_passes": case.whole.num_adjoint_passes}
         row["cost"] = seconds["exact"] / seconds["cut"]
         rows.append(row)
@@ -131,12 +131,12 @@ def main() -> None:
     reader = from_recipe("captcha_cpu", captchas, lambda recipe: CaptchaReader(**recipe.architecture), 128)
     rows = measure(digits, [32, 16, 8], 100, arguments.rounds)
     rows += measure(reader, [64, 32], 30, arguments.rounds)
-    rows += measure(of_resnet("ResNet-18", 64, 32), [16, 8], 5, arguments.rounds)
-    rows += measure(of_resnet("ResNet-50", 64, 32), [16], 5, arguments.rounds)
+    rows += measure(resnet_case("ResNet-18", 64, 32), [16, 8], 5, arguments.rounds)
+    rows += measure(resnet_case("ResNet-50", 64, 32), [16], 5, arguments.rounds)
     about = harness.about("make bench-batch-norm", ("torch", "transformers"), pairs=arguments.rounds)
     results = {"about": about, "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    harness.write_between(harness.ROOT / "docs" / "exactness.md", "batch norm", part(results))
+    harness.write_part(harness.ROOT / "docs" / "exactness.md", "batch norm", part(results))
 
 
 def tables(results: dict) -> str:

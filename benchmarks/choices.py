@@ -37,7 +37,7 @@ PROGRAMS = {
 
 
 def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[float], str]:
-    """The losses of the steps, and what was printed."""
+    """Run a program; the losses of its steps, and its output."""
     recipe, batch, _, more = PROGRAMS[program]
     words = harness.launch(harness.ROOT / "scripts" / f"{program}.py", precision)
     words += ["--recipe", recipe, "--global_batch_size", str(batch)]
@@ -52,52 +52,52 @@ def run(program: str, precision: str, flags: str, work: Path) -> tuple[list[floa
 
 
 def choice(printed: str) -> str:
-    """What a run says that it took.
+    """Read the choice that a run reports.
 
-    >>> choice("kernels: eager (--speed auto)\\ncells: at most 4096 tokens at once (--speed auto)\\n")
+    >>> choice("kernels: eager (--speed auto)\\nmicro-batches: at most 4096 tokens at once (--speed auto)\\n")
     'eager, at most 4096 tokens at once'
     """
     return ", ".join(re.findall(r"^(?:kernels|micro-batches): (.*) \(--speed \w+\)$", printed, re.MULTILINE))
 
 
 def force(file: Path, way: str, at_once: int | None) -> None:
-    """Let that have been measured to be the fastest, wherever something was: in a file of `samestep.training.capacity`."""
-    known = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
-    file.write_text(json.dumps(known))
+    """Replace each measured choice in a file of `samestep.training.capacity` by a given one."""
+    entries = {key: values | {"way": way, "at_once": at_once} for key, values in json.loads(file.read_text()).items()}
+    file.write_text(json.dumps(entries))
 
 
 def deviations(losses: list[float], safe: list[float]) -> tuple[float, float]:
-    """Relative, of the first step and the largest of all.
+    """Compute the relative deviation of the first step, and the largest of all.
 
     >>> deviations([1.0, 1.5, 2.0], [1.0, 2.0, 2.0])
     (0.0, 0.25)
     """
-    each = [abs(a - b) / abs(b) for a, b in zip(losses, safe, strict=True)]
-    return each[0], max(each)
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, safe, strict=True)]
+    return errors[0], max(errors)
 
 
 def measure(program: str, precision: str, work: Path) -> list[dict]:
-    """A row for every run beside the safe one."""
+    """Make a row for every run but the safe one."""
     _, batch, ways, _ = PROGRAMS[program]
     safe, printed = run(program, precision, "--speed safe", work)
-    taken = choice(printed)
+    safe_way = choice(printed)
     losses, _ = run(program, precision, f"--speed safe --per_device_train_batch_size {batch // 4}", work)
-    found = {"cut": (losses, f"{taken}, {batch // 4} samples at once")}
+    runs = {"cut": (losses, f"{safe_way}, {batch // 4} samples at once")}
     losses, printed = run(program, precision, "--speed auto", work)
-    found["auto"] = losses, choice(printed)
-    (other,) = (way for way in ways if way != taken)
+    runs["auto"] = losses, choice(printed)
+    (other,) = (way for way in ways if way != safe_way)
     if ways is TEXTS and precision == "no":
         other = f"{other}, {ONEDNN}"
     if refused := re.search(rf"^kernels: not {other}: (.*)$", printed, re.MULTILINE):
-        found["other"] = None, f"{other}: refused, {refused[1]}"
+        runs["other"] = None, f"{other}: refused, {refused[1]}"
     else:
         force(work / "cache" / "accelerate-recipes" / "capacity.json", other, batch // 8)
         losses, printed = run(program, precision, "--speed auto", work)
-        found["other"] = losses, choice(printed)
+        runs["other"] = losses, choice(printed)
     rows = []
-    for name, (losses, what) in found.items():
+    for name, (losses, description) in runs.items():
         first, largest = (None, None) if losses is None else deviations(losses, safe)
-        rows.append({"program": program, "precision": precision, "safe": taken, "run": name, "taken": what})
+        rows.append({"program": program, "precision": precision, "safe": safe_way, "run": name, "taken": description})
         rows[-1] |= {"first": first, "largest": largest, "losses": losses}
         print({key: value for key, value in rows[-1].items() if key != "losses"}, file=sys.stderr, flush=True)
     return rows

@@ -70,12 +70,12 @@ Point = tuple[int, float]
 
 
 def flops(m: int, n: int, k: int) -> int:
-    """Operations of [m, k] @ [k, n], a multiply-add counted as two."""
+    """Count the operations of [m, k] @ [k, n], a multiply-add as two."""
     return 2 * m * n * k
 
 
 def layer_shapes(tokens: int, features: int) -> list[tuple[int, int, int]]:
-    """(m, n, k) of a layer's products: a projection, the feed-forward layer, and the gradients of their weights."""
+    """List (m, n, k) of a layer's products: a projection, the feed-forward layer, and the gradients of their weights."""
     wide = 4 * features
     return [
         (tokens, features, features),
@@ -87,7 +87,7 @@ def layer_shapes(tokens: int, features: int) -> list[tuple[int, int, int]]:
 
 
 def fit_ring(p: int, points: list[Point]) -> tuple[float, float]:
-    """Latency (s) and bandwidth (bytes/s) of `timing.ring` over p processes that meet `points` best, in relative errors.
+    """Fit latency (s) and bandwidth (bytes/s) of `timing.ring` over p processes that meet `points` best, in relative errors.
 
     Least squares; the latency is 0 where it would be negative.
     """
@@ -104,7 +104,7 @@ def fit_ring(p: int, points: list[Point]) -> tuple[float, float]:
 
 
 def median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call that all processes make at the same time; seconds of this process."""
+    """Measure the median seconds of a call that all processes make at the same time; seconds of this process."""
 
     def run(count: int) -> float:
         dist.barrier()
@@ -123,7 +123,7 @@ def median_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of products: the best, and of usual shapes."""
+    """Measure FLOP/s of products: the best, and of usual shapes."""
 
     def rate(shapes: list[tuple[int, int, int]]) -> float:
         pairs = [
@@ -138,7 +138,7 @@ def product_rates(dtype: torch.dtype, device: torch.device) -> tuple[float, floa
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes/s that a copy or a sum of large arrays reads and writes, the better one."""
+    """Measure bytes/s that a copy or a sum of large arrays reads and writes; the better one."""
     a, b, total = (torch.zeros(ELEMENTS[device.type], device=device).fill_(1) for _ in range(3))
     num_bytes = 4 * a.numel()
     copied = 2 * num_bytes / median_seconds(lambda: b.copy_(a), device)
@@ -147,7 +147,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def all_reduce_points(sizes: list[int], device: torch.device) -> list[Point]:
-    """Median seconds to sum so many bytes over all processes."""
+    """Measure median seconds to sum so many bytes over all processes."""
     points = []
     for size in sizes:
         data = torch.zeros(size // 4, device=device)
@@ -156,14 +156,14 @@ def all_reduce_points(sizes: list[int], device: torch.device) -> list[Point]:
 
 
 def precisions(kind: str) -> list[str]:
-    """Those that a launch on a CPU, or on these GPUs, can ask for. A CPU has no fp16: Accelerate would train in fp32."""
+    """List the precisions of a launch on a CPU, or on these GPUs. A CPU has no fp16: Accelerate would train in fp32."""
     if kind == "cpu":
         return ["no", "bf16"]
     return ["no", "fp16", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else [])]
 
 
 def measure_process(rank: int, processes: int, kind: str, meeting_point: str, results) -> None:
-    """What one of the processes does; puts its numbers into the queue `results`."""
+    """Measure on one of the processes, and put its numbers into the queue `results`."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -174,12 +174,12 @@ def measure_process(rank: int, processes: int, kind: str, meeting_point: str, re
         world_size=processes,
         device_id=device if kind == "cuda" else None,
     )
-    found = {
+    result = {
         "products": {name: product_rates(TYPES[name], device) for name in precisions(kind)},
         "memory": memory_rate(device),
         "all_reduce": all_reduce_points(REDUCED, device) if processes > 1 else None,
     }
-    results.put(found)
+    results.put(result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -189,17 +189,17 @@ def measure_process(rank: int, processes: int, kind: str, meeting_point: str, re
 
 
 def loopback() -> str:
-    """The name of the loopback interface: lo, or lo0."""
+    """Find the name of the loopback interface: lo, or lo0."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def num_cores() -> int:
-    """Physical cores, which is what `accelerate launch` divides between the processes on a CPU."""
+    """Count physical cores, which `accelerate launch` divides between the processes on a CPU."""
     return psutil.cpu_count(logical=False) or os.cpu_count()
 
 
 def cpu_name() -> str:
-    """Model and the widest instructions: 'AMD EPYC with AVX512-BF16'."""
+    """Read the CPU's model and its widest instructions: 'AMD EPYC with AVX512-BF16'."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -211,7 +211,7 @@ def cpu_name() -> str:
 
 
 def machine(kind: str, processes: int) -> dict:
-    """What one process has, read and not measured: description, cores, MiB of memory, watts and where they come from."""
+    """Read what one process has: description, cores, MiB of memory, watts and where they come from."""
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
         query = "nvidia-smi --id=0 --query-gpu=power.limit --format=csv,noheader,nounits"
@@ -224,41 +224,41 @@ def machine(kind: str, processes: int) -> dict:
             "watts_source": "power limit, as nvidia-smi reports it",
         }
     cores, memory = num_cores(), psutil.virtual_memory().total
-    own = cores // processes
+    share = cores // processes
     return {
-        "description": f"{cpu_name()}, {own} of {cores} cores, {memory / processes / 2**30:.0f} GiB",
-        "cores": own,
+        "description": f"{cpu_name()}, {share} of {cores} cores, {memory / processes / 2**30:.0f} GiB",
+        "cores": share,
         "memory_mib": memory // processes // 2**20,
-        "watts": WATTS_PER_CORE * own,
+        "watts": WATTS_PER_CORE * share,
         "memory_source": f"the machine's, divided by {processes} process(es)",
         "watts_source": f"assumed: {WATTS_PER_CORE} W per core, as servers of 64 to 96 cores with 280 to 360 W",
     }
 
 
 def measure(kind: str, processes: int) -> dict:
-    """All numbers of the processes: medians over them, and all-reduces of the slowest.
+    """Measure all numbers of the processes: medians over them, and all-reduces of the slowest.
 
     Raises:
         UsageError: more processes than cores or GPUs.
     """
-    there = torch.cuda.device_count() if kind == "cuda" else num_cores()
-    if not 1 <= processes <= there:
-        raise UsageError(f"--processes is {processes}, must be 1 to {there}: a GPU, or a core, for each")
+    limit = torch.cuda.device_count() if kind == "cuda" else num_cores()
+    if not 1 <= processes <= limit:
+        raise UsageError(f"--processes is {processes}, must be 1 to {limit}: a GPU, or a core, for each")
     if kind == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(there // processes)  # the processes read it when they import torch
+        os.environ["OMP_NUM_THREADS"] = str(limit // processes)  # the processes read it when they import torch
         os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure_process, (processes, kind, f"{folder}/meeting_point", results), nprocs=processes)
-    found = [results.get() for _ in range(processes)]
+    records = [results.get() for _ in range(processes)]
     return {
         "products": {
-            name: tuple(statistics.median(each["products"][name][index] for each in found) for index in (0, 1))
-            for name in found[0]["products"]
+            name: tuple(statistics.median(record["products"][name][index] for record in records) for index in (0, 1))
+            for name in records[0]["products"]
         },
-        "memory": statistics.median(each["memory"] for each in found),
+        "memory": statistics.median(record["memory"] for record in records),
         "all_reduce": [
-            max(points, key=lambda point: point[1]) for points in zip(*(e["all_reduce"] for e in found), strict=True)
+            max(points, key=lambda point: point[1]) for points in zip(*(e["all_reduce"] for e in records), strict=True)
         ]
         if processes > 1
         else None,
@@ -270,12 +270,12 @@ def measure(kind: str, processes: int) -> dict:
 
 
 def rounded(value: float) -> float:
-    """To the digits that a file holds."""
+    """Round to the digits that a file holds."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def device_values(kind: str, processes: int, has: dict, measured: dict, origin: str) -> dict:
-    """Fields of the device file.
+    """Make the fields of the device file.
 
     Args:
         kind: cpu or cuda.
@@ -285,8 +285,8 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         origin: "measured by ..." for the sources.
     """
     single = measured["products"]["no"][1]
-    kept = {name: rates for name, rates in measured["products"].items() if name != "no" and rates[1] > single}
-    peak, usual = max(kept.values(), default=measured["products"]["no"])
+    faster = {name: rates for name, rates in measured["products"].items() if name != "no" and rates[1] > single}
+    peak, usual = max(faster.values(), default=measured["products"]["no"])
     together = f"with {processes} process(es) at work" if processes > 1 else "alone"
     tokens, features = USUAL[kind]
     sources = [
@@ -295,8 +295,8 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         f"memory_mib: {has['memory_source']}",
         f"memory_gb_per_s: measured likewise: a copy or sum of {ELEMENTS[kind] * 4 // 2**20} MiB, read and written",
     ]
-    if kept:
-        names = ", ".join(f"{name}_tflops" for name in sorted(kept))
+    if faster:
+        names = ", ".join(f"{name}_tflops" for name in sorted(faster))
         sources.append(f"{names}: measured likewise: the best product")
         sources.append("reachable: measured likewise: the products that float32 is measured by")
     else:
@@ -318,7 +318,7 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
         "cores": has["cores"],
         "memory_mib": has["memory_mib"],
         "fp32_tflops": rounded(single / 1e12 / CALIBRATION.reachable_fp32),
-        **{f"{name}_tflops": rounded(kept[name][0] / 1e12) if name in kept else None for name in ("fp16", "bf16")},
+        **{f"{name}_tflops": rounded(faster[name][0] / 1e12) if name in faster else None for name in ("fp16", "bf16")},
         "reachable": min(0.999, rounded(usual / peak)),
         "memory_gb_per_s": rounded(measured["memory"] / 1e9),
         "link": link,

@@ -35,7 +35,7 @@ def launch(train_file: Path, output_dir: Path, config: str, flags: str) -> list[
 
 
 def accuracies(train_file: Path) -> list[dict]:
-    """A row for every cut."""
+    """Make a row for every cut."""
     rows, reference = [], None
     with tempfile.TemporaryDirectory() as folder:
         for number, (title, (config, flags)) in enumerate(CUTS.items()):

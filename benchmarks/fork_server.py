@@ -55,9 +55,9 @@ class Server:
         self.process.stdin.close()
         self.process.wait()
 
-    def session(self, call: str, *arguments, log: Path, **how) -> dict:
-        """Make a call of `_calls` in new processes. For `how` and what it returns see `_session`."""
-        request = {"call": call, "arguments": arguments, "log": str(log)} | how
+    def session(self, call: str, *arguments, log: Path, **options) -> dict:
+        """Make a call of `_calls` in new processes. For `options` and what it returns see `_session`."""
+        request = {"call": call, "arguments": arguments, "log": str(log)} | options
         print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
@@ -112,12 +112,12 @@ def _session(
     """
     logs = [Path(f"{log}.{rank}") for rank in range(num_processes)]
     environments = _environments(num_processes)
-    before = _partials(output_dir)
+    partials = _partials(output_dir)
     start = time.monotonic()
-    pids = [_fork(call, arguments, *each) for each in zip(logs, environments, strict=True)]
+    pids = [_fork(call, arguments, *pair) for pair in zip(logs, environments, strict=True)]
     codes: dict[int, int] = {}
     saves, save, num_saves, printed, training, first_step = [], None, 0, 0, None, 0
-    deadline, kill_at, is_killed, timed_out = start + timeout, None, False, False
+    deadline, kill_time, is_killed, has_timed_out = start + timeout, None, False, False
     while len(codes) < num_processes:
         now = time.monotonic()
         for pid in set(pids) - codes.keys():
@@ -127,7 +127,7 @@ def _session(
                 if codes[pid]:
                     deadline = min(deadline, now + ALONE)
 
-        is_saving = bool(_partials(output_dir) - before)
+        is_saving = bool(_partials(output_dir) - partials)
         if is_saving and save is None:
             save, num_saves = now, num_saves + 1
         elif save is not None and not is_saving:
@@ -136,30 +136,30 @@ def _session(
         if training is None and logs[0].exists() and logs[0].stat().st_size != printed:
             text = logs[0].read_bytes()
             printed = len(text)
-            if found := re.search(rb"; steps (\d+) to \d+ of", text):
-                training, first_step = now - start, int(found[1])
+            if match := re.search(rb"; steps (\d+) to \d+ of", text):
+                training, first_step = now - start, int(match[1])
 
-        if kill is not None and kill_at is None:
+        if kill is not None and kill_time is None:
             has_come = {
                 "start": True,
                 "training": training is not None,
                 "save": num_saves >= kill.get("count", 1),
             }[kill["event"]]
-            kill_at = now + kill["seconds"] if has_come else None
-        if kill_at is not None and now >= kill_at:
+            kill_time = now + kill["seconds"] if has_come else None
+        if kill_time is not None and now >= kill_time:
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGKILL)
                 codes[pid], is_killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), True
         elif now >= deadline:
-            timed_out = True
+            has_timed_out = True
             for pid in set(pids) - codes.keys():
                 os.kill(pid, signal.SIGABRT)  # faulthandler prints the stacks
                 codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        time.sleep(0 if kill_at is not None else TICK)
+        time.sleep(0 if kill_time is not None else TICK)
     return {
         "codes": [codes[pid] for pid in pids],
         "killed": is_killed,
-        "timed_out": timed_out,
+        "timed_out": has_timed_out,
         "seconds": time.monotonic() - start,
         "training": training,
         "first_step": first_step,
@@ -168,7 +168,7 @@ def _session(
 
 
 def _environments(num_processes: int) -> list[dict[str, str]]:
-    """What `accelerate launch` tells each process: nothing, if it is the only one."""
+    """Make the environment variables that `accelerate launch` gives each process: none, if it is the only one."""
     if num_processes == 1:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -180,13 +180,13 @@ def _environments(num_processes: int) -> list[dict[str, str]]:
 
 
 def _partials(output_dir: str | None) -> set[tuple[str, int]]:
-    """Saves that have begun and not ended: the folders' names and times of change."""
-    found = set()
+    """List the saves that have begun and not ended: the folders' names and times of change."""
+    partials = set()
     with contextlib.suppress(OSError, TypeError):
         for entry in os.scandir(output_dir):
             if entry.name.startswith(".checkpoint-") and entry.name.endswith(".partial"):
-                found.add((entry.name, entry.stat().st_mtime_ns))
-    return found
+                partials.add((entry.name, entry.stat().st_mtime_ns))
+    return partials
 
 
 def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
@@ -216,13 +216,13 @@ def _fork(call, arguments: list, log: Path, environment: dict[str, str]) -> int:
 
 
 def _slow_disk() -> None:
-    """From now on each file of tensors, and each flush, waits up to `SLOW` seconds."""
+    """Let each file of tensors, and each flush, wait up to `SLOW` seconds from now on."""
     import safetensors.torch
 
     rng = random.Random()  # other moments in each process
 
     def slow(write):
-        return lambda *arguments, **named: time.sleep(rng.uniform(0, SLOW)) or write(*arguments, **named)
+        return lambda *arguments, **keywords: time.sleep(rng.uniform(0, SLOW)) or write(*arguments, **keywords)
 
     os.fsync, safetensors.torch.save_file = slow(os.fsync), slow(safetensors.torch.save_file)
 
@@ -235,9 +235,9 @@ def _train_timed(script, argv: list[str], timeline: Path) -> int:
     output_dir = Path(argv[argv.index("--output_dir") + 1])
     step, save = report.RunLog.step, checkpoint.Saver.save
 
-    def note(what: str, number: int) -> None:
+    def note(event: str, number: int) -> None:
         is_writing = bool(saved) and not (output_dir / f"checkpoint-{saved[-1]}").exists()
-        events.append({"what": what, "step": number, "time": time.perf_counter(), "is_writing": is_writing})
+        events.append({"what": event, "step": number, "time": time.perf_counter(), "is_writing": is_writing})
 
     def timed_step(log, data, *arguments):
         step(log, data, *arguments)

@@ -13,8 +13,8 @@ and compiled.
 A step is the scripts': micro-batches copied from pinned memory, sums divided by the counts of the whole step, Accelerate's
 backward, clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`,
 counted by torch's sync debug mode). Micro-batches hold as many tokens as are good for the device. Seconds are medians between
-CUDA events at the ends of steps, read when all are done. Work is counted for real tokens only (`flops_of`), and shown as part
-of what a large bfloat16 product reaches on the device in the same run.
+CUDA events at the ends of steps, read when all are done. Work is counted for real tokens only (`count_flops`), and shown as
+part of what a large bfloat16 product reaches on the device in the same run.
 
 Every variant is checked before it is timed, on a few layers of full width and the samples of a step:
 
@@ -60,8 +60,8 @@ from gpu_cases import (
     build,
     cases,
     draw,
+    make_recipe,
     make_step,
-    recipe_of,
     variants,
 )
 from torch import nn
@@ -96,7 +96,7 @@ def add_gradients(
     fault: str | None = None,
     correction: Callable[[], torch.Tensor | float] = float,
 ) -> torch.Tensor:
-    """The step's gradient, as the scripts add it up over its micro-batches; its mean losses [terms], on the device.
+    """Add up the step's gradient over its micro-batches, as the scripts do; its mean losses [terms], on the device.
 
     Args:
         weights: of the loss, [terms].
@@ -104,15 +104,15 @@ def add_gradients(
         correction: of batch normalisation over the whole step; 0 unless that is checked.
     """
     sums, counts = [], accumulate.total_counts(accelerator, torch.stack(step.counts).sum(0))
-    for micro_batch, own in zip(
+    for micro_batch, micro_counts in zip(
         accumulate.iterate_micro_batches(accelerator, step.micro_batches), step.counts, strict=True
     ):
         with accelerator.accumulate(model):
-            own_sums, _ = model(**to_device(micro_batch, accelerator.device))
-            divisors = own.to(accelerator.device) if fault == FAULTS[1] else counts
-            loss = losses.weighted_loss(own_sums, divisors, weights) + correction()
+            micro_sums, _ = model(**to_device(micro_batch, accelerator.device))
+            divisors = micro_counts.to(accelerator.device) if fault == FAULTS[1] else counts
+            loss = losses.weighted_loss(micro_sums, divisors, weights) + correction()
             accelerator.backward(loss * (1 if fault else accumulate.loss_scale(accelerator)))
-            sums.append(own_sums.detach())
+            sums.append(micro_sums.detach())
     return torch.stack(sums).sum(0) / counts
 
 
@@ -124,7 +124,7 @@ def take_step(
     recipe: Recipe,
     number: int,
 ) -> torch.Tensor:
-    """An optimizer step as the scripts take it; its mean losses [terms], on the device."""
+    """Take an optimizer step as the scripts do; its mean losses [terms], on the device."""
     accumulate.seed_noise(accelerator, recipe.seed, number)
     mean_losses = add_gradients(accelerator, model, step, loss_weights(recipe, accelerator.device))
     grad_norm = accumulate.clip(accelerator, optimizer, list(model.parameters()), recipe.max_grad_norm)
@@ -136,7 +136,7 @@ def take_step(
 
 @functools.cache
 def loss_weights(recipe: Recipe, device: torch.device) -> torch.Tensor:
-    """Weights of the terms of the recipe's loss."""
+    """Make the weights of the terms of the recipe's loss."""
     return torch.tensor(list(recipe.loss_weights.values()), device=device)
 
 
@@ -154,7 +154,7 @@ def gradient(
     dtype: torch.dtype,
     fault: str | None = None,
 ) -> torch.Tensor:
-    """[parameters] on the host, of one step on a few layers, in k micro-batches; bfloat16 means autocast.
+    """Compute the gradient [parameters], on the host, of one step on a few layers, in k micro-batches; bfloat16 means autocast.
 
     Args:
         fault: one of FAULTS.
@@ -163,54 +163,54 @@ def gradient(
     model = build(case, variant, device, few=True, mixed_precision="bf16" if half else "no")
     model = model if half else model.to(dtype)
     step = make_step(case, samples, device, max_samples=-(-len(samples) // k))
-    weights = loss_weights(recipe_of(case), device)
+    weights = loss_weights(make_recipe(case), device)
     counts = torch.stack(step.counts).sum(0).to(device)
 
     def call(**micro_batch: torch.Tensor) -> tuple[torch.Tensor, object]:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             return model(**micro_batch)
 
-    def loss_of(micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute_loss(micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return losses.weighted_loss(call(**to_device(micro_batch, device))[0], counts, weights)
 
     whole = batch_norm.WholeStep(model if case.kind == "resnet" and k > 1 else nn.Identity())
     with sdpa_kernel(SDPBackend.MATH) if variant == REFERENCE else contextlib.nullcontext():
-        whole.prepare(step.micro_batches, loss_of)
+        whole.prepare(step.micro_batches, compute_loss)
         add_gradients(accelerator, call, step, weights, fault, whole.correction)
         whole.release()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([part.flatten() for part in parts]).cpu()
 
 
-def relative(found: torch.Tensor, true: torch.Tensor) -> float:
-    """|found - true| / |true|."""
-    true = true.to(torch.promote_types(found.dtype, true.dtype))
-    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (found - true, true)]
+def relative(gradient: torch.Tensor, true: torch.Tensor) -> float:
+    """Compute |gradient - true| / |true|."""
+    true = true.to(torch.promote_types(gradient.dtype, true.dtype))
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (gradient - true, true)]
     return (norms[0] / norms[1]).item()
 
 
 class Checks:
-    """Whether variants of a case compute the step's gradient; what they have in common is computed once."""
+    """Checks whether variants of a case compute the step's gradient; what they have in common is computed once."""
 
     def __init__(self, accelerator: Accelerator, case: Case):
         self.case, self.gradient = case, functools.partial(gradient, accelerator, case)
         samples, images = draw(case, 0), case.kind == "resnet"
         self.samples = samples[: case.checked]
-        self.own = samples if images else self.samples  # of which bfloat16 is checked
+        self.bf16_samples = samples if images else self.samples  # of which bfloat16 is checked
         self.wide = torch.float64 if images else torch.float32
         self.true = self.gradient(REFERENCE, self.samples, k=1, dtype=self.wide)
-        self.true_of_own = self.gradient(REFERENCE, self.own, k=1, dtype=torch.float32) if images else self.true
-        self.rounding = relative(self.gradient(REFERENCE, self.own, k=1, dtype=torch.bfloat16), self.true_of_own)
+        self.bf16_true = self.gradient(REFERENCE, self.bf16_samples, k=1, dtype=torch.float32) if images else self.true
+        self.rounding = relative(self.gradient(REFERENCE, self.bf16_samples, k=1, dtype=torch.bfloat16), self.bf16_true)
         self.cut = functools.cache(self._cut)
 
     def _cut(self, variant: Variant, fault: str | None = None) -> float:
         return relative(self.gradient(variant, self.samples, k=CUT, dtype=self.wide, fault=fault), self.true)
 
     def __call__(self, variant: Variant) -> dict[str, Any]:
-        """Errors, bounds, and whether all is as it should be."""
+        """Compute errors, bounds, and whether all is as it should be."""
         k, bound = 1 if self.case.kind == "resnet" else CUT, EXACT[self.case.kind]
         cut = self.cut(Variant("", 0, variant.kernel))
-        bf16 = relative(self.gradient(variant, self.own, k=k, dtype=torch.bfloat16), self.true_of_own)
+        bf16 = relative(self.gradient(variant, self.bf16_samples, k=k, dtype=torch.bfloat16), self.bf16_true)
         controls = {fault: self.cut(REFERENCE, fault) for fault in FAULTS}  # of the loop, whatever the kernels
         return {
             "cut": cut,
@@ -240,7 +240,7 @@ class Clock:
             self.moments[-1].record()
 
     def seconds(self) -> list[float]:
-        """Between one moment and the next. Waits for the device."""
+        """Read the seconds between one moment and the next. Waits for the device."""
         pairs = list(zip(self.moments, self.moments[1:], strict=False))
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -248,22 +248,22 @@ class Clock:
 
 
 def product_rate(device: torch.device, size: int, seconds: float) -> float:
-    """FLOP/s of a square product in bfloat16, the median of windows that take `seconds` together."""
+    """Measure FLOP/s of a square product in bfloat16, the median of windows that take `seconds` together."""
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    count, found = 1, [0.0]
-    while sum(found) < seconds:
+    count, times = 1, [0.0]
+    while sum(times) < seconds:
         count, clock = 2 * count, Clock(device)
         for _ in range(8):
             clock.tick()
             for _ in range(count):
                 a @ b
-        found = clock.seconds()
-    return 2 * size**3 * count / statistics.median(found)
+        times = clock.seconds()
+    return 2 * size**3 * count / statistics.median(times)
 
 
 def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -> dict[str, Any]:
-    """Seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
-    device, recipe = accelerator.device, recipe_of(case, dropout=variant.dropout)
+    """Measure the seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
+    device, recipe = accelerator.device, make_recipe(case, dropout=variant.dropout)
     steps = [make_step(case, draw(case, seed), device, max_tokens=tokens) for seed in range(2)]
     _free(device)
     model = build(case, variant, device, few=False)
@@ -283,20 +283,20 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
     (first,) = run(1).seconds()  # compiles, allocates, chooses kernels
     run(1)  # the other shapes
     waits = _host_waits(device, lambda: run(1))
-    before = _num_graphs()
+    num_graphs = _num_graphs()
     (seconds,) = run(1).seconds()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    found = run(2 if case.tiny else min(max(STEPS[0], round(WINDOW / seconds)), STEPS[1])).seconds()
+    times = run(2 if case.tiny else min(max(STEPS[0], round(WINDOW / seconds)), STEPS[1])).seconds()
     loss = mean_losses[-1].sum().item()
     if not math.isfinite(loss):
         raise RunError(f"the loss is {loss}")
-    median = statistics.median(found)
+    median = statistics.median(times)
     names = ("samples", "tokens", "flops", "flops_done")
     return {
         "seconds_per_step": median,
-        "slowest_step": max(found),
-        "steps": len(found),
+        "slowest_step": max(times),
+        "steps": len(times),
         **{f"{name}_per_second": statistics.mean(getattr(step, name) for step in steps) / median for name in names},
         "samples_per_step": steps[0].samples,
         "micro_steps": [len(step.micro_batches) for step in steps],
@@ -304,7 +304,7 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
         "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         "host_waits": waits,
         "graphs": _num_graphs(),
-        "graphs_while_timed": _num_graphs() - before,
+        "graphs_while_timed": _num_graphs() - num_graphs,
         "seconds_of_first_step": first,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "last_loss": loss,
@@ -312,19 +312,19 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
 
 
 def _host_waits(device: torch.device, call: Callable[[], object]) -> int | None:
-    """How often the host waits for the device in a call; None on a CPU."""
+    """Count how often the host waits for the device in a call; None on a CPU."""
     if device.type != "cuda":
         call()
         return None
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in seen)
+    return sum("synchroniz" in str(warning.message) for warning in records)
 
 
 def _num_graphs() -> int:
@@ -386,28 +386,28 @@ def _published() -> dict:
 
 
 def published(case: Case) -> list[dict[str, Any]]:
-    """The best 16-bit number per device, and its part of what the device reaches in products, by the whole formula."""
-    file, found = _published(), {}
+    """Find the best 16-bit number per device, and its part of what the device reaches in products, by the whole formula."""
+    file, best_rows = _published(), {}
     for row in file["rows"]:
         if (row["work"], row.get("length")) not in case.published or row["mixed_precision"] == "no":
             continue
-        on, length = hardware.parse(row["hardware"]), row.get("length", 1)
-        if on.num_nodes > 1:
+        machine, length = hardware.parse(row["hardware"]), row.get("length", 1)
+        if machine.num_nodes > 1:
             continue
-        shape, value = file["works"][row["work"]], row["value"] / on.num_processes
+        shape, value = file["works"][row["work"]], row["value"] / machine.num_processes
         value /= length if row.get("unit") == "tokens" else 1
         if "flops" in shape:
             flops = float(shape["flops"])
         elif "recipe" in shape:
             flops = transformer.gpt2(load(shape["recipe"]).architecture, length).flops_per_sample
         else:
-            of = (shape[name] for name in ("vocabulary", "hidden", "feed_forward", "layers"))
-            flops = transformer.bert_flops(*of, length, row["num_predicted"])
-        key = row["work"], on.device.name
-        if key in found and found[key]["samples_per_second"] >= value:
+            sizes = (shape[name] for name in ("vocabulary", "hidden", "feed_forward", "layers"))
+            flops = transformer.bert_flops(*sizes, length, row["num_predicted"])
+        key = row["work"], machine.device.name
+        if key in best_rows and best_rows[key]["samples_per_second"] >= value:
             continue
-        reached = on.device.tflops(row["mixed_precision"]) * 1e12 * on.device.reachable
-        found[key] = {
+        reached = machine.device.tflops(row["mixed_precision"]) * 1e12 * machine.device.reachable
+        best_rows[key] = {
             "source": row["source"],
             "work": f"{row['work']}{f', {length}' if 'length' in row else ''}",
             "hardware": row["hardware"],
@@ -415,7 +415,7 @@ def published(case: Case) -> list[dict[str, Any]]:
             "tokens_per_second": value * length,
             "of_products": value * flops / reached,
         }
-    return sorted(found.values(), key=lambda row: (row["work"], -row["samples_per_second"]))
+    return sorted(best_rows.values(), key=lambda row: (row["work"], -row["samples_per_second"]))
 
 
 def is_good(row: dict[str, Any]) -> bool:
@@ -424,32 +424,33 @@ def is_good(row: dict[str, Any]) -> bool:
 
 
 def best(rows: list[dict], case: str) -> dict | None:
-    """The fastest exact variant of a case, those with dropout left out: noise is another step."""
-    of_case = [row for row in rows if row["case"] == case and is_good(row) and "dropout" not in row["variant"]]
-    return max(of_case, key=lambda row: row["samples_per_second"], default=None)
+    """Find the fastest exact variant of a case, those with dropout left out: noise is another step."""
+    case_rows = [row for row in rows if row["case"] == case and is_good(row) and "dropout" not in row["variant"]]
+    return max(case_rows, key=lambda row: row["samples_per_second"], default=None)
 
 
-def work_of(wanted: list[Case], tiny: bool, device: torch.device) -> list[tuple[Case, Variant]]:
-    """What is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
-    work = [(case, variant) for case in wanted for variant in variants(case, device)]
+def list_work(selection: list[Case], tiny: bool, device: torch.device) -> list[tuple[Case, Variant]]:
+    """List what is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
+    work = [(case, variant) for case in selection for variant in variants(case, device)]
     if tiny:
-        firsts = {case.kind: case.name for case in reversed(wanted)}.values()
-        work = [(case, of) for case, of in work if case.name in firsts or of.turn > 1]
-        work = [(case, dataclasses.replace(of, compiled=of.turn == 1)) for case, of in work]  # once is enough
+        firsts = {case.kind: case.name for case in reversed(selection)}.values()
+        work = [(case, variant) for case, variant in work if case.name in firsts or variant.turn > 1]
+        # Compiled once is enough.
+        work = [(case, dataclasses.replace(variant, compiled=variant.turn == 1)) for case, variant in work]
     return sorted(work, key=lambda item: item[1].turn)
 
 
 def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Callable[[dict], None]) -> dict:
-    """All results, written whenever there is more of them."""
+    """Measure everything; results are written whenever there is more of them."""
     start, tiny, device = time.perf_counter(), arguments.tiny, accelerator.device
-    wanted = [case for case in cases(tiny) if (arguments.only or "").lower() in case.name.lower()]
-    if not wanted:
+    selection = [case for case in cases(tiny) if (arguments.only or "").lower() in case.name.lower()]
+    if not selection:
         names = ", ".join(case.name for case in CASES)
         raise UsageError(f"--only {arguments.only} is part of no case's name: {names}")
     rate = product_rate(device, 256 if tiny else PRODUCT, 0.05 if tiny else 1.0)
     results = {
         "about": harness.about(
-            " ".join(["python benchmarks/gpu.py", *arguments.given]),
+            " ".join(["python benchmarks/gpu.py", *arguments.argv]),
             ("torch", "accelerate", "transformers", "numpy"),
             tiny=tiny,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -457,12 +458,12 @@ def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Call
             cuda=torch.version.cuda,
             product_flops=rate,
         ),
-        "published": {case.name: published(case) for case in wanted},
+        "published": {case.name: published(case) for case in selection},
         "rows": [],
         "left_out": [],
     }
     checks: dict[str, Checks] = {}
-    for case, variant in work_of(wanted, tiny, device):
+    for case, variant in list_work(selection, tiny, device):
         passed = time.perf_counter() - start
         if passed >= arguments.seconds:
             results["left_out"].append(f"{case.name}: {variant.name}")
@@ -474,8 +475,8 @@ def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Call
         results["rows"].append(row)
         results["about"]["seconds"] = time.perf_counter() - start
         write(results)
-        said = row.get("failed") or f"{row['samples_per_second']:,.1f} samples/s, {row['of_products']:.1%} of products"
-        print(f"{passed:5.0f} s  {case.name}: {variant.name}: {said}", file=sys.stderr, flush=True)
+        text = row.get("failed") or f"{row['samples_per_second']:,.1f} samples/s, {row['of_products']:.1%} of products"
+        print(f"{passed:5.0f} s  {case.name}: {variant.name}: {text}", file=sys.stderr, flush=True)
     return results
 
 
@@ -504,22 +505,29 @@ def _timing(row: dict) -> list[str]:
 def _check(check: dict) -> list[str]:
     errors = f"{check['cut']:.1e} (at most {check['cut_bound']:.0e})"
     rounded = f"{check['bf16']:.2e} (at most {check['bf16_bound']:.2e})"
-    return [errors, rounded, "yes" if check["exact"] else "**no**", *(f"{check['controls'][of]:.1e}" for of in FAULTS)]
+    return [
+        errors,
+        rounded,
+        "yes" if check["exact"] else "**no**",
+        *(f"{check['controls'][fault]:.1e}" for fault in FAULTS),
+    ]
 
 
 def markdown(results: dict) -> str:
     about = results["about"]
-    beside, rows = [], []
+    comparison, rows = [], []
     for case, lines in results["published"].items():
         fastest = best(results["rows"], case)
-        said = ["nothing exact was timed", *[""] * 5]
-        beside.append([f"**{case}**", *([fastest["variant"], about["device"], *_speed(fastest)] if fastest else said)])
-        beside += [[line["work"], line["source"], line["hardware"], *_speed(line)] for line in lines]
+        nothing = ["nothing exact was timed", *[""] * 5]
+        comparison.append(
+            [f"**{case}**", *([fastest["variant"], about["device"], *_speed(fastest)] if fastest else nothing)]
+        )
+        comparison += [[line["work"], line["source"], line["hardware"], *_speed(line)] for line in lines]
         rows += [row for row in results["rows"] if row["case"] == case]
     timings = [[row["case"], row["variant"], *_timing(row)] for row in rows]
     checks = [[row["case"], row["variant"], *_check(row["check"])] for row in rows if "check" in row]
     speed = ["samples/s", "real tokens/s", "of products", "memory, GB"]
-    left_out = "".join(f"- {name}\n" for name in results["left_out"])
+    omissions = "".join(f"- {name}\n" for name in results["left_out"])
     return harness.page(
         "Training steps on one GPU",
         "gpu.py",
@@ -531,20 +539,20 @@ def markdown(results: dict) -> str:
         "the device. In bold the fastest exact variant of each case, beside published numbers\nper device "
         "(benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the\n"
         "published trainings of BERT have: its cost is in the second table.\n\n"
-        f"{harness.table(['work', 'by', 'on', *speed], beside)}\n"
+        f"{harness.table(['work', 'by', 'on', *speed], comparison)}\n"
         "All that was timed. Step: samples and the micro-batches that they are cut into. Waits: how often the host waits for "
         "the device in a step.\n\n"
         f"{harness.table(['case', 'variant', 'seconds per step', *speed, 'step', 'waits'], timings)}\n"
         f"Relative errors of a step's gradient, on a few layers: in {CUT} micro-batches beside one, and in bfloat16 beside "
         "float32. The last columns are faults\nmade on purpose, which the first check must find.\n\n"
         f"{harness.table(['case', 'variant', 'cut', 'bfloat16', 'exact', *FAULTS], checks)}\n"
-        + (f"Left out, as time was up:\n\n{left_out}\n" if left_out else "")
+        + (f"Left out, as time was up:\n\n{omissions}\n" if omissions else "")
         + f"{about.get('seconds', 0):.0f} s in all. CUDA {about['cuda']}.\n",
     )
 
 
 def table_of_lengths() -> dict:
-    """What LENGTHS holds: of the sentence pairs of Python's documentation, as `samestep.data.sentence_pairs` makes them."""
+    """Make LENGTHS from the sentence pairs that `samestep.data.sentence_pairs` makes of Python's documentation."""
     from samestep.data import sentence_pairs  # needs datasets and tokenizers, which nothing else here does
 
     tables = {}
@@ -569,7 +577,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program without a GPU")
     parser.add_argument("--lengths", action="store_true", help="write benchmarks/lengths.json and end")
     arguments = parser.parse_args(argv)
-    arguments.given = argv
+    arguments.argv = argv
     if arguments.lengths:
         LENGTHS.write_text(json.dumps(table_of_lengths(), indent=1) + "\n")
         return 0

@@ -80,7 +80,7 @@ TINY = {
 
 
 def cases(tiny: bool) -> list[Case]:
-    """All of them, at full size or tiny."""
+    """List all cases, at full size or tiny."""
     return [_tiny(case) for case in CASES] if tiny else CASES
 
 
@@ -117,22 +117,22 @@ REFERENCE = Variant("reference", 0, "sdpa")  # which is computed by its math ker
 
 
 def variants(case: Case, device: torch.device) -> list[Variant]:
-    """The ways to do the work of a case in bfloat16: the kernels that its script chooses from."""
-    recipe = recipe_of(case)
+    """List the ways to do the work of a case in bfloat16: the kernels that its script chooses from."""
+    recipe = make_recipe(case)
     with torch.device("meta"):
         model = recipe.parts.find("model").from_recipe(recipe, None)
     compiled = [*candidates(model, recipe, device, "bf16", compiled=True)]
-    found = [Variant(f"{kernel}, compiled", 1, kernel, True) for kernel in compiled]
-    found += [Variant(kernel, 2, kernel) for kernel in candidates(model, recipe, device, "bf16")]
+    result = [Variant(f"{kernel}, compiled", 1, kernel, True) for kernel in compiled]
+    result += [Variant(kernel, 2, kernel) for kernel in candidates(model, recipe, device, "bf16")]
     if case.kind == "bert" and not case.ragged:  # as published trainings have it
-        found.append(Variant(f"{compiled[-1]}, compiled, dropout 0.1", 3, compiled[-1], True, 0.1))
-    return found
+        result.append(Variant(f"{compiled[-1]}, compiled, dropout 0.1", 3, compiled[-1], True, 0.1))
+    return result
 
 
 def candidates(
     model: SummedLosses, recipe: Recipe, device: torch.device, mixed_precision: str, compiled: bool = False
 ) -> Mapping[str, Callable[[], object]]:
-    """The model's kernels, as its script asks for them."""
+    """List the model's kernels, as its script asks for them."""
     settings = recipe.parts.find("settings")(recipe=recipe.name)
     if hasattr(settings, "torch_compile"):
         settings = dataclasses.replace(settings, torch_compile=compiled)
@@ -142,26 +142,26 @@ def candidates(
 def build(
     case: Case, variant: Variant, device: torch.device, *, few: bool, mixed_precision: str = "bf16"
 ) -> SummedLosses:
-    """The case's model with random weights, the same for all variants, in training mode.
+    """Build the case's model with random weights, the same for all variants, in training mode.
 
     Args:
         few: of a few layers.
         mixed_precision: that it is computed in; without the variant's kernel there, the model's first one is taken.
     """
-    recipe = recipe_of(case, few, 0.0 if few else variant.dropout)
+    recipe = make_recipe(case, few, 0.0 if few else variant.dropout)
     torch.manual_seed(recipe.seed)
     with torch.device(device):
         model = recipe.parts.find("model").from_recipe(recipe, None)
-    found = candidates(model, recipe, device, mixed_precision, variant.compiled)
-    found.get(variant.kernel, next(iter(found.values())))()
+    kernels = candidates(model, recipe, device, mixed_precision, variant.compiled)
+    kernels.get(variant.kernel, next(iter(kernels.values())))()
     if variant.compiled:
         model.compile_layers()
     batch_norm.synchronize(model)
     return model.train()
 
 
-def recipe_of(case: Case, few: bool = False, dropout: float = 0.0) -> Recipe:
-    """The case's recipe, from random weights, without dropout of attention, which kernels of variable length have not."""
+def make_recipe(case: Case, few: bool = False, dropout: float = 0.0) -> Recipe:
+    """Make the case's recipe, from random weights, without dropout of attention, which kernels of variable length have not."""
     changes = case.changes | {"model_name_or_path": None} | (FEW[case.kind] if few and not case.tiny else {})
     if case.kind == "bert":
         changes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": 0.0}
@@ -188,7 +188,7 @@ class Pair(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's micro-batches, the counts of each, and its real work; see `flops_of`."""
+    """A step's micro-batches, the counts of each, and its real work; see `count_flops`."""
 
     micro_batches: list[dict[str, torch.Tensor | None]]
     counts: list[torch.Tensor]
@@ -199,22 +199,22 @@ class Step(NamedTuple):
 
 
 def draw_lengths(rng: np.random.Generator, count: int, length: int, table: dict) -> np.ndarray:
-    """Lengths of samples as in a table of LENGTHS, whose longest are stretched to `length`."""
+    """Draw lengths of samples as in a table of LENGTHS, whose longest are stretched to `length`."""
     bins, full = np.array(table["counts"]), table["full"]
-    chosen = rng.choice(len(bins) + 1, size=count, p=np.append(bins, full) / (bins.sum() + full))
-    drawn = 1 + (chosen + rng.random(count)) / len(bins) * (length - 1)
-    return np.where(chosen == len(bins), length, np.clip(drawn.astype(np.int64), min(5, length), length - 1))
+    bin_index = rng.choice(len(bins) + 1, size=count, p=np.append(bins, full) / (bins.sum() + full))
+    lengths = 1 + (bin_index + rng.random(count)) / len(bins) * (length - 1)
+    return np.where(bin_index == len(bins), length, np.clip(lengths.astype(np.int64), min(5, length), length - 1))
 
 
 def zipf(rng: np.random.Generator, size: int | tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """Token ids, some of them much more often than others."""
+    """Draw token ids, some of them much more often than others."""
     weights = 1 / (np.arange(vocab_size) + 2.7)
     return rng.choice(vocab_size, size=size, p=weights / weights.sum())
 
 
 def draw(case: Case, seed: int) -> list:
-    """The samples of a step: pairs, blocks of length + 1 tokens, or (image, label)."""
-    rng, recipe = np.random.default_rng(seed), recipe_of(case)
+    """Draw the samples of a step: pairs, blocks of length + 1 tokens, or (image, label)."""
+    rng, recipe = np.random.default_rng(seed), make_recipe(case)
     if case.kind == "gpt2":
         return list(zipf(rng, (case.batch, case.length + 1), recipe.vocab_size))
     if case.kind == "resnet":
@@ -239,43 +239,43 @@ def make_step(
     case: Case, samples: list, device: torch.device, *, max_tokens: int | None = None, max_samples: int | None = None
 ) -> Step:
     """Cut samples into micro-batches as the scripts do."""
-    of_bert = case.kind == "bert"
-    lengths = np.array([len(pair.tokens) for pair in samples]) if of_bert else np.full(len(samples), case.length)
+    is_bert = case.kind == "bert"
+    lengths = np.array([len(pair.tokens) for pair in samples]) if is_bert else np.full(len(samples), case.length)
     micro_batches, counts = [], []
     for places in partition(lengths, 1, max_samples or len(samples), max_tokens)[0]:
-        own = [samples[place] for place in places]
-        if of_bert:
-            tokens, seconds, masked, labels, is_random = zip(*own, strict=True)
+        part = [samples[place] for place in places]
+        if is_bert:
+            tokens, seconds, masked, labels, is_random = zip(*part, strict=True)
             micro_batches.append(make_pretraining_micro_batch(tokens, seconds, masked, labels, is_random))
-            counts.append(torch.tensor([sum(map(len, labels)), len(own)]))
+            counts.append(torch.tensor([sum(map(len, labels)), len(part)]))
         elif case.kind == "gpt2":
-            blocks = torch.from_numpy(np.stack(own))
-            of_all = {"position_ids": None, "label_index": None}  # of one document, not padded
+            blocks = torch.from_numpy(np.stack(part))
+            constants = {"position_ids": None, "label_index": None}  # of one document, not padded
             micro_batches.append(
-                {"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten(), **of_all}
+                {"input_ids": blocks[:, :-1].contiguous(), "labels": blocks[:, 1:].flatten(), **constants}
             )
-            counts.append(torch.tensor([len(own) * case.length]))
+            counts.append(torch.tensor([len(part) * case.length]))
         else:
-            images, labels = zip(*own, strict=True)
+            images, labels = zip(*part, strict=True)
             images = torch.stack(images).to(memory_format=torch.channels_last)
             micro_batches.append({"pixel_values": images, "labels": torch.tensor(labels)})
-            counts.append(torch.tensor([len(own)]))
+            counts.append(torch.tensor([len(part)]))
     if device.type == "cuda":
         micro_batches = [
             {name: x if x is None else x.pin_memory() for name, x in micro_batch.items()}
             for micro_batch in micro_batches
         ]
-    return Step(micro_batches, counts, len(samples), int(lengths.sum()), *flops_of(case, samples))
+    return Step(micro_batches, counts, len(samples), int(lengths.sum()), *count_flops(case, samples))
 
 
-def flops_of(case: Case, samples: list) -> tuple[int, int]:
-    """FLOPs of real tokens: by the published formula of the whole model, and of those the ones that are done.
+def count_flops(case: Case, samples: list) -> tuple[int, int]:
+    """Count FLOPs of real tokens: by the published formula of the whole model, and those that are done.
 
     The formula counts what is not needed, and not done: of GPT-2 the attention to later tokens, 6 L h T (T - 1) of a sample;
     of BERT the last layer's query, attention, output and feed-forward layer of unwanted tokens, each
     3 (4 h^2 + 4 h f + 4 h T). Padding is done, and counted nowhere.
     """
-    recipe = recipe_of(case)
+    recipe = make_recipe(case)
     shape = recipe.architecture
     if case.kind == "resnet":
         return (len(samples) * convnet.resnet(shape, recipe.image_height, recipe.image_width).flops_per_sample,) * 2
@@ -284,8 +284,8 @@ def flops_of(case: Case, samples: list) -> tuple[int, int]:
         later = 6 * shape["n_layer"] * shape["n_embd"] * case.length * (case.length - 1)
         return whole, whole - len(samples) * later
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    _, h, f, _ = of = [shape[name] for name in names]
+    _, h, f, _ = dimensions = [shape[name] for name in names]
     sizes = [(len(pair.tokens), len(pair.places)) for pair in samples]
-    whole = sum(transformer.bert_flops(*of, length, masked) for length, masked in sizes)
+    whole = sum(transformer.bert_flops(*dimensions, length, masked) for length, masked in sizes)
     unwanted = sum(3 * (length - masked - 1) * 4 * h * (h + f + length) for length, masked in sizes)
     return whole, whole - unwanted

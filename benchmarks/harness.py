@@ -47,7 +47,7 @@ def flags(
     precisions: bool = False,
     threads: bool = False,
 ) -> argparse.ArgumentParser:
-    """Make a parser with --output and those of the usual flags that a benchmark has.
+    """Make a parser with --output and the usual flags that a benchmark has.
 
     Args:
         name: of the results, without a suffix.
@@ -87,22 +87,22 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
-    """Call each in every round, and list what each returns: a machine whose speed changes is the same for all.
+    """Make each call in every round, and list what it returns: a machine whose speed changes is the same for all.
 
     The order rotates, A B C, B C A, ..., for what runs first may find other caches. Rounds of warm-up are not listed.
 
-    >>> said = []
-    >>> in_turns({"a": lambda: said.append("a") or 1.0, "b": lambda: said.append("b") or 2.0}, rounds=2, warm_up=1)
+    >>> calls = []
+    >>> in_turns({"a": lambda: calls.append("a") or 1.0, "b": lambda: calls.append("b") or 2.0}, rounds=2, warm_up=1)
     {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
-    >>> "".join(said)
+    >>> "".join(calls)
     'abbaab'
     """
-    names, found = list(calls), {name: [] for name in calls}
+    names, results = list(calls), {name: [] for name in calls}
     for number in range(warm_up + rounds):
         place = number % len(names)
         for name in names[place:] + names[:place]:
-            found[name].append(calls[name]())
-    return {name: values[warm_up:] for name, values in found.items()}
+            results[name].append(calls[name]())
+    return {name: values[warm_up:] for name, values in results.items()}
 
 
 def launch(program: str | Path, precision: str = "no", config: str = "cpu.yaml", *more: str) -> list[str]:
@@ -131,7 +131,7 @@ class Program:
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def turn(self, seconds: float | None) -> None:
-        """Let it run for `seconds`, or to its end."""
+        """Let the program run for `seconds`, or to its end."""
         start = clock()
         os.killpg(self.process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,7 +143,7 @@ class Program:
             sys.exit(f"{' '.join(self.words)} failed:\n{self.log.read_text()[-3000:]}")
 
     def run_until(self, is_reached: Callable[[], bool]) -> None:
-        """Let it run without a stop until something is so."""
+        """Let the program run without a stop until `is_reached` returns true."""
         start = clock()
         os.killpg(self.process.pid, signal.SIGCONT)
         while not is_reached():
@@ -159,11 +159,11 @@ class Program:
 
     @property
     def seconds(self) -> float:
-        """In which it ran."""
+        """Seconds in which the program ran."""
         return sum(end - start for start, end in self.turns)
 
     def kill(self) -> None:
-        """End it at once, stopped or not."""
+        """End the program at once, stopped or not."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -171,15 +171,15 @@ class Program:
 
 def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
     """Give each program a turn of so many seconds, again and again, until all have ended."""
-    left = list(programs)
-    while left:
-        for program in left:
+    running = list(programs)
+    while running:
+        for program in running:
             program.turn(seconds)
-        left = [program for program in left if not program.done]
+        running = [program for program in running if not program.done]
 
 
-def own_time(turns: list[tuple[float, float]], moment: float) -> float:
-    """Seconds in which a program had run at a moment."""
+def running_time(turns: list[tuple[float, float]], moment: float) -> float:
+    """Sum the seconds in which a program had run up to a moment."""
     return sum(min(end, moment) - begin for begin, end in turns if begin < moment)
 
 
@@ -214,15 +214,15 @@ def about(command: str, packages: Iterable[str], threads: int | None = None, **m
     }
 
 
-def where(about: dict[str, Any]) -> str:
+def provenance(about: dict[str, Any]) -> str:
     """Say when, on what machine and with what versions, as far as results tell it."""
     parts = [about[name] for name in ("date", "machine") if name in about]
     parts += [f"Python {about['python']}"] if "python" in about else []
     return ", ".join(parts + [f"{name} {number}" for name, number in about.get("versions", {}).items()])
 
 
-def kept(output: Path, group: str, key: str, measured: Iterable[str]) -> list[dict[str, Any]]:
-    """Read the rows of a group of the results that there are, but for those that are measured anew.
+def read_other_rows(output: Path, group: str, key: str, measured: Iterable[str]) -> list[dict[str, Any]]:
+    """Read the rows of a group of earlier results, without rows that are measured anew.
 
     Args:
         output: results, without a suffix.
@@ -244,7 +244,7 @@ def write(output: Path, results: dict[str, Any], page: str, is_last: bool = True
         print(page)
 
 
-def write_between(document: Path, name: str, text: str) -> None:
+def write_part(document: Path, name: str, text: str) -> None:
     """Replace what stands between the markers of a generated part of a document.
 
     Args:
@@ -253,11 +253,11 @@ def write_between(document: Path, name: str, text: str) -> None:
         text: whole lines.
     """
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    before, rest = document.read_text(encoding="utf-8").split(begin)
-    document.write_text(before + begin + text + end + rest.split(end)[1], encoding="utf-8")
+    head, rest = document.read_text(encoding="utf-8").split(begin)
+    document.write_text(head + begin + text + end + rest.split(end)[1], encoding="utf-8")
 
 
-def between(document: Path, name: str) -> str:
+def read_part(document: Path, name: str) -> str:
     """Read what stands between the markers of a generated part of a document."""
     text = document.read_text(encoding="utf-8")
     return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
@@ -272,16 +272,17 @@ def page(title: str, program: str, about: dict[str, Any], body: str) -> str:
         about: see `about`.
         body: Markdown, whole lines.
     """
-    ran = where(about)
+    source = provenance(about)
     return (
         f"# {title}\n\nGenerated by `{about['command']}` (benchmarks/{program}, which says what is measured); do not edit.\n\n"
-        f"{body}" + (f"\n{ran}.\n" if ran else "")
+        f"{body}" + (f"\n{source}.\n" if source else "")
     )
 
 
 def part(program: str, about: dict[str, Any], body: str) -> str:
-    """Make the generated part of a document, for `write_between`. Takes what `page` takes, but a title."""
-    return f"{body}\nGenerated by `{about['command']}` (benchmarks/{program}, which says what is measured). {where(about)}.\n"
+    """Make the generated part of a document, for `write_part`. Takes what `page` takes, but a title."""
+    command = f"`{about['command']}` (benchmarks/{program}, which says what is measured)"
+    return f"{body}\nGenerated by {command}. {provenance(about)}.\n"
 
 
 def table(columns: str | Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -308,5 +309,5 @@ def spread(values: Iterable[float], form: str) -> str:
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
-    """Divide, round by round."""
+    """Divide values round by round."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]

@@ -76,7 +76,7 @@ class WithLoss(nn.Module):
 
 
 def things(name_or_file: str) -> tuple:
-    """Recipe, dataset and network."""
+    """Make recipe, dataset and network."""
     if name_or_file == "captcha_cpu":
         recipe = load(name_or_file, {"num_validation_samples": 64})
         source, _ = captchas.build(recipe)
@@ -91,7 +91,7 @@ def things(name_or_file: str) -> tuple:
 
 
 def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool) -> list[float]:
-    """Seconds of each step of a loop as tutorials have it."""
+    """Measure the seconds of each step of a loop as tutorials have it."""
     recipe, dataset, network = things(name_or_file)
     network.train()
     if channels_last:
@@ -125,7 +125,7 @@ def plain(name_or_file: str, precision: str, num_steps: int, channels_last: bool
 
 
 def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
-    """Seconds of each step of transformers' Trainer."""
+    """Measure the seconds of each step of transformers' Trainer."""
     recipe, dataset, network = things(name_or_file)
 
     times: list[float] = []
@@ -159,7 +159,7 @@ def trainer(name_or_file: str, precision: str, num_steps: int) -> list[float]:
 
 
 def write_photographs(folder: Path) -> Path:
-    """128 JPEG photographs of 500 x 375 in two classes, and the recipe that trains on them."""
+    """Write 128 JPEG photographs of 500 x 375 in two classes, and the recipe that trains on them."""
     rng = np.random.default_rng(0)
     for number in range(128):
         path = folder / "photos" / f"class{number % 2}" / f"{number}.jpg"
@@ -189,15 +189,15 @@ def peer(kind: str, recipe: str, precision: str, num_steps: int, work: Path, thr
 
 
 def rate(batch: int, seconds: list[float]) -> float:
-    """Images per second, without the first steps and those that the end of a turn interrupted."""
+    """Compute images per second, without the first steps and steps that the end of a turn interrupted."""
     counted = seconds[WARM_UP:]
     longest = 3 * statistics.median(counted)
     return batch / statistics.mean(second for second in counted if second < longest)
 
 
 def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, dict[str, float]]:
-    """Images per second of each program, by precision, in one round."""
-    batch, found = load(recipe).global_batch_size, {}
+    """Measure images per second of each program, by precision, in one round."""
+    batch, results = load(recipe).global_batch_size, {}
     with tempfile.TemporaryDirectory() as folder:
         work, running = Path(folder), []
         for precision in PRECISIONS:
@@ -207,14 +207,14 @@ def measure(name: str, recipe: str, num_steps: int, threads: int) -> dict[str, d
         for precision in PRECISIONS:
             lines = (work / f"ours-{precision}" / "metrics.jsonl").read_text().splitlines()
             seconds = [line["seconds"] for line in map(json.loads, lines) if "seconds" in line]
-            found[precision] = {"ours": rate(batch, seconds)}
+            results[precision] = {"ours": rate(batch, seconds)}
             for title, kind in PEERS.items():
-                found[precision][title] = rate(batch, json.loads((work / f"{kind}-{precision}.json").read_text()))
-    return found
+                results[precision][title] = rate(batch, json.loads((work / f"{kind}-{precision}.json").read_text()))
+    return results
 
 
 def loading(photographs: Path) -> list[dict]:
-    """Images per second that one process delivers, ready for a model."""
+    """Measure images per second that one process delivers, ready for a model."""
     rows = []
     cases = {
         "captchas of 60 x 160, from the memory map": (captchas, load("captcha_cpu")),
@@ -246,7 +246,7 @@ def main() -> None:
             seconds = plain(name, precision, int(num_steps), channels_last=kind == "channels_last")
         Path(file).write_text(json.dumps(seconds))
         return
-    rows = harness.kept(arguments.output, "rows", "recipe", arguments.only)
+    rows = harness.read_other_rows(arguments.output, "rows", "recipe", arguments.only)
     with tempfile.TemporaryDirectory() as folder:
         photographs = write_photographs(Path(folder))
         for name in arguments.only:
@@ -270,11 +270,13 @@ def markdown(results: dict) -> str:
     speeds, bf16 = [], []
     for row in results["rows"]:
         for precision in PRECISIONS:
-            each = [numbers[precision] for numbers in row["rounds"]]
-            beside = [spread([one["ours"] / one[title] for one in each], ".2f") for title in PEERS]
-            speeds.append([row["recipe"], precision, spread([one["ours"] for one in each], ",.0f"), *beside])
-        beside = [[each["bf16"]["ours"] / each["no"][name] for each in row["rounds"]] for name in ("ours", "plain")]
-        bf16.append([row["recipe"], *(spread(each, ".2f") for each in beside)])
+            rounds = [numbers[precision] for numbers in row["rounds"]]
+            ratios = [spread([numbers["ours"] / numbers[title] for numbers in rounds], ".2f") for title in PEERS]
+            speeds.append([row["recipe"], precision, spread([numbers["ours"] for numbers in rounds], ",.0f"), *ratios])
+        bf16_ratios = [
+            [numbers["bf16"]["ours"] / numbers["no"][name] for numbers in row["rounds"]] for name in ("ours", "plain")
+        ]
+        bf16.append([row["recipe"], *(spread(values, ".2f") for values in bf16_ratios)])
     loaded = [[row["source"], f"{row['images_per_second']:,.0f}"] for row in results["loading"]]
     steps = ", ".join(f"{row['steps']} steps of {row['recipe']}" for row in results["rows"])
     head = ["recipe", "precision", "ours, images/s", *(f"ours / {title}" for title in PEERS)]

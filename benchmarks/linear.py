@@ -22,7 +22,7 @@ import clock
 import harness
 import numpy as np
 import yaml
-from harness import Program, own_time, peak_memory, spread
+from harness import Program, peak_memory, running_time, spread
 from run import ENDLESS, FULL_BERT, write_data
 
 NUM_MICRO_STEPS, MICRO_BATCH = (1, 2, 4, 8, 16, 32, 64), 8
@@ -30,7 +30,7 @@ WARM_UP, TURN = 3, 1.0  # steps, seconds
 
 
 def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float, float, list[float]]:
-    """The line a + b k that is nearest in relative terms: a, b, and seconds / (a + b k) - 1 of each.
+    """Fit the line a + b k that is nearest in relative terms: a, b, and seconds / (a + b k) - 1 of each.
 
     >>> a, b, off = deviations([1, 2, 4], [3.0, 5.0, 9.0])
     >>> round(a, 6), round(b, 6), [round(abs(value), 6) for value in off]
@@ -42,7 +42,7 @@ def deviations(num_micro_steps: list[int], seconds: list[float]) -> tuple[float,
 
 
 def recipe(k: int) -> dict[str, Any]:
-    """What it holds, see `run.Workload`. The rate is the same for all: BERT's rule ends at a batch of 159."""
+    """Make the changes of a recipe, see `run.Workload`. The rate is the same for all: BERT's rule ends at a batch of 159."""
     return FULL_BERT | {"vocab_size": 8192, "global_batch_size": MICRO_BATCH * k, "lr_scaling_rule": "none"} | ENDLESS
 
 
@@ -59,23 +59,23 @@ def start(k: int, precision: str, work: Path, threads: int) -> tuple[Program, Pa
 
 
 def take_round(programs: dict[int, tuple[Program, Path]]) -> dict[int, float]:
-    """Seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-batches."""
+    """Measure the seconds of a step of each k, stops left out, over as many steps as the greatest k has micro-batches."""
     first = {k: len(clock.read(stamps)[1]) for k, (_, stamps) in programs.items()}
     last = {k: first[k] + max(programs) // k for k in programs}
-    left = list(programs)
-    while left:
-        for k in left:
+    running = list(programs)
+    while running:
+        for k in running:
             programs[k][0].turn(TURN)
-        left = [k for k in left if len(clock.read(programs[k][1])[1]) < last[k]]
-    found = {}
+        running = [k for k in running if len(clock.read(programs[k][1])[1]) < last[k]]
+    seconds = {}
     for k, (program, stamps) in programs.items():
-        begin, end = (own_time(program.turns, clock.read(stamps)[1][at - 1].time) for at in (first[k], last[k]))
-        found[k] = (end - begin) / (last[k] - first[k])
-    return found
+        begin, end = (running_time(program.turns, clock.read(stamps)[1][step - 1].time) for step in (first[k], last[k]))
+        seconds[k] = (end - begin) / (last[k] - first[k])
+    return seconds
 
 
 def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
-    """Seconds of a step of each k in every round, and memory."""
+    """Measure the seconds of a step of each k in every round, and memory."""
     programs: dict[int, tuple[Program, Path]] = {}
     try:
         for k in NUM_MICRO_STEPS:
@@ -83,15 +83,15 @@ def measure(precision: str, num_rounds: int, work: Path, threads: int) -> dict:
             program, stamps = programs[k]
             program.run_until(lambda stamps=stamps: len(clock.read(stamps)[1]) > WARM_UP)
         rounds = [take_round(programs) for _ in range(num_rounds)]
-        seconds = {k: [of[k] for of in rounds] for k in NUM_MICRO_STEPS}
+        seconds = {k: [numbers[k] for numbers in rounds] for k in NUM_MICRO_STEPS}
         memory = {k: peak_memory(clock.read(stamps)[0]) for k, (_, stamps) in programs.items()}
     finally:
         for program, _ in programs.values():
             program.kill()
-    fits = [deviations(list(NUM_MICRO_STEPS), list(of)) for of in zip(*seconds.values(), strict=True)]
+    fits = [deviations(list(NUM_MICRO_STEPS), list(values)) for values in zip(*seconds.values(), strict=True)]
     a, b = (statistics.median(fit[place] for fit in fits) for place in (0, 1))
-    off = {k: [fit[2][place] for fit in fits] for place, k in enumerate(NUM_MICRO_STEPS)}
-    return {"precision": precision, "seconds": seconds, "memory": memory, "a": a, "b": b, "off": off}
+    errors = {k: [fit[2][place] for fit in fits] for place, k in enumerate(NUM_MICRO_STEPS)}
+    return {"precision": precision, "seconds": seconds, "memory": memory, "a": a, "b": b, "off": errors}
 
 
 def main() -> None:
@@ -110,10 +110,10 @@ def main() -> None:
 def markdown(results: dict) -> str:
     rows = []
     for row in results["rows"]:
-        for (k, seconds), off, memory in zip(
+        for (k, seconds), errors, memory in zip(
             row["seconds"].items(), row["off"].values(), row["memory"].values(), strict=True
         ):
-            rows.append([row["precision"], k, spread(seconds, ".3f"), spread(off, "+.1%"), f"{memory:.2f}"])
+            rows.append([row["precision"], k, spread(seconds, ".3f"), spread(errors, "+.1%"), f"{memory:.2f}"])
     fits = ", ".join(f"{row['precision']} {row['a']:.4f} + {row['b']:.4f} k" for row in results["rows"])
     num_rounds = len(next(iter(results["rows"][0]["seconds"].values())))
     return harness.page(

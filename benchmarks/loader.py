@@ -53,7 +53,7 @@ ROWS = (10**5, 10**7)
 
 
 def network(recipe: Recipe, source, precision: str) -> nn.Module:
-    """The program's own model, which a micro-batch's tensors are given to, as `--speed safe` computes it on a CPU."""
+    """Make the program's own model, which takes a micro-batch's tensors, as `--speed safe` computes it on a CPU."""
     settings = recipe.parts.find("settings")(recipe=recipe.name)
     model = recipe.parts.find("model").from_recipe(recipe, source)
     candidates = model.kernel_candidates(torch.device("cpu"), precision, settings)
@@ -62,7 +62,7 @@ def network(recipe: Recipe, source, precision: str) -> nn.Module:
 
 
 def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: str) -> None:
-    """Forward and backward of a step."""
+    """Compute forward and backward of a step."""
     for micro_batch in data.micro_batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             sums, _ = model(**micro_batch)
@@ -71,46 +71,46 @@ def compute(model: nn.Module, data: StepData, weights: torch.Tensor, precision: 
 
 
 def speed(title: str, recipe: Recipe, num_steps: int, rounds: int, precision: str) -> dict:
-    """What is delivered and taken per second, medians of rounds."""
+    """Measure what is delivered and taken per second, medians of rounds."""
     source, _ = recipe.parts.find("data")(recipe)
     batch = recipe.global_batch_size
     order = Order(len(source), batch, recipe.seed, recipe.epoch_end)
     layout = solve_layout(num_processes=1, global_batch_size=batch, per_device_train_batch_size=batch)
     steps = Steps(source, order, layout, process_index=0)
     model, weights = network(recipe, source, precision), torch.tensor(list(recipe.loss_weights.values()))
-    delivered, taken = [], []
+    delivered, trained = [], []
     for round_ in range(rounds + 1):
         start = harness.clock()
         data = [steps[round_ * num_steps + step] for step in range(num_steps)]
         loaded = harness.clock()
-        for each in data:
-            compute(model, each, weights, precision)
-        size = sum(each.num_tokens for each in data)
+        for step in data:
+            compute(model, step, weights, precision)
+        size = sum(step.num_tokens for step in data)
         delivered.append(size / (loaded - start))
-        taken.append(size / (harness.clock() - loaded))
-    ratios = [fast / slow for fast, slow in zip(delivered, taken, strict=True)][1:]
+        trained.append(size / (harness.clock() - loaded))
+    ratios = [fast / slow for fast, slow in zip(delivered, trained, strict=True)][1:]
     return {
         "title": title,
         "unit": recipe.unit,
         "delivered": statistics.median(delivered[1:]),
-        "taken": statistics.median(taken[1:]),
+        "taken": statistics.median(trained[1:]),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
     }
 
 
 def memory(num_rows: tuple[int, ...]) -> list[dict]:
-    """Bytes that a loader of each kind adds, by rows of its dataset."""
-    found = []
+    """Measure bytes that a loader of each kind adds, by rows of its dataset."""
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in COLUMNS:
             words = [str(word) for rows in num_rows for word in (kind, write(kind, Path(folder) / f"{rows}", rows))]
             command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
             lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-            found += [
+            results += [
                 {"kind": kind, "rows": rows} | json.loads(line) for rows, line in zip(num_rows, lines, strict=True)
             ]
-    return found
+    return results
 
 
 def main() -> None:

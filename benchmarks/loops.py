@@ -93,7 +93,7 @@ def main() -> None:
     packages = ("torch", "accelerate", "transformers", "lightning")
     results = {"about": harness.about("make bench-loops", packages, tolerance=TOLERANCE), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    harness.write_between(arguments.document, "loops", part(results))
+    harness.write_part(arguments.document, "loops", part(results))
 
 
 def _cell(row: dict) -> str:

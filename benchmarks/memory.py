@@ -21,7 +21,7 @@ from samestep.recipe.recipe import TASKS, Recipe, catalog_names, load
 
 DEVICE = "a100-80"
 SHARES = (0.25, 0.9)  # of the device, beside a single sample
-MOST = 4096  # samples: beyond it a step would be larger than any recipe's
+MAX_SAMPLES = 4096  # samples: beyond it a step would be larger than any recipe's
 PROMISED = 0.05  # largest error
 OPTIONS = ("mixed_precision", "gradient_checkpointing", "attn_implementation")
 WAYS = [
@@ -32,7 +32,7 @@ WAYS = [
 def planned(
     recipe: Recipe, b: int, mixed_precision: str, gradient_checkpointing: bool, attn_implementation: str
 ) -> int:
-    """The formula's bytes for b samples in a forward, on one process."""
+    """Compute the formula's bytes for b samples in a forward, on one process."""
     workload = from_recipe(recipe, attention=attn_implementation)
     layout = solve_layout(num_processes=1, global_batch_size=b, per_device_train_batch_size=b)
     options = {"mixed_precision": mixed_precision, "gradient_checkpointing": gradient_checkpointing}
@@ -40,24 +40,24 @@ def planned(
 
 
 def distinct(names: list[str]) -> dict[str, Recipe]:
-    """Recipes by name, one for each shape of a model and its samples."""
-    found = {}
+    """Map names to recipes, one for each shape of a model and its samples."""
+    by_model = {}
     for recipe in map(load, names):
-        found.setdefault(model_from_recipe(recipe), recipe)
-    assert len({recipe.task for recipe in found.values()}) == len(TASKS)
-    return {recipe.name: recipe for recipe in found.values()}
+        by_model.setdefault(model_from_recipe(recipe), recipe)
+    assert len({recipe.task for recipe in by_model.values()}) == len(TASKS)
+    return {recipe.name: recipe for recipe in by_model.values()}
 
 
 def micro_batch_sizes(recipe: Recipe, *way) -> list[int]:
-    """One sample, and the most whose plan fits each share of the device, at most MOST."""
-    found = [1]
+    """List micro-batches: one sample, and the most whose plan fits each share of the device, below MAX_SAMPLES."""
+    sizes = [1]
     for share in SHARES:
-        room, b, more = share * hardware.parse(DEVICE).device.memory_bytes, 1, MOST
+        room, b, more = share * hardware.parse(DEVICE).device.memory_bytes, 1, MAX_SAMPLES
         while more - b > 1:
             middle = (b + more) // 2
             b, more = (middle, more) if planned(recipe, middle, *way) <= room else (b, middle)
-        found.append(b)
-    return sorted(set(found))
+        sizes.append(b)
+    return sorted(set(sizes))
 
 
 def compare(name: str, recipe: Recipe, b: int, *options) -> dict:
@@ -104,7 +104,7 @@ def markdown(results: dict) -> str:
         "The plan is planner/memory.py's formula, the trace models/trace.py's, which takes in what CUDA allocates otherwise. "
         "GB are 1e9 bytes.\n"
         f"Micro-batches b: one sample, and those planned to take {SHARES[0]:.0%} and {SHARES[1]:.0%} of {DEVICE}, "
-        f"at most {MOST - 1:,}.\n"
+        f"at most {MAX_SAMPLES - 1:,}.\n"
         "Beside the states: the error of all but parameters, gradients and moments.\n\n"
         f"{harness.table(columns, lines)}",
     )

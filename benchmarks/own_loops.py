@@ -44,7 +44,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def accelerate_loop(kind: str) -> Callable[[], None]:
-    """An epoch of Accelerate's documented loop, of exact_windows or of exact_steps."""
+    """Make an epoch of Accelerate's documented loop, of exact_windows or of exact_steps."""
     accelerator = Accelerator(gradient_accumulation_steps=K if kind == "before" else 1)
     model = gpt2()
     loader = DataLoader(TEXTS, batch_size=B, collate_fn=collate)
@@ -56,13 +56,13 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
             optimizer.step()
             optimizer.zero_grad()
 
-    def before() -> None:
+    def plain_epoch() -> None:
         accelerator.gradient_accumulation_steps = K  # one state for all accelerators of a process
         for batch in loader:
             micro_step(batch, lambda mean: mean)
         accelerator.gradient_accumulation_steps = 1
 
-    def after() -> None:
+    def exact_epoch() -> None:
         for step in steps():
             for batch in step:
                 micro_step(batch, lambda mean, step=step, batch=batch: step.loss(mean * count(batch)))
@@ -74,11 +74,11 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
         return iter(exact_steps(accelerator, TEXTS, collate, **sizes, targets=count))
 
     accelerator.gradient_accumulation_steps = 1
-    return before if kind == "before" else after
+    return plain_epoch if kind == "before" else exact_epoch
 
 
 def trainer(kind: type[Trainer]) -> Callable[[], None]:
-    """An epoch of a Trainer, on BERT's two terms."""
+    """Make an epoch of a Trainer, on BERT's two terms."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
     model = BertForPreTraining(BertConfig(vocab_size=VOCAB, **sizes))
@@ -115,10 +115,10 @@ def cpu_seconds(epoch: Callable[[], None]) -> float:
 def main() -> None:
     arguments = harness.flags("own_loops", __doc__, rounds=9, only=CASES).parse_args()
     torch.set_num_threads(1)
-    rows = harness.kept(arguments.output, "rows", "loop", arguments.only)
+    rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
     for name in arguments.only:
-        before, after = CASES[name]()
-        calls = {"before": partial(cpu_seconds, before), "after": partial(cpu_seconds, after)}
+        plain, exact = CASES[name]()
+        calls = {"before": partial(cpu_seconds, plain), "after": partial(cpu_seconds, exact)}
         times = harness.in_turns(calls, arguments.rounds, warm_up=1)
         ratios = [slow / fast for slow, fast in zip(times["before"], times["after"], strict=True)]
         rows.append({"loop": name, "seconds": times, "ratios": ratios})

@@ -96,7 +96,7 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """Those that verify, oldest first."""
+    """List the checkpoints that verify, oldest first."""
     whole = []
     for folder in checkpoint.checkpoints(output_dir):
         with contextlib.suppress(checkpoint.DamagedCheckpoint):
@@ -106,7 +106,7 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def differences(output_dir: Path, reference: Path) -> list[str]:
-    """What is in the accepted checkpoints of a run that is not in those of the reference."""
+    """List what is in the accepted checkpoints of a run and not in the reference's."""
     return [
         f"{folder.name}/{name} is not the undisturbed run's"
         for folder in whole_checkpoints(output_dir)
@@ -116,19 +116,19 @@ def differences(output_dir: Path, reference: Path) -> list[str]:
 
 
 def differences_at_the_end(output_dir: Path, reference: Path) -> list[str]:
-    found = differences(output_dir, reference)
+    problems = differences(output_dir, reference)
     if not whole_checkpoints(output_dir) or whole_checkpoints(output_dir)[-1].name != f"checkpoint-{STEPS}":
-        found.append("the last checkpoint is missing")
+        problems.append("the last checkpoint is missing")
     if not same_tensors(output_dir / "model.safetensors", reference / "model.safetensors"):
-        found.append("the final weights differ")
-    if _without_time(output_dir) != _without_time(reference):
-        found.append("metrics.jsonl differs")
+        problems.append("the final weights differ")
+    if _untimed_metrics(output_dir) != _untimed_metrics(reference):
+        problems.append("metrics.jsonl differs")
     if (output_dir / "samples.jsonl").read_bytes() != (reference / "samples.jsonl").read_bytes():
-        found.append("samples.jsonl differs")
-    return found
+        problems.append("samples.jsonl differs")
+    return problems
 
 
-def _without_time(output_dir: Path) -> list[dict]:
+def _untimed_metrics(output_dir: Path) -> list[dict]:
     lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
@@ -185,27 +185,27 @@ class Victim:
 
     def spend(self, num_kills: int) -> None:
         """Kill `num_kills` times, as many runs as it takes; let the last one finish."""
-        left = num_kills
+        num_left = num_kills
         while True:
             output_dir, step, is_running = self.output_dir, 0, True
             self.num_runs += 1
             shutil.rmtree(output_dir, ignore_errors=True)
             while is_running:
-                kill = self._plan(step) if left else None
-                before = {path.name: path.stat().st_mtime_ns for path in output_dir.glob(".checkpoint-*.partial")}
+                kill = self._plan(step) if num_left else None
+                times = {path.name: path.stat().st_mtime_ns for path in output_dir.glob(".checkpoint-*.partial")}
                 result = self._session(output_dir, "--checkpoints_total_limit 3 --resume_from_checkpoint latest", kill)
                 if result["killed"]:
-                    left -= 1
+                    num_left -= 1
                     partials = {p.name: p.stat().st_mtime_ns for p in output_dir.glob(".checkpoint-*.partial")}
-                    step = self._after_kill(output_dir, step, kill, bool(partials.items() - before.items()))
+                    step = self._handle_kill(output_dir, step, kill, bool(partials.items() - times.items()))
                 else:
                     is_running = False
-                    self._after_end(output_dir, result)
-            if not left:
+                    self._handle_end(output_dir, result)
+            if not num_left:
                 return
 
     def _plan(self, step: int) -> dict:
-        """Six of ten moments are inside a save, one in ten while the run starts, the others while it trains and ends."""
+        """Plan a kill: six of ten are inside a save, one in ten while the run starts, the others while it trains and ends."""
         draw, rng, whole = self.rng.random(), self.rng, self.undisturbed
         rest = (STEPS - step) / STEPS
         if draw < 0.6:
@@ -219,8 +219,8 @@ class Victim:
             return {"event": "start", "seconds": rng.uniform(0, whole["training"])}
         return {"event": "training", "seconds": rng.uniform(0, rest * (whole["seconds"] - whole["training"]))}
 
-    def _after_kill(self, output_dir: Path, step: int, kill: dict, was_saving: bool) -> int:
-        """Check what is left; the newest checkpoint's step."""
+    def _handle_kill(self, output_dir: Path, step: int, kill: dict, was_saving: bool) -> int:
+        """Check what a kill left; the newest checkpoint's step."""
         whole = whole_checkpoints(output_dir)
         newest = checkpoint.verify(whole[-1]).step if whole else 0
         problems = differences(output_dir, self.reference)
@@ -233,18 +233,18 @@ class Victim:
         self._note(problems, f"kill {len(self.kills)} ({kill})")
         return newest
 
-    def _after_end(self, output_dir: Path, result: dict) -> None:
+    def _handle_end(self, output_dir: Path, result: dict) -> None:
         if result["codes"] == [0] * self.kind.num_processes:
             self._note(differences_at_the_end(output_dir, self.reference), f"end of run {self.num_runs}")
         else:
-            what = "hangs" if result["timed_out"] else f"ended with {result['codes']}"
-            kept = self.work / f"{self.name}-failed-{self.num_runs}"
-            shutil.copytree(output_dir, kept)
-            self._note([f"it {what}:\n{self._output()}"], f"run {self.num_runs} after {len(self.kills)} kills")
+            outcome = "hangs" if result["timed_out"] else f"ended with {result['codes']}"
+            copy = self.work / f"{self.name}-failed-{self.num_runs}"
+            shutil.copytree(output_dir, copy)
+            self._note([f"it {outcome}:\n{self._output()}"], f"run {self.num_runs} after {len(self.kills)} kills")
 
-    def _note(self, problems: list[str], when: str) -> None:
+    def _note(self, problems: list[str], place: str) -> None:
         for problem in problems:
-            self.problems.append(f"{self.kind}, {when}: {problem}")
+            self.problems.append(f"{self.kind}, {place}: {problem}")
             print(self.problems[-1], file=sys.stderr, flush=True)
 
     def row(self) -> dict:
@@ -262,7 +262,7 @@ class Victim:
 
 
 def kills(server: Server, work: Path, corpus: Path, num_kills: int, rng: random.Random, kinds=KINDS) -> list[Victim]:
-    """`num_kills` in turns over the kinds of run."""
+    """Kill `num_kills` times, in turns over the kinds of run."""
     victims, references = [], {}
     for place, kind in enumerate(kinds):
         share = num_kills // len(kinds) + (place < num_kills % len(kinds))
@@ -302,9 +302,9 @@ def _any_file(change: Callable[[Path, random.Random], None]):
 def _swap(folder: Path, other: Path, rng: random.Random) -> None:
     names = [p.name for p in sorted(folder.iterdir()) if p.read_bytes() != (other / p.name).read_bytes()]
     name = rng.choice(names)
-    mine, others = (folder / name).read_bytes(), (other / name).read_bytes()
+    content, others = (folder / name).read_bytes(), (other / name).read_bytes()
     (folder / name).write_bytes(others)
-    (other / name).write_bytes(mine)
+    (other / name).write_bytes(content)
 
 
 def _rename(folder: Path, other: Path, rng: random.Random) -> None:
@@ -324,18 +324,18 @@ DAMAGES: dict[str, Callable[[Path, Path, random.Random], None]] = {
 }
 
 
-def damage(work: Path, originals: list[Path], what: str, rng: random.Random) -> tuple[Path, Path | None, list[Path]]:
-    """A new run's folder whose newest checkpoints are damaged: it, the newest whole one, the damaged ones."""
+def damage(work: Path, originals: list[Path], kind: str, rng: random.Random) -> tuple[Path, Path | None, list[Path]]:
+    """Make a new run's folder with damaged newest checkpoints: the folder, the newest whole checkpoint, the damaged ones."""
     output_dir = work / "damaged"
     shutil.rmtree(output_dir, ignore_errors=True)
     folders = [Path(shutil.copytree(folder, output_dir / folder.name)) for folder in originals]
     count = rng.choice([1, 1, 1, 2, 2, len(folders)])
-    if what.startswith("a file swapped"):
-        DAMAGES[what](folders[-1], folders[-2], rng)
+    if kind.startswith("a file swapped"):
+        DAMAGES[kind](folders[-1], folders[-2], rng)
         count = 2
     else:
         for folder in folders[-count:]:
-            DAMAGES[what](folder, folders[0], rng)
+            DAMAGES[kind](folder, folders[0], rng)
     whole = folders[:-count]
     damaged = [folder for folder in checkpoint.checkpoints(output_dir) if folder not in whole]
     assert len(damaged) == count
@@ -343,36 +343,36 @@ def damage(work: Path, originals: list[Path], what: str, rng: random.Random) -> 
 
 
 def undetected(accelerator, recipe, output_dir: Path, whole: Path | None, damaged: list[Path]) -> list[str]:
-    """What `find` does wrong with damaged checkpoints."""
-    found = []
+    """List what `find` does wrong with damaged checkpoints."""
+    problems = []
     for name in ["latest", *map(str, damaged)]:
         expected = whole if name == "latest" else None
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                taken, state = checkpoint.find(accelerator, name, output_dir, recipe)
-            if expected is None or taken != expected or f"checkpoint-{state.step}" != expected.name:
-                found.append(f"{Path(name).name} took {taken and taken.name}")
+                folder, state = checkpoint.find(accelerator, name, output_dir, recipe)
+            if expected is None or folder != expected or f"checkpoint-{state.step}" != expected.name:
+                problems.append(f"{Path(name).name} took {folder and folder.name}")
         except UsageError as error:
             if expected is not None or len(error.problems) != 1 or "\n" in str(error):
-                found.append(f"{Path(name).name} raised {error}")
+                problems.append(f"{Path(name).name} raised {error}")
         except Exception as error:
-            found.append(f"{Path(name).name} raised {error!r}, which is not for people")
-    return found
+            problems.append(f"{Path(name).name} raised {error!r}, which is not for people")
+    return problems
 
 
 def damages(
     accelerator, recipe, reference: Path, work: Path, num_damages: int, rng: random.Random
 ) -> tuple[list, list]:
-    """`num_damages` in turns over their kinds: a row of counts for each, and what went wrong."""
+    """Try `num_damages` damages in turns over their kinds: a row of counts for each, and what went wrong."""
     originals, rows, problems = checkpoint.checkpoints(reference)[-3:], {}, []
     for number in range(num_damages):
-        what = list(DAMAGES)[number % len(DAMAGES)]
-        output_dir, whole, damaged = damage(work, originals, what, rng)
+        kind = list(DAMAGES)[number % len(DAMAGES)]
+        output_dir, whole, damaged = damage(work, originals, kind, rng)
         wrong = undetected(accelerator, recipe, output_dir, whole, damaged)
-        row = rows.setdefault(what, {"damage": what, "times": 0, "fell_back": 0, "refused": 0, "undetected": 0})
+        row = rows.setdefault(kind, {"damage": kind, "times": 0, "fell_back": 0, "refused": 0, "undetected": 0})
         row["times"] += 1
         row["undetected" if wrong else "refused" if whole is None else "fell_back"] += 1
-        problems += [f"damage {number + 1}, {what}: {text}" for text in wrong]
+        problems += [f"damage {number + 1}, {kind}: {text}" for text in wrong]
     return list(rows.values()), problems
 
 
@@ -381,19 +381,19 @@ def damages(
 
 
 def save_costs(events: list[dict], every: int) -> dict:
-    """What saves take from training, by medians over them. Those of the first 3 steps and the last save do not count."""
+    """Compute what saves take from training, medians over saves. The first 3 steps and the last save do not count."""
     durations, saves = {}, []
-    for before, event in itertools.pairwise(events):
+    for previous, event in itertools.pairwise(events):
         if event["what"] == "step" and event["step"] > 3:
-            durations[event["step"]] = event["time"] - before["time"], before["is_writing"]
+            durations[event["step"]] = event["time"] - previous["time"], previous["is_writing"]
         if event["what"] == "saved" and event["step"] % every == 0:
-            saves.append((event["step"], event["time"] - before["time"]))
+            saves.append((event["step"], event["time"] - previous["time"]))
     step = statistics.median(seconds for seconds, is_writing in durations.values() if not is_writing)
     blocked = [seconds for _, seconds in saves]
     result = {"saves": len(saves), "step_seconds": step, "blocked_seconds": statistics.median(blocked)}
-    during = [[durations[n] for n in range(at + 1, at + every + 1) if n in durations] for at, _ in saves]
-    slower = [sum(seconds - step for seconds, is_writing in after if is_writing) for after in during]
-    overlapped = [seconds for after in during for seconds, is_writing in after if is_writing]
+    during = [[durations[n] for n in range(first + 1, first + every + 1) if n in durations] for first, _ in saves]
+    slower = [sum(seconds - step for seconds, is_writing in steps if is_writing) for steps in during]
+    overlapped = [seconds for steps in during for seconds, is_writing in steps if is_writing]
     result["overlapped_steps"] = len(overlapped) / len(saves)
     result["overlapped_step_seconds"] = statistics.median(overlapped) if overlapped else None
     result["slowed_seconds"] = statistics.median(slower)
@@ -419,7 +419,7 @@ class Synthetic:
 
 
 def seconds_to_seek() -> float:
-    """To the first step after resuming at 10^6, of 256 samples out of 10^8."""
+    """Measure seconds to the first step after resuming at 10^6, of 256 samples out of 10^8."""
     start = harness.clock()
     order = Order(num_samples=10**8, global_batch_size=256, seed=42)
     layout = solve_layout(num_processes=1, global_batch_size=256, per_device_train_batch_size=32)
@@ -434,7 +434,7 @@ def median_seconds(call: Callable[[], object], times: int) -> float:
 
 
 def costs(server: Server, work: Path) -> dict:
-    """Of the larger model's checkpoints."""
+    """Measure the costs of the larger model's checkpoints."""
     every = int(LARGER.split("--checkpointing_steps ")[1].split()[0])
     result = {}
     for name, flags in (("foreground", ""), ("background", "--async_checkpointing")):
@@ -530,8 +530,8 @@ def markdown(results: dict) -> str:
         "failed_checks",
     )
     kills = [[row[name] for name in counts] for row in [*results["kills"], {"kind": "**all**"} | total]]
-    of_damages = ("damage", "times", "fell_back", "refused", "undetected")
-    damages = [[row[name] for name in of_damages] for row in results["damages"]]
+    damage_columns = ("damage", "times", "fell_back", "refused", "undetected")
+    damages = [[row[name] for name in damage_columns] for row in results["damages"]]
 
     def save_row(name: str) -> list[str]:
         row = cost[name]
@@ -541,20 +541,22 @@ def markdown(results: dict) -> str:
         return [name, f"{step:.3f} s", *cells, f"{row['overlapped_steps']:.1f}"]
 
     problems = "".join(f"- {text.splitlines()[0]}\n" for text in results["problems"]) or "None.\n"
-    of_kills = "runs | kills | while saving | while starting | runs finished | checkpoints compared | checks failed"
-    of_costs = "saves in the | a step | training waits | steps meanwhile are slower, in sum | both | steps meanwhile"
+    kill_columns = "runs | kills | while saving | while starting | runs finished | checkpoints compared | checks failed"
+    cost_columns = (
+        "saves in the | a step | training waits | steps meanwhile are slower, in sum | both | steps meanwhile"
+    )
     return harness.page(
         "Reliability",
         "reliability.py",
         about,
         f"## Killed at random moments\n\nRuns of {about['steps']} steps, a checkpoint every {about['checkpointing_steps']}. "
         "In the background: on a slow disk. While saving: the kill left a checkpoint half written or half deleted, in a hidden "
-        f"folder.\n\n{harness.table(of_kills, kills)}\n"
+        f"folder.\n\n{harness.table(kill_columns, kills)}\n"
         "## Damaged checkpoints\n\nFell back: `latest` took the newest whole one. Refused: none was whole, an error.\n\n"
-        f"{harness.table([name.replace('_', ' ') for name in of_damages], damages)}\n"
+        f"{harness.table([name.replace('_', ' ') for name in damage_columns], damages)}\n"
         f"## Costs\n\nA GPT-2 of {cost['parameters'] / 1e6:.1f} million parameters, checkpoints of {cost['gigabytes']:.2f} GB; "
         f"medians of {cost['foreground']['saves']} saves.\n\n"
-        f"{harness.table(of_costs, [save_row('foreground'), save_row('background')])}\n"
+        f"{harness.table(cost_columns, [save_row('foreground'), save_row('background')])}\n"
         f"- To verify a checkpoint: {cost['verify_seconds_per_gigabyte']:.2f} s per GB.\n"
         f"- To find the newest of a tiny model's: {1e3 * cost['find_seconds']:.1f} ms.\n"
         f"- To the first step after step 10^6 of 256 out of 10^8 samples: {1e3 * cost['seek_seconds']:.1f} ms.\n\n"

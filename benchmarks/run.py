@@ -46,7 +46,7 @@ import torch
 import workloads
 import yaml
 from clock import Stamp
-from harness import Program, own_time, peak_memory, spread, table
+from harness import Program, peak_memory, running_time, spread, table
 from images import write_photographs
 from shakespeare import NANOGPT_FLAGS, prepare_nanogpt
 
@@ -140,7 +140,7 @@ WORKLOADS = {
 
 
 def write_data(work: Path, arguments: argparse.Namespace) -> None:
-    """What the workloads train on that has to be made or copied."""
+    """Write the data of workloads that have to be made or copied."""
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")["text"]
     joined = ["\n".join(documents[start::8]) for start in range(8)]  # so long that only their ends are short samples
     lines = [json.dumps({"text": text}) + "\n" for text in joined]
@@ -154,7 +154,7 @@ def write_data(work: Path, arguments: argparse.Namespace) -> None:
 
 
 def write_recipe(name: str, work: Path) -> Path:
-    """The folder of a workload, with its recipe.yaml; training does not end."""
+    """Write the folder of a workload, with its recipe.yaml; training does not end."""
     folder = work / name
     folder.mkdir(exist_ok=True)
     text = yaml.safe_dump(WORKLOADS[name].values | ENDLESS).replace("WORK", str(work))
@@ -163,13 +163,13 @@ def write_recipe(name: str, work: Path) -> Path:
 
 
 def attention(recipe: Recipe, precision: str) -> str:
-    """The kernel of transformers that is the faster one for the peers."""
+    """Name the kernel of transformers that is the faster one for the peers."""
     length = getattr(recipe, "block_size", None) or getattr(recipe, "max_seq_length", 0)
     return models.causal_attention(torch.device("cpu"), precision, length)
 
 
 def start(title: str, folder: Path, precision: str, threads: int) -> Program:
-    """A program that trains the workload of a folder; its stamps are in TITLE.stamps there."""
+    """Start a program that trains the workload of a folder; its stamps are in TITLE.stamps there."""
     file, *last = PROGRAMS[title]
     recipe, words = load(str(folder / "recipe.yaml")), [sys.executable]
     stamps, work = folder / f"{title}.stamps", folder.parent
@@ -195,42 +195,42 @@ Turn = tuple[float, float]
 
 
 def inside(stamps: list[Stamp], turn: Turn) -> list[Stamp]:
-    """The stamps of a turn: the step that ends with the first began before it, all others lie wholly inside."""
+    """Select the stamps of a turn: the step that ends with the first began before it, all others lie wholly inside."""
     return [stamp for stamp in stamps if turn[0] <= stamp.time <= turn[1]]
 
 
 def rate(stamps: list[Stamp], turn: Turn) -> float:
-    """Units per second of the steps wholly inside a turn."""
+    """Compute units per second of the steps wholly inside a turn."""
     first, *whole = inside(stamps, turn)
     return sum(stamp.units for stamp in whole) / (whole[-1].time - first.time)
 
 
 def running_means(stamps: list[Stamp]) -> list[float]:
-    """Mean loss of every `WINDOW` steps in a row."""
+    """Compute the mean loss of every `WINDOW` steps in a row."""
     losses = [stamp.loss for stamp in stamps]
-    return [statistics.mean(losses[at : at + WINDOW]) for at in range(len(losses) - WINDOW + 1)]
+    return [statistics.mean(losses[start : start + WINDOW]) for start in range(len(losses) - WINDOW + 1)]
 
 
 def times_to_loss(stamps: dict[str, list[Stamp]], turns: dict[str, list[Turn]]) -> dict[str, Any] | None:
-    """The loss that all programs reached, and of each when it did: its own seconds, those since its first step, its steps.
+    """Find the loss that all programs reached, and when each did: its own seconds, seconds since its first step, its steps.
 
     None where a program has taken too few steps.
     """
-    means = {title: running_means(of) for title, of in stamps.items()}
+    means = {title: running_means(series) for title, series in stamps.items()}
     if not all(means.values()):
         return None
-    value = math.ceil(1000 * max(min(of) for of in means.values())) / 1000
-    found: dict[str, Any] = {"loss": value, "programs": {}}
-    for title, of in means.items():
-        place = next(number for number, mean in enumerate(of) if mean <= value) + WINDOW - 1
-        seconds, first = (own_time(turns[title], stamps[title][step].time) for step in (place, 0))
-        found["programs"][title] = {"seconds": seconds, "training": seconds - first, "steps": place + 1}
-    return found
+    value = math.ceil(1000 * max(min(values) for values in means.values())) / 1000
+    result: dict[str, Any] = {"loss": value, "programs": {}}
+    for title, values in means.items():
+        place = next(number for number, mean in enumerate(values) if mean <= value) + WINDOW - 1
+        seconds, first = (running_time(turns[title], stamps[title][step].time) for step in (place, 0))
+        result["programs"][title] = {"seconds": seconds, "training": seconds - first, "steps": place + 1}
+    return result
 
 
 def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
-    """Median seconds of a step, stops left out, without the first step."""
-    ends = [own_time(turns, stamp.time) for stamp in stamps]
+    """Compute median seconds of a step, stops left out, without the first step."""
+    ends = [running_time(turns, stamp.time) for stamp in stamps]
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
@@ -238,13 +238,13 @@ def step_seconds(stamps: list[Stamp], turns: list[Turn]) -> float:
 # The comparison
 
 
-def chosen(log: str) -> dict[str, str]:
-    """What `--speed auto` says that it takes, by what it is: kernels, micro-batches."""
+def read_choices(log: str) -> dict[str, str]:
+    """Read the choices of `--speed auto` from a log, by their subject: kernels, micro-batches."""
     return dict(re.findall(r"(kernels|micro-batches): (.+?) \(--speed auto\)", log))
 
 
 def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
-    """A turn of that many seconds, longer if it does not hold enough whole steps."""
+    """Take a turn of that many seconds, longer if it does not hold enough whole steps."""
     program.turn(seconds)
     begin = program.turns[-1][0]
     while len(inside(clock.read(stamps)[1], (begin, math.inf))) <= WHOLE_STEPS:
@@ -253,7 +253,7 @@ def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
 
 
 def measure(name: str, precision: str, titles: list[str], num_rounds: int, work: Path, threads: int) -> dict[str, Any]:
-    """A row of the results."""
+    """Measure a row of the results."""
     workload, folder = WORKLOADS[name], write_recipe(name, work)
     data = workloads.prepare(folder)
     programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
@@ -265,7 +265,7 @@ def measure(name: str, precision: str, titles: list[str], num_rounds: int, work:
             files[title].unlink(missing_ok=True)
             programs[title] = start(title, folder, precision, threads)
             programs[title].run_until(lambda file=files[title]: len(clock.read(file)[1]) > WARM_UP)
-        step = {title: step_seconds(clock.read(files[title])[1], of.turns) for title, of in programs.items()}
+        step = {title: step_seconds(clock.read(files[title])[1], program.turns) for title, program in programs.items()}
         turn = {title: max(workload.turn, (WHOLE_STEPS + 2) * seconds) for title, seconds in step.items()}
         held: dict[str, list[Turn]] = {title: [] for title in titles}
         for number in range(num_rounds):
@@ -280,8 +280,8 @@ def measure(name: str, precision: str, titles: list[str], num_rounds: int, work:
         for program in programs.values():
             program.kill()
     row = {"workload": name, "precision": precision, "unit": load(str(folder / "recipe.yaml")).unit, "data": data}
-    row |= {"turn": turn, "rates": {title: [rate(stamps[title], one) for one in held[title]] for title in titles}}
-    row |= {"memory": memory, "to_loss": None, "chosen": chosen(programs["ours"].log.read_text())}
+    row |= {"turn": turn, "rates": {title: [rate(stamps[title], part) for part in held[title]] for title in titles}}
+    row |= {"memory": memory, "to_loss": None, "chosen": read_choices(programs["ours"].log.read_text())}
     if workload.to_loss:
         learners = [title for title in titles if title != "floor"]
         turns = {title: programs[title].turns for title in learners}
@@ -297,28 +297,30 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="a checkout of github.com/karpathy/nanoGPT, for shakespeare")
     parser.add_argument("--shakespeare", type=Path, help="tiny Shakespeare, for shakespeare")
     arguments = parser.parse_args()
-    possible = [name for name, of in WORKLOADS.items() if all(getattr(arguments, flag) for flag in of.needs)]
+    possible = [
+        name for name, workload in WORKLOADS.items() if all(getattr(arguments, flag) for flag in workload.needs)
+    ]
     names = arguments.only or possible
     if missing := set(names) - set(possible):
         parser.error("; ".join(f"{name} needs --{' and --'.join(WORKLOADS[name].needs)}" for name in sorted(missing)))
-    given = {flag: getattr(arguments, flag) for flag in ("reviews", "nanogpt", "shakespeare")}
-    if gone := [
-        f"--{flag} {path}: no such file or folder" for flag, path in given.items() if path and not path.exists()
+    paths = {flag: getattr(arguments, flag) for flag in ("reviews", "nanogpt", "shakespeare")}
+    if missing := [
+        f"--{flag} {path}: no such file or folder" for flag, path in paths.items() if path and not path.exists()
     ]:
-        parser.error("; ".join(gone))
+        parser.error("; ".join(missing))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
-    rows = harness.kept(arguments.output, "rows", "workload", [])
+    rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
     words = ["python", "benchmarks/run.py", *(Path(word).name for word in sys.argv[1:])]
     about = harness.about(" ".join(words), ("torch", "transformers", "accelerate", "lightning"), arguments.threads)
-    ran = {"command": about["command"], "machine": harness.where(about)}
+    origin = {"command": about["command"], "machine": harness.provenance(about)}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_data(work, arguments)
         for name in names:
-            for precision in (one for one in WORKLOADS[name].precisions if one in arguments.precisions):
-                titles = [one for one in WORKLOADS[name].programs if one == "ours" or one in arguments.programs]
+            for precision in (p for p in WORKLOADS[name].precisions if p in arguments.precisions):
+                titles = [title for title in WORKLOADS[name].programs if title == "ours" or title in arguments.programs]
                 row = measure(name, precision, titles, arguments.rounds, work, arguments.threads)
-                row |= ran
+                row |= origin
                 rows = [old for old in rows if (old["workload"], old["precision"]) != (name, precision)] + [row]
                 rows.sort(key=lambda row: (list(WORKLOADS).index(row["workload"]), row["precision"] != "no"))
                 results = {"rows": rows}
@@ -333,32 +335,32 @@ def main() -> None:
 
 
 def ratios(row: dict[str, Any], title: str) -> list[float]:
-    """Ours / the other's, of each round."""
+    """Divide our rate by the other's, in each round."""
     return harness.ratios(row["rates"]["ours"], row["rates"][title])
 
 
-def peers_of(rows: list[dict]) -> list[str]:
-    """The programs beside ours, in the order of `PROGRAMS`."""
+def list_peers(rows: list[dict]) -> list[str]:
+    """List the programs beside ours, in the order of `PROGRAMS`."""
     return [title for title in PROGRAMS if title != "ours" and any(title in row["rates"] for row in rows)]
 
 
 def markdown(results: dict) -> str:
     rows = results["rows"]
-    peers, heads = peers_of(rows), ["workload", "precision"]
-    speed, memory, taken, data, to_loss = [], [], [], [], []
+    peers, heads = list_peers(rows), ["workload", "precision"]
+    speed, memory, choices, data, to_loss = [], [], [], [], []
     for row in rows:
-        where = [row["workload"], row["precision"]]
+        labels = [row["workload"], row["precision"]]
         cells = [spread(ratios(row, title), ".2f") if title in row["rates"] else "-" for title in peers]
         form = ",.0f" if max(row["rates"]["ours"]) >= 100 else ".1f"
-        speed.append([*where, f"{spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
+        speed.append([*labels, f"{spread(row['rates']['ours'], form)} {row['unit']}s", *cells])
         cells = [f"{row['memory'][title]:.2f}" if title in row["memory"] else "-" for title in ("ours", *peers)]
-        memory.append([*where, *cells])
+        memory.append([*labels, *cells])
         if row.get("chosen"):
-            taken.append([*where, *(row["chosen"].get(what, "-") for what in ("kernels", "micro-batches"))])
+            choices.append([*labels, *(row["chosen"].get(part, "-") for part in ("kernels", "micro-batches"))])
         if row["to_loss"]:
             by_title = row["to_loss"]["programs"]
             cells = [_to_loss(by_title[title]) if title in by_title else "-" for title in ("ours", *peers)]
-            to_loss.append([*where, f"{row['to_loss']['loss']:.3f}", *cells])
+            to_loss.append([*labels, f"{row['to_loss']['loss']:.3f}", *cells])
         described = [row["workload"], _data(row["data"])]
         data += [described] if described not in data else []
     commands = dict.fromkeys(f"`{row['command']}`: {row['machine']}" for row in rows)
@@ -376,16 +378,16 @@ def markdown(results: dict) -> str:
             "(from its first step; steps). One run, one seed:\n\n"
             f"{table([*heads, 'loss', 'ours', *peers], to_loss)}\n"
         )
-    if taken:
-        heads_of_taken = [*heads, "kernels", "micro-batches, where smaller than what fits"]
-        text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(heads_of_taken, taken)}\n"
+    if choices:
+        choice_heads = [*heads, "kernels", "micro-batches, where smaller than what fits"]
+        text += f"What `--speed auto` took, in the runs that recorded it:\n\n{table(choice_heads, choices)}\n"
     text += f"Data:\n\n{table('workload | samples', data)}\n{REMARKS}\n"
     text += "".join(f"{line}\n" for line in commands)
     return harness.page("Training speed beside other programs", "run.py", {"command": "make bench"}, text)
 
 
-def _to_loss(found: dict[str, float]) -> str:
-    return f"{found['seconds']:.0f} ({found['training']:.0f}; {found['steps']})"
+def _to_loss(result: dict[str, float]) -> str:
+    return f"{result['seconds']:.0f} ({result['training']:.0f}; {result['steps']})"
 
 
 def _data(data: dict[str, Any]) -> str:
@@ -403,20 +405,20 @@ def _data(data: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict], file: Path) -> None:
-    """Ratios as bars, a group per workload and precision, with their smallest and largest."""
+    """Draw ratios as bars, a group per workload and precision, with their smallest and largest."""
     from matplotlib.figure import Figure
 
-    peers = peers_of(rows)
+    peers = list_peers(rows)
     figure = Figure(figsize=(max(9, 1.1 * len(rows)), 5), dpi=120, layout="constrained")
     axes = figure.add_subplot(ylabel="real tokens (images) per second, ours / other")
     for number, title in enumerate(peers):
         places = [place for place, row in enumerate(rows) if title in row["rates"]]
-        each = [ratios(rows[place], title) for place in places]
-        middle = [statistics.median(one) for one in each]
-        spread = [[m - min(one) for m, one in zip(middle, each, strict=True)]]
-        spread += [[max(one) - m for m, one in zip(middle, each, strict=True)]]
-        at = [place + 0.8 * (number + 0.5) / len(peers) - 0.4 for place in places]
-        axes.bar(at, middle, 0.8 / len(peers), yerr=spread, label=title, error_kw={"lw": 0.8})
+        groups = [ratios(rows[place], title) for place in places]
+        middle = [statistics.median(group) for group in groups]
+        spread = [[m - min(group) for m, group in zip(middle, groups, strict=True)]]
+        spread += [[max(group) - m for m, group in zip(middle, groups, strict=True)]]
+        centres = [place + 0.8 * (number + 0.5) / len(peers) - 0.4 for place in places]
+        axes.bar(centres, middle, 0.8 / len(peers), yerr=spread, label=title, error_kw={"lw": 0.8})
     axes.axhline(1, color="black", lw=0.8)
     names = [f"{row['workload']}\n{row['precision']}" for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=30, ha="right", fontsize=8)

@@ -77,7 +77,7 @@ KINDS = {"once": "once per step", "every": "every micro-batch"}
 
 
 def build_model() -> transformers.GPT2LMHeadModel:
-    """A GPT-2 with random parameters, without dropout. Most of them are in layers, so that buckets fill along the backward."""
+    """Build a GPT-2 with random parameters, without dropout. Most parameters are in layers: buckets fill along the backward."""
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -96,7 +96,7 @@ def build_model() -> transformers.GPT2LMHeadModel:
 
 
 def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
-    """Everything that is timed on the first n processes, by name. Called by all processes, for it makes a group."""
+    """Make everything that is timed on the first n processes, by name. Called by all processes, for it makes a group."""
     group = dist.new_group(list(range(n)))
     if rank >= n:
         return {}
@@ -108,7 +108,7 @@ def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
     zeros = torch.zeros(max(FITTED) // 4)
 
     def step(k: int, reduced: set[int]) -> None:
-        """k micro-batches, those in `reduced` with communication."""
+        """Take k micro-batches, those in `reduced` with communication."""
         for micro_step in range(k):
             model.require_backward_grad_sync = micro_step in reduced
             model(input_ids=tokens, labels=tokens).loss.backward()
@@ -117,25 +117,25 @@ def cases(rank: int, n: int) -> dict[str, Callable[[], None]]:
         for _ in range(CALLS):
             dist.all_reduce(data, group=group)
 
-    named = {"computed 1": lambda: step(1, set()), "once 1": lambda: step(1, {0})}
+    calls = {"computed 1": lambda: step(1, set()), "once 1": lambda: step(1, {0})}
     if n > 1:
         for k in MICRO_STEPS[1:]:
-            named[f"computed {k}"] = lambda k=k: step(k, set())
-            named[f"once {k}"] = lambda k=k: step(k, {k - 1})
-            named[f"every {k}"] = lambda k=k: step(k, set(range(k)))
+            calls[f"computed {k}"] = lambda k=k: step(k, set())
+            calls[f"once {k}"] = lambda k=k: step(k, {k - 1})
+            calls[f"every {k}"] = lambda k=k: step(k, set(range(k)))
         for size in [*FITTED, *CHECKED]:
-            named[f"all-reduce {size}"] = lambda size=size: reduce(zeros[: size // 4])
+            calls[f"all-reduce {size}"] = lambda size=size: reduce(zeros[: size // 4])
 
     def timed(call: Callable[[], None]) -> float:
         model.zero_grad(set_to_none=False)
         dist.barrier(group)
         return harness.seconds(call)
 
-    return {name: lambda call=call: timed(call) for name, call in named.items()}
+    return {name: lambda call=call: timed(call) for name, call in calls.items()}
 
 
 def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> None:
-    """What one of the processes does; writes its seconds, one number a round for every case, into the folder."""
+    """Measure on one of the processes, and write its seconds, one number a round for every case, into the folder."""
     if is_throttled:
         with open(f"/run/netns/rank{rank}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
@@ -149,14 +149,14 @@ def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> 
         world_size=max(PROCESSES),
         timeout=timedelta(minutes=10),
     )
-    of_sizes = {n: cases(rank, n) for n in PROCESSES}
-    seconds = {f"{n} {name}": [] for n, named in of_sizes.items() for name in named}
-    for named in of_sizes.values():
-        for _ in range(2 if named else 0):
-            named["once 1"]()  # the first connects, and lets DDP arrange its buckets
+    calls_by_size = {n: cases(rank, n) for n in PROCESSES}
+    seconds = {f"{n} {name}": [] for n, calls in calls_by_size.items() for name in calls}
+    for calls in calls_by_size.values():
+        for _ in range(2 if calls else 0):
+            calls["once 1"]()  # the first connects, and lets DDP arrange its buckets
     for _ in range(rounds):
-        for n, named in of_sizes.items():
-            for name, call in named.items():
+        for n, calls in calls_by_size.items():
+            for name, call in calls.items():
                 seconds[f"{n} {name}"].append(call())
     Path(folder, f"{rank}.json").write_text(json.dumps(seconds))
     dist.barrier()
@@ -164,19 +164,20 @@ def measure_process(rank: int, is_throttled: bool, rounds: int, folder: str) -> 
 
 
 def measure(is_throttled: bool, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest process: "N CASE" -> a number for every round. Throttled: to be called after SET_UP."""
+    """Measure the seconds of the slowest process: "N CASE" -> a number for every round. Throttled: call it after SET_UP."""
     os.environ["OMP_NUM_THREADS"] = "1"  # the processes read it when they import torch
     os.environ["GLOO_SOCKET_IFNAME"] = "card" if is_throttled else loopback()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure_process, (is_throttled, rounds, folder), nprocs=max(PROCESSES))
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(max(PROCESSES))]
+        results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(max(PROCESSES))]
     return {
-        case: [max(of) for of in zip(*(each[case] for each in found if case in each), strict=True)] for case in found[0]
+        case: [max(values) for values in zip(*(result[case] for result in results if case in result), strict=True)]
+        for case in results[0]
     }
 
 
 def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
-    """`measure` in namespaces with throttled links; why not, where they cannot be made."""
+    """Call `measure` in namespaces with throttled links; the reason, where they cannot be made."""
     try:
         tried = subprocess.run([*NAMESPACE, SET_UP], capture_output=True, text=True)
     except OSError as error:
@@ -197,7 +198,7 @@ def measure_throttled(rounds: int) -> dict[str, list[float]] | str:
 def predict(
     n: int, latency: float, bandwidth: float, num_parameters: int, k: int, micro_step: float, is_every: bool
 ) -> tuple[float, float]:
-    """Seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
+    """Predict seconds of communication in a step of k micro-batches of `micro_step` seconds, and those that are not hidden."""
     work = timing.Work(flops=0, saved_bytes=0, num_parameters=num_parameters, num_layers=LAYERS)
     software = timing.default_software("no")
     return timing._communication(work, software, hardware(n, latency, bandwidth), k, micro_step, False, is_every, AS_IS)
@@ -207,14 +208,14 @@ AS_IS = dataclasses.replace(timing.CALIBRATION, reachable_link=1.0)  # a measure
 
 
 def hardware(n: int, latency: float, bandwidth: float) -> Hardware:
-    """n devices on links of so many seconds and bytes/s."""
+    """Make n devices on links of so many seconds and bytes/s."""
     link = {"link_gb_per_s": bandwidth / 1e9, "link_latency_us": latency * 1e6}
     return Hardware(dataclasses.replace(load_device("cpu"), **link), n)
 
 
 def compare(seconds: dict[str, list[float]], num_parameters: int) -> dict:
-    """Measured beside predicted, for one link."""
-    medians = {case: statistics.median(of) for case, of in seconds.items()}
+    """Compare measured with predicted seconds, for one link."""
+    medians = {case: statistics.median(values) for case, values in seconds.items()}
 
     def all_reduce(n: int, size: int) -> float:
         return medians[f"{n} all-reduce {size}"] / CALLS
@@ -256,7 +257,7 @@ def compare(seconds: dict[str, list[float]], num_parameters: int) -> dict:
 
 
 def error(predicted: float, measured: float) -> float:
-    """Predicted over measured, less 1."""
+    """Compute predicted over measured, less 1."""
     return predicted / measured - 1
 
 
@@ -268,7 +269,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
-def _section(name: str, found: dict) -> str:
+def _section(name: str, results: dict) -> str:
     steps = table(
         "N | k | gradients summed | computation | communication, predicted | exposed, predicted | exposed, measured | "
         "step, predicted | step, measured | error",
@@ -280,7 +281,7 @@ def _section(name: str, found: dict) -> str:
                 *(_milliseconds(row[f"step_{name}"]) for name in ("predicted", "measured")),
                 f"{error(row['step_predicted'], row['step_measured']):+.0%}",
             ]
-            for row in found["steps"]
+            for row in results["steps"]
         ],
     )
     reduced = table(
@@ -291,25 +292,27 @@ def _section(name: str, found: dict) -> str:
                 *(_milliseconds(row["predicted"]), f"{error(row['predicted'], row['measured']):+.0%}"),
                 *(_milliseconds(row["ring"]), f"{error(row['ring'], row['measured']):+.0%}"),
             ]
-            for row in found["all_reduces"]
+            for row in results["all_reduces"]
         ],
     )
-    sizes = [abs(error(row["step_predicted"], row["step_measured"])) for row in found["steps"] if row["processes"] > 1]
+    sizes = [
+        abs(error(row["step_predicted"], row["step_measured"])) for row in results["steps"] if row["processes"] > 1
+    ]
     saved = [
-        f"{n}: predicted {1 / k:.0%}, measured {of['once'] / of['every']:.0%}"
+        f"{n}: predicted {1 / k:.0%}, measured {exposed['once'] / exposed['every']:.0%}"
         for n in PROCESSES[1:]
         for k in MICRO_STEPS[1:]
-        for of in [
+        for exposed in [
             {
                 row["reduced"]: row["exposed_measured"]
-                for row in found["steps"]
+                for row in results["steps"]
                 if (row["processes"], row["k"]) == (n, k)
             }
         ]
     ]
     return (
         f"## {name}\n\n"
-        f"Fitted to two processes: {found['bandwidth'] / 1e9:.3g} GB/s, {found['latency'] * 1e6:,.0f} microseconds.\n"
+        f"Fitted to two processes: {results['bandwidth'] / 1e9:.3g} GB/s, {results['latency'] * 1e6:,.0f} microseconds.\n"
         f"Steps of several processes: median error {statistics.median(sizes):.0%}, worst {max(sizes):.0%}.\n\n"
         f"{steps}\n"
         f"Exposed once per step, of what is exposed in every micro-batch, k {MICRO_STEPS[-1]}, by N: {'; '.join(saved)}.\n\n"

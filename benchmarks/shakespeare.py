@@ -42,7 +42,7 @@ BLOCK, STEPS, CUT_STEPS, TURN = 64, 2000, 50, 2.0
 
 
 def prepare_nanogpt(checkout: Path, work: Path, train_file: Path) -> None:
-    """A copy, with the data made by its own prepare.py (without the download)."""
+    """Copy nanoGPT, and make the data with its own prepare.py (without the download)."""
     folder = work / "nanogpt"
     shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(".git"))
     data = folder / "data" / "shakespeare_char"
@@ -56,36 +56,36 @@ def nanogpt(work: Path, threads: int) -> Program:
     return Program([sys.executable, "train.py", *NANOGPT_FLAGS], work / "nanogpt", work / "nanogpt.log", threads)
 
 
-def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", *how: str) -> Program:
-    words = harness.launch(harness.ROOT / "scripts" / "pretrain_gpt2.py", *how)
+def ours(work: Path, name: str, train_file: Path, threads: int, flags: str = "", *launch_flags: str) -> Program:
+    words = harness.launch(harness.ROOT / "scripts" / "pretrain_gpt2.py", *launch_flags)
     words += ["--recipe", "gpt2_shakespeare_char_cpu", "--train_file", str(train_file)]
     words += ["--output_dir", str(work / name), "--overwrite_output_dir", *flags.split()]
     return Program(words, work, work / f"{name}.log", threads)
 
 
-def steps_of(work: Path, name: str) -> list[dict]:
-    """The step lines of a run of ours."""
+def read_steps(work: Path, name: str) -> list[dict]:
+    """Read the step lines of a run of ours."""
     lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 
 
 def train_seconds(work: Path, name: str) -> float:
     if name == "nanoGPT":
-        found = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
-        seconds = [float(ms) / 1e3 for number, ms in found if int(number) % 250]  # the others hold an evaluation
+        matches = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
+        seconds = [float(ms) / 1e3 for number, ms in matches if int(number) % 250]  # the others hold an evaluation
     else:
-        seconds = [line["seconds"] for line in steps_of(work, name)]
+        seconds = [line["seconds"] for line in read_steps(work, name)]
     longest = 10 * statistics.median(seconds)
     return STEPS * statistics.mean(second for second in seconds if second < longest)
 
 
 @torch.no_grad()
-def validation_loss(tokens: np.ndarray, logits_of) -> tuple[float, int]:
-    """Mean loss over all tokens but the first, each predicted once from those before it in its block."""
+def validation_loss(tokens: np.ndarray, compute_logits) -> tuple[float, int]:
+    """Compute the mean loss over all tokens but the first, each predicted once from the earlier tokens of its block."""
     total, count = 0.0, 0
     for start in range(0, len(tokens) - 1, BLOCK):
         part = torch.from_numpy(tokens[start : start + BLOCK + 1].astype(np.int64))[None]
-        logits = logits_of(part[:, :-1])
+        logits = compute_logits(part[:, :-1])
         total += F.cross_entropy(logits[0].double(), part[0, 1:], reduction="sum").item()
         count += part.shape[1] - 1
     return total / count, count
@@ -135,7 +135,7 @@ def main() -> None:
             harness.run_in_turns(programs.values(), TURN)
             rounds.append({n: (train_seconds(work, n), p.seconds) for n, p in programs.items()})
             print(rounds[-1], file=sys.stderr)
-        true = [line["loss"] for line in steps_of(work, "ours")[:CUT_STEPS]]
+        true = [line["loss"] for line in read_steps(work, "ours")[:CUT_STEPS]]
         cuts = {}
         for name, flags, config in (
             ("k = 4, b = 3", "--per_device_train_batch_size 3", "cpu.yaml"),
@@ -143,7 +143,7 @@ def main() -> None:
         ):
             stop = f"{flags} --stop_after_step {CUT_STEPS}"
             ours(work, "cut", train_file, threads if config == "cpu.yaml" else 1, stop, "no", config).turn(None)
-            losses = [line["loss"] for line in steps_of(work, "cut")]
+            losses = [line["loss"] for line in read_steps(work, "cut")]
             cuts[name] = max(abs(a / b - 1) for a, b in zip(losses, true, strict=True))
         validation = {"nanoGPT": nanogpt_validation(work)}
         validation |= {name: our_validation(work, name) for name in ("ours", "ours, bf16")}
@@ -151,11 +151,15 @@ def main() -> None:
     rows = []
     for name in rounds[0]:
         row = {"program": name, "validation_loss": validation[name][0]}
-        for place, what in enumerate(("train", "process")):
-            seconds, theirs = ([times[each][place] for times in rounds] for each in (name, "nanoGPT"))
+        for place, stage in enumerate(("train", "process")):
+            seconds, theirs = ([times[title][place] for times in rounds] for title in (name, "nanoGPT"))
             values = ratios(seconds, theirs)
-            row[f"{what}_seconds"] = statistics.median(seconds)
-            row |= {f"{what}_ratio": statistics.median(values), f"{what}_min": min(values), f"{what}_max": max(values)}
+            row[f"{stage}_seconds"] = statistics.median(seconds)
+            row |= {
+                f"{stage}_ratio": statistics.median(values),
+                f"{stage}_min": min(values),
+                f"{stage}_max": max(values),
+            }
         rows.append(row)
     about = harness.about(
         "make bench-shakespeare",
@@ -170,17 +174,17 @@ def main() -> None:
 
 
 def _commit(checkout: Path) -> str | None:
-    found = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or None
+    result = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return result.stdout.strip() or None
 
 
 def markdown(results: dict) -> str:
     about, rows = results["about"], []
     for row in results["rows"]:
         rows.append([row["program"], f"{row['validation_loss']:.4f}"])
-        for what in ("train", "process"):
-            numbers = (row[f"{what}_{name}"] for name in ("ratio", "min", "max"))
-            rows[-1] += [f"{row[f'{what}_seconds']:.1f}", spread(numbers, ".3f")]
+        for stage in ("train", "process"):
+            numbers = (row[f"{stage}_{name}"] for name in ("ratio", "min", "max"))
+            rows[-1] += [f"{row[f'{stage}_seconds']:.1f}", spread(numbers, ".3f")]
     differences = "".join(f"- {name}: {value:.1e}\n" for name, value in results["cuts"].items())
     columns = "program | validation loss | training, s | / nanoGPT's | whole process, s | / nanoGPT's"
     return harness.page(

@@ -56,9 +56,9 @@ def watch(file: Path, argv: list[str]) -> None:
     def timed(evaluate):
         def evaluated(*args, **more):
             start = harness.clock()
-            found = evaluate(*args, **more)
+            result = evaluate(*args, **more)
             evaluating.append(harness.clock() - start)
-            return found
+            return result
 
         return evaluated
 
@@ -76,18 +76,18 @@ def watch(file: Path, argv: list[str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def seconds_of(start: float, ends: dict[str, float]) -> dict[str, float]:
-    """Seconds of each stage.
+def stage_seconds(start: float, ends: dict[str, float]) -> dict[str, float]:
+    """Compute the seconds of each stage.
 
-    >>> seconds_of(1.0, {"launcher": 2.0, "imports": 5.0, "preparing": 5.5, "evaluation": 6.5, "first step": 7.0})
+    >>> stage_seconds(1.0, {"launcher": 2.0, "imports": 5.0, "preparing": 5.5, "evaluation": 6.5, "first step": 7.0})
     {'launcher': 1.0, 'imports': 3.0, 'preparing': 0.5, 'evaluation': 1.0, 'first step': 0.5}
     """
     times = [start, *(ends[stage] for stage in STAGES)]
-    return {stage: after - before for stage, before, after in zip(STAGES, times, times[1:], strict=False)}
+    return {stage: end - begin for stage, begin, end in zip(STAGES, times, times[1:], strict=False)}
 
 
 def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
-    """Seconds of each stage of one run."""
+    """Measure the seconds of each stage of one run."""
     file = folder / f"{program}.json"
     file.unlink(missing_ok=True)
     words = harness.launch(__file__, precision)
@@ -99,7 +99,7 @@ def measure(program: str, precision: str, folder: Path) -> dict[str, float]:
     run = subprocess.run(words, env=environment, capture_output=True, text=True)
     if run.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{run.stderr[-3000:]}")
-    return seconds_of(start, json.loads(file.read_text()))
+    return stage_seconds(start, json.loads(file.read_text()))
 
 
 def main() -> None:
@@ -109,10 +109,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def run(program: str) -> dict[str, float]:
-            found = measure(program, arguments.precision, Path(folder))
-            shown = {stage: round(value, 2) for stage, value in found.items()}
-            print(program, shown, file=sys.stderr, flush=True)
-            return found
+            seconds = measure(program, arguments.precision, Path(folder))
+            rounded = {stage: round(value, 2) for stage, value in seconds.items()}
+            print(program, rounded, file=sys.stderr, flush=True)
+            return seconds
 
         calls = {program: partial(run, program) for program in arguments.only}
         rows = harness.in_turns(calls, arguments.rounds, warm_up=1)

@@ -61,12 +61,12 @@ class Row:
         return timing.step_time(*self.step, **self.options, calibration=calibration)
 
     def ratio(self, calibration: Calibration) -> float:
-        """Predicted over published."""
+        """Compute predicted over published throughput."""
         return self.predict(calibration).samples_per_second(self.batch) / self.value
 
 
-def work_of(shape: dict, row: dict) -> Work:
-    """The work for a sample of a published row.
+def published_work(shape: dict, row: dict) -> Work:
+    """Make the work for a sample of a published row.
 
     Transformers there save, per layer and sample, 34 T h + 5 heads T^2 bytes in pure 16-bit arithmetic, 66 and 9 in float32
     (Korthikanti et al., 2022, arXiv:2205.05198, section 4).
@@ -92,22 +92,22 @@ def work_of(shape: dict, row: dict) -> Work:
 
 
 def read(path: Path = PUBLISHED) -> list[Row]:
-    """All published rows."""
+    """Read all published rows."""
     published = yaml.safe_load(path.read_text())
     rows = []
     for row in published["rows"]:
-        on = hardware.parse(row["hardware"])
+        machine = hardware.parse(row["hardware"])
         if "network_gb_per_s" in row:
-            on = dataclasses.replace(
-                on, device=dataclasses.replace(on.device, network_gb_per_s=row["network_gb_per_s"])
+            machine = dataclasses.replace(
+                machine, device=dataclasses.replace(machine.device, network_gb_per_s=row["network_gb_per_s"])
             )
         layout = solve_layout(
-            num_processes=on.num_processes,
+            num_processes=machine.num_processes,
             per_device_train_batch_size=row["b"],
             gradient_accumulation_steps=row.get("k", 1),
         )
         software = Software(**published["software"][row["software"]])
-        step = work_of(published["works"][row["work"]], row), layout, on, row["mixed_precision"], software
+        step = published_work(published["works"][row["work"]], row), layout, machine, row["mixed_precision"], software
         value = row["value"] / (row["length"] if row.get("unit") == "tokens" else 1)
         options = {"cores": row["cores"]} if "cores" in row else {}
         rows.append(Row(row, value, layout.global_batch_size, step, options))
@@ -115,7 +115,7 @@ def read(path: Path = PUBLISHED) -> list[Row]:
 
 
 def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
-    """Constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
+    """Fit constants that make the sum of |log(predicted / published)| small, by Gauss-Newton steps.
 
     In logarithms of the constants, each row weighted by 1 / sqrt(|error|), at most 1 / sqrt(0.05): a robust fit, which a
     few wrong rows do not move much.
@@ -129,40 +129,42 @@ def fit(rows: list[Row], start: Calibration, num_rounds: int) -> Calibration:
         calibration = constants(logarithms)
         return np.log([row.ratio(calibration) for row in rows])
 
-    at = np.log(dataclasses.astuple(start))
+    point = np.log(dataclasses.astuple(start))
     for _ in range(num_rounds):
-        now = errors(at)
-        slopes = np.stack([(errors(at + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(at))], axis=1)
+        now = errors(point)
+        slopes = np.stack([(errors(point + 1e-4 * unit) - now) / 1e-4 for unit in np.eye(len(point))], axis=1)
         weights = np.maximum(0.05, np.abs(now)) ** -0.5
-        damped = np.vstack([slopes * weights[:, None], 1e-2 * np.eye(len(at))])
-        step = np.linalg.lstsq(damped, np.concatenate([-now * weights, np.zeros(len(at))]), rcond=None)[0]
-        at = at + np.clip(step, -0.3, 0.3)
-    return constants(at)
+        damped = np.vstack([slopes * weights[:, None], 1e-2 * np.eye(len(point))])
+        step = np.linalg.lstsq(damped, np.concatenate([-now * weights, np.zeros(len(point))]), rcond=None)[0]
+        point = point + np.clip(step, -0.3, 0.3)
+    return constants(point)
 
 
 def rounded(calibration: Calibration) -> Calibration:
-    """To the digits that samestep/planner/timing.py holds."""
+    """Round to the digits that samestep/planner/timing.py holds."""
     values = dataclasses.asdict(calibration).items()
     return Calibration(**{name: float(f"{value:.{DIGITS}g}") for name, value in values})
 
 
 def groups(row: Row) -> dict[str, str]:
-    """What else is left out with a row."""
+    """Name what else is left out with a row."""
     name = row.step[2].device.name
     chip = CHIPS.get(name.split("-")[0], name)
     return {"machine": row.published["machine"], "chip": chip, "source": row.published["source"]}
 
 
 def measure(rows: list[Row]) -> dict:
-    """The fit and every prediction."""
+    """Make the fit and every prediction."""
     fitted = fit(rows, START, 60)
-    of_rows = [groups(row) for row in rows]
-    without = {
-        group: fit([row for row, of in zip(rows, of_rows, strict=True) if group not in of.items()], START, 60)
-        for group in sorted({group for of in of_rows for group in of.items()})
+    row_groups = [groups(row) for row in rows]
+    fits = {
+        group: fit(
+            [row for row, row_group in zip(rows, row_groups, strict=True) if group not in row_group.items()], START, 60
+        )
+        for group in sorted({group for row_group in row_groups for group in row_group.items()})
     }
     lines = []
-    for index, (row, of) in enumerate(zip(rows, of_rows, strict=True)):
+    for index, (row, row_group) in enumerate(zip(rows, row_groups, strict=True)):
         alone = fit(rows[:index] + rows[index + 1 :], fitted, 10)
         step = row.predict(CALIBRATION)
         lines.append(
@@ -172,7 +174,7 @@ def measure(rows: list[Row]) -> dict:
                 "predicted": step.samples_per_second(row.batch),
                 "error": row.ratio(CALIBRATION) - 1,
                 "without_row": row.ratio(alone) - 1,
-                **{f"without_{group[0]}": row.ratio(without[group]) - 1 for group in of.items()},
+                **{f"without_{group[0]}": row.ratio(fits[group]) - 1 for group in row_group.items()},
                 "seconds": dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak},
             }
         )
@@ -186,17 +188,17 @@ def is_far(row: dict) -> bool:
 
 
 def summary(rows: list[dict]) -> dict[str, tuple[float, float]]:
-    """Median and largest absolute error of each kind."""
+    """Compute median and largest absolute error of each kind."""
     sizes = {kind: [abs(row[kind]) for row in rows] for kind in KINDS}
-    return {kind: (statistics.median(of), max(of)) for kind, of in sizes.items()}
+    return {kind: (statistics.median(values), max(values)) for kind, values in sizes.items()}
 
 
 def by_machine(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
-    """Number of rows, median and largest absolute error of each machine, its rows unseen."""
+    """Compute number of rows, median and largest absolute error of each machine, its rows unseen."""
     sizes = {}
     for row in rows:
         sizes.setdefault(row["machine"], []).append(abs(row["without_machine"]))
-    return {machine: (len(of), statistics.median(of), max(of)) for machine, of in sorted(sizes.items())}
+    return {machine: (len(values), statistics.median(values), max(values)) for machine, values in sorted(sizes.items())}
 
 
 def _label(row: dict) -> str:
@@ -208,7 +210,7 @@ def markdown(results: dict) -> str:
     rows = results["rows"]
     errors = table(
         "constants | median | worst",
-        [[KINDS[kind], f"{middle:.1%}", f"{most:.1%}"] for kind, (middle, most) in summary(rows).items()],
+        [[KINDS[kind], f"{middle:.1%}", f"{largest:.1%}"] for kind, (middle, largest) in summary(rows).items()],
     )
     constants = table(
         "constant | value | meaning",
@@ -242,18 +244,18 @@ def markdown(results: dict) -> str:
         "source | work | hardware | without its machine | why",
         [[row["source"], _label(row), row["hardware"], f"{row['without_machine']:+.0%}", row["why"]] for row in far],
     )
-    of_machines = by_machine(rows)
-    middle = statistics.median(middle for _, middle, _ in of_machines.values())
+    by_name = by_machine(rows)
+    middle = statistics.median(middle for _, middle, _ in by_name.values())
     machines = table(
         "machine, unseen | rows | median | worst",
-        [[name, str(count), f"{half:.1%}", f"{most:.1%}"] for name, (count, half, most) in of_machines.items()],
+        [[name, str(count), f"{half:.1%}", f"{largest:.1%}"] for name, (count, half, largest) in by_name.items()],
     )
     guesses = ", ".join(f"{value:g}" for value in dataclasses.astuple(START))
     return harness.page(
         "Predicted beside published throughput",
         "timing.py",
         results["about"],
-        f"{len(rows)} published numbers from {len(of_machines)} machines, each predicted by samestep/planner/timing.py. "
+        f"{len(rows)} published numbers from {len(by_name)} machines, each predicted by samestep/planner/timing.py. "
         "Nine constants are fitted:\nto all rows; to all but the predicted one; to all but those of its machine, "
         "its chip, its source.\nA constant that only the rows left out decide stays at a first guess: "
         f"{guesses}.\n\n"

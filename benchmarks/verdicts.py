@@ -140,8 +140,8 @@ def main() -> None:
             rows.append(row)
     results = {"about": harness.about("make bench-verdicts", PACKAGES, tolerance=corpus.TOLERANCE), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    harness.write_between(arguments.document, "causes", guide())
-    harness.write_between(arguments.document, "verdicts", part(results))
+    harness.write_part(arguments.document, "causes", guide())
+    harness.write_part(arguments.document, "verdicts", part(results))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ os.environ.update(
 import matplotlib.figure
 import pytest
 from blank import write_blank
-from common import ROOT, TINIES, environment_of, fresh_accelerator, load_script, tiny_argv, write_corpus
+from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import Server
 
 from samestep import interrupt
@@ -42,26 +42,26 @@ def pytest_runtestloop():
 
 @pytest.fixture(scope="module", autouse=True)
 def modules_are_no_garbage():
-    """Every training ends with `gc.collect()`, which would look at all that torch and transformers consist of."""
+    """Freeze the imported modules: `gc.collect()` at the end of every training would look at all of torch and transformers."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def pictures_are_blank(request, monkeypatch):
-    """Figures are made, but drawn only in tests that look at pictures, and say so with the fixture `drawn`."""
-    if "drawn" not in request.fixturenames:
+    """Write blank pictures for figures, but in tests that look at pictures and take the fixture `real_figures`."""
+    if "real_figures" not in request.fixturenames:
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", write_blank)
 
 
 @pytest.fixture
-def drawn():
-    """Pictures are what they are for a user."""
+def real_figures():
+    """Draw figures as for a user; see `pictures_are_blank`."""
 
 
 @pytest.fixture(autouse=True)
-def signals_handled_as_before():
-    """Runs that fail leave their handlers, which processes forked later would inherit."""
+def restore_signal_handlers():
+    """Put signal handlers back: runs that fail leave theirs, which processes forked later would inherit."""
     handlers = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
     yield
     for number, handler in handlers.items():
@@ -70,13 +70,13 @@ def signals_handled_as_before():
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch, tmp_path):
-    """What a test learns about memory is not remembered in the next one."""
+    """Forget after each test what it learned about memory."""
     monkeypatch.setattr(capacity, "FILE", tmp_path / "capacity.json")
 
 
 @pytest.fixture(autouse=True)
 def products_are_torchs():
-    """What a run in this process chose ends with its test."""
+    """Undo after each test the choice of matmul kernels that a run in this process made."""
     yield
     products.use(None)
 
@@ -88,13 +88,13 @@ def script(scripts):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """See `write_corpus`."""
+    """Write the corpus once; see `write_corpus`."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def scripts():
-    """The programs by name."""
+    """Load the programs, by name."""
     return {name: load_script(name) for name in TINIES}
 
 
@@ -113,14 +113,14 @@ def train(scripts, corpus, tmp_path):
 
 @pytest.fixture(scope="session")
 def server():
-    """Records programs as the audit does, without the wait for their imports."""
+    """Start a server that records programs as the audit does, without the wait for their imports."""
     with Server() as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def trainings():
-    """Starts trainings on several processes: imports are waited for once, and not in every launch."""
+    """Start a server of trainings on several processes: imports are waited for once, and not in every launch."""
     with Server("run_layouts", libraries=(), is_cpu=False) as server:
         yield server
 
@@ -139,9 +139,9 @@ def train_on(corpus, tmp_path, trainings):
             program = name.split("/")[0] if "/" in name else "pretrain_bert"
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
-        told = environment_of(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
+        environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
         trainings.run(
-            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=told, can_repeat=False
+            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=environment, can_repeat=False
         )
         return tmp_path
 

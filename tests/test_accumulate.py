@@ -122,8 +122,8 @@ def test_the_gradient_is_clipped_as_torch_does(dtype, share):
     ]
     gradients = [(10 * gradient).to(dtype) for gradient in gradients]
     ours, theirs = ([torch.nn.Parameter(torch.empty_like(g)) for g in gradients] for _ in range(2))
-    for one, other, gradient in zip(ours, theirs, gradients, strict=True):
-        one.grad, other.grad = gradient.clone(), gradient.clone()
+    for parameter, other, gradient in zip(ours, theirs, gradients, strict=True):
+        parameter.grad, other.grad = gradient.clone(), gradient.clone()
     ours.append(torch.nn.Parameter(torch.ones(3, dtype=dtype)))  # without a gradient
     norm = torch.linalg.vector_norm(torch.cat([gradient.flatten().double() for gradient in gradients])).item()
     limit = None if share is None else share * norm
@@ -131,13 +131,13 @@ def test_the_gradient_is_clipped_as_torch_does(dtype, share):
     tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 0}[
         dtype
     ]  # 16 bits, too few for squares, are left to torch
-    found = accumulate.clip(accelerator, optimizer, ours, limit).item()
+    actual = accumulate.clip(accelerator, optimizer, ours, limit).item()
     expected = torch.nn.utils.clip_grad_norm_(theirs, float("inf") if limit is None else limit).item()
-    assert found == pytest.approx(expected, rel=tolerance)
-    assert found == pytest.approx(norm, rel=tolerance or 1e-3)
-    for one, other, gradient in zip(ours[:-1], theirs, gradients, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=0)
-        assert share is None or share < 2 or torch.equal(one.grad, gradient)
+    assert actual == pytest.approx(expected, rel=tolerance)
+    assert actual == pytest.approx(norm, rel=tolerance or 1e-3)
+    for parameter, other, gradient in zip(ours[:-1], theirs, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=tolerance, atol=0)
+        assert share is None or share < 2 or torch.equal(parameter.grad, gradient)
     assert ours[-1].grad is None
 
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from common import found_by_processes
-from run_accumulating import OPTIMIZERS, STEPS, build, groups, micro_batch_losses, most_bytes
+from common import run_processes
+from run_accumulating import OPTIMIZERS, STEPS, build, groups, micro_batch_losses, peak_bytes
 from torch import nn
 
 from samestep.errors import UsageError
@@ -16,26 +16,28 @@ EXACT = 1e-14
 
 
 def miss(ours: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-    """Largest relative error of a tensor."""
+    """Compute the largest relative error of a tensor."""
     return max(((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(ours, true, strict=True))
 
 
 def plain(name: str) -> dict[str, list[torch.Tensor]]:
-    """The same steps by the documented formulas, gradients of micro-batches kept; parameters, moments and the last gradient's
-    norm."""
+    """Take the same steps by the documented formulas, with gradients of micro-batches kept.
+
+    Returns parameters, moments and the last gradient's norm.
+    """
     network = build()
-    of = [(p, group) for group in groups(network) for p in group["params"] if p.requires_grad]
-    moments = {p: [torch.zeros_like(p) for _ in range(2)] for p, _ in of}
+    pairs = [(p, group) for group in groups(network) for p in group["params"] if p.requires_grad]
+    moments = {p: [torch.zeros_like(p) for _ in range(2)] for p, _ in pairs}
     beta1, beta2, number = 0.9, 0.99, 4
     for step in range(STEPS):
         micro_batches = []
         for _, loss in micro_batch_losses(network, step):
             micro_batches.append(
-                torch.autograd.grad(loss(), [p for p, _ in of], allow_unused=True, materialize_grads=True)
+                torch.autograd.grad(loss(), [p for p, _ in pairs], allow_unused=True, materialize_grads=True)
             )
         norm = math.sqrt(sum(sum(parts).square().sum().item() for parts in zip(*micro_batches, strict=True)))
         with torch.no_grad():
-            for (p, group), *parts in zip(of, *micro_batches, strict=True):
+            for (p, group), *parts in zip(pairs, *micro_batches, strict=True):
                 whole, squares, (m, v) = sum(parts), sum(part**2 for part in parts), moments[p]
                 decay, t = group["weight_decay"], step + 1
                 if name == "sgd":
@@ -53,7 +55,7 @@ def plain(name: str) -> dict[str, list[torch.Tensor]]:
                 v.mul_(beta2).add_(square, alpha=1 - beta2)
                 rate = group.get("lr", 0.01)
                 p.mul_(1 - rate * decay).sub_(rate * mean / ((v / (1 - beta2**t)).sqrt() + 1e-8))
-    return {"parameters": list(network.parameters()), "moments": [moments[p] for p, _ in of], "norm": norm}
+    return {"parameters": list(network.parameters()), "moments": [moments[p] for p, _ in pairs], "norm": norm}
 
 
 def ours(name: str) -> dict:
@@ -77,50 +79,50 @@ def ours(name: str) -> dict:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fifty_steps_are_those_of_the_formulas(name):
-    found, true = ours(name), plain(name)
-    assert miss(found["parameters"], true["parameters"]) < EXACT
-    for mine, theirs in zip(found["moments"], true["moments"], strict=True):
-        assert miss(mine, theirs[: len(mine)]) < EXACT
+    actual, true = ours(name), plain(name)
+    assert miss(actual["parameters"], true["parameters"]) < EXACT
+    for moment, theirs in zip(actual["moments"], true["moments"], strict=True):
+        assert miss(moment, theirs[: len(moment)]) < EXACT
 
 
 def test_sgd_is_torchs():
     """Weight decay, groups, frozen parameters, momentum; k changes from step to step."""
-    one, two = build(), build()
-    a = AccumulatingSGD(groups(one), 0.05, 0.9)
-    b = torch.optim.SGD(groups(two), 0.05, 0.9)
+    model_a, model_b = build(), build()
+    a = AccumulatingSGD(groups(model_a), 0.05, 0.9)
+    b = torch.optim.SGD(groups(model_b), 0.05, 0.9)
     for step in range(STEPS):
         for group in [*a.param_groups, *b.param_groups]:
             group["lr"] = 0.05 / (1 + step)
         a.gradient_accumulation_steps = 1 + step % 4
-        for _, loss in list(micro_batch_losses(one, step))[: 1 + step % 4]:
+        for _, loss in list(micro_batch_losses(model_a, step))[: 1 + step % 4]:
             loss().backward()
         b.zero_grad()
-        for _, loss in list(micro_batch_losses(two, step))[: 1 + step % 4]:
+        for _, loss in list(micro_batch_losses(model_b, step))[: 1 + step % 4]:
             loss().backward()
         a.step()
         b.step()
-    assert miss(list(one.parameters()), list(two.parameters())) < EXACT
-    theirs = [b.state[p]["momentum_buffer"] for p in two.parameters() if p.requires_grad]
-    assert miss([a.state[p]["momentum_buffer"] for p in one.parameters() if p.requires_grad], theirs) < EXACT
+    assert miss(list(model_a.parameters()), list(model_b.parameters())) < EXACT
+    theirs = [b.state[p]["momentum_buffer"] for p in model_b.parameters() if p.requires_grad]
+    assert miss([a.state[p]["momentum_buffer"] for p in model_a.parameters() if p.requires_grad], theirs) < EXACT
 
 
 @pytest.mark.parametrize("name", ["unbiased", "mean_of_squares", "sum_of_squares"])
 def test_of_one_micro_batch_it_is_torchs_adamw(name):
-    one, two = build(), build()
-    a = OPTIMIZERS[name](groups(one))
-    b = torch.optim.AdamW(groups(two), 0.01, (0.9, 0.99), weight_decay=0.0)
+    model_a, model_b = build(), build()
+    a = OPTIMIZERS[name](groups(model_a))
+    b = torch.optim.AdamW(groups(model_b), 0.01, (0.9, 0.99), weight_decay=0.0)
     for step in range(STEPS):
-        for network, optimizer in ((one, a), (two, b)):
+        for network, optimizer in ((model_a, a), (model_b, b)):
             optimizer.zero_grad()
             sum(loss() for _, loss in micro_batch_losses(network, step)).backward()
             optimizer.step()
-    assert miss(list(one.parameters()), list(two.parameters())) < EXACT
+    assert miss(list(model_a.parameters()), list(model_b.parameters())) < EXACT
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
-    """What each of the processes of `run_accumulating.py` found."""
-    return found_by_processes("run_accumulating.py", request.param, tmp_path_factory.mktemp("processes"))
+    """Run the processes of `run_accumulating.py`; the results of each."""
+    return run_processes("run_accumulating.py", request.param, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.distributed
@@ -129,18 +131,18 @@ def processes(request, tmp_path_factory):
 def test_any_number_of_processes_takes_the_same_steps(processes, name):
     """Micro-batches of different sizes, different k, a process without samples; weights that differed before `distribute`."""
     true = plain(name)
-    for found in processes:
-        assert miss(found[name]["parameters"], true["parameters"]) < EXACT
-        for mine, first in zip(found[name]["state"], processes[0][name]["state"], strict=True):
-            assert torch.equal(mine, first)
-        assert found[name]["norm"] == pytest.approx(true["norm"], rel=0.3)
+    for result in processes:
+        assert miss(result[name]["parameters"], true["parameters"]) < EXACT
+        for tensor, first in zip(result[name]["state"], processes[0][name]["state"], strict=True):
+            assert torch.equal(tensor, first)
+        assert result[name]["norm"] == pytest.approx(true["norm"], rel=0.3)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(200)
 def test_reductions_begin_in_the_last_backward(processes):
-    for rank, found in enumerate(processes):
-        early, buckets = found["sgd"]["early"], found["sgd"]["buckets"]
+    for rank, result in enumerate(processes):
+        early, buckets = result["sgd"]["early"], result["sgd"]["buckets"]
         has_samples = len(processes) == 2 or rank != 1
         assert buckets == 3
         assert set(early) == {2 if has_samples else 0}  # the two matrices; not all micro-batches use what comes then
@@ -150,8 +152,8 @@ def test_reductions_begin_in_the_last_backward(processes):
 @pytest.mark.timeout(200)
 def test_no_buffer_of_a_gradients_size_on_several_processes(processes):
     """Parameters, two moments, and what a layer or a bucket needs: no fourth of that size."""
-    for of_parameters, most in (processes[0]["bytes"], most_bytes(1)):
-        assert 3 * of_parameters < most < 3.4 * of_parameters
+    for parameter_bytes, peak in (processes[0]["bytes"], peak_bytes(1)):
+        assert 3 * parameter_bytes < peak < 3.4 * parameter_bytes
 
 
 def train(optimizer, network, k: int, steps: int, first: int = 0) -> None:
@@ -207,7 +209,7 @@ def test_clipping_is_as_documented():
         OPTIMIZERS["sgd"]([group | {"weight_decay": 0.0} for group in groups(network)])
         for network in (free, tight, wide)
     )
-    before = None
+    previous = None
     for step in range(5):
         for network, optimizer, limit in ((free, a, math.inf), (tight, b, 0.05), (wide, c, 1e6)):
             optimizer.gradient_accumulation_steps = 4
@@ -224,7 +226,7 @@ def test_clipping_is_as_documented():
                 b.step()
                 now = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in live])
                 exact = (
-                    0.9 * before + whole * min(1, limit / (norm + 1e-6)) if step else whole * (limit / (norm + 1e-6))
+                    0.9 * previous + whole * min(1, limit / (norm + 1e-6)) if step else whole * (limit / (norm + 1e-6))
                 )
                 assert now.norm().item() == pytest.approx(exact.norm().item(), rel=1e-9)
                 assert torch.dot(now, momentum).item() == pytest.approx(
@@ -233,8 +235,8 @@ def test_clipping_is_as_documented():
             else:
                 optimizer.clip_grad_norm_(limit)
             optimizer.step()
-        before = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in tight.parameters() if p.requires_grad])
-        before = before.clone()
+        previous = torch.cat([b.state[p]["momentum_buffer"].flatten() for p in tight.parameters() if p.requires_grad])
+        previous = previous.clone()
     assert miss(list(wide.parameters()), list(free.parameters())) == 0
     assert miss(list(tight.parameters())[1:], list(free.parameters())[1:]) > 1e-3
 
@@ -291,15 +293,15 @@ def test_clipping_scales_the_second_moment_to_the_sum_it_would_have():
 
 def test_the_state_of_a_new_optimizer_makes_it_new():
     network, twin = build(), build()
-    used, new = (OPTIMIZERS["unbiased"](groups(model)) for model in (network, twin))
-    empty = copy.deepcopy(used.state_dict())
+    old, new = (OPTIMIZERS["unbiased"](groups(model)) for model in (network, twin))
+    empty = copy.deepcopy(old.state_dict())
     for step in range(2):
         next(iter(micro_batch_losses(network, step)))[1]().backward()
-        used.clip_grad_norm_(1e-3)
-        used.step()
+        old.clip_grad_norm_(1e-3)
+        old.step()
     network.load_state_dict(twin.state_dict())
-    used.load_state_dict(empty)
-    for model, optimizer in ((network, used), (twin, new)):
+    old.load_state_dict(empty)
+    for model, optimizer in ((network, old), (twin, new)):
         for step in range(3):
             next(iter(micro_batch_losses(model, step)))[1]().backward()
             optimizer.clip_grad_norm_(1e-2)
@@ -321,17 +323,17 @@ def test_gradients_of_other_strides():
 
 def test_states_are_torchs():
     for ours, theirs in (
-        (OPTIMIZERS["sgd"], lambda of: torch.optim.SGD(of, 0.05, 0.9)),
-        (OPTIMIZERS["unbiased"], lambda of: torch.optim.AdamW(of, 0.01, (0.9, 0.99))),
+        (OPTIMIZERS["sgd"], lambda parameters: torch.optim.SGD(parameters, 0.05, 0.9)),
+        (OPTIMIZERS["unbiased"], lambda parameters: torch.optim.AdamW(parameters, 0.01, (0.9, 0.99))),
     ):
-        one, two = build(), build()
-        a, b = ours(groups(one)), theirs(groups(two))
-        train(a, one, 1, 3)
+        model_a, model_b = build(), build()
+        a, b = ours(groups(model_a)), theirs(groups(model_b))
+        train(a, model_a, 1, 3)
         b.load_state_dict(a.state_dict())
-        two.load_state_dict(one.state_dict())
-        c = ours(groups(two))
+        model_b.load_state_dict(model_a.state_dict())
+        c = ours(groups(model_b))
         c.load_state_dict(b.state_dict())
-        for parameter, twin in zip(one.parameters(), two.parameters(), strict=True):
+        for parameter, twin in zip(model_a.parameters(), model_b.parameters(), strict=True):
             assert a.state[parameter].keys() == b.state[twin].keys() == c.state[twin].keys()
             assert a.state[parameter].keys() - {"step", "clip"} == set(a.moments if parameter.requires_grad else ())
             for key, value in a.state[parameter].items():
@@ -354,23 +356,23 @@ def test_dtypes_and_memory_formats(dtype):
     assert {state.dtype for p in network.parameters() for state in [a.state[p][name] for name in a.moments]} == {dtype}
     assert all(a.state[p]["exp_avg"].stride() == p.stride() for p in network.parameters())
     rtol = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-13}[dtype]
-    for mine, theirs in zip(network.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=rtol, atol=rtol)
+    for actual, theirs in zip(network.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(actual, theirs, rtol=rtol, atol=rtol)
 
 
 def test_parameters_without_gradients_are_left_alone():
     """As torch does: no decay of weights or moments."""
-    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AccumulatingAdamW([used, unused], 0.1, weight_decay=0.5)
+    active, idle = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AccumulatingAdamW([active, idle], 0.1, weight_decay=0.5)
     optimizer.num_micro_batches = 2
     optimizer.step()
     assert not optimizer.state_dict()["state"]
-    used.sum().backward()
+    active.sum().backward()
     assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(3**0.5)
     optimizer.step()
-    assert torch.equal(unused, torch.ones(3))
-    assert not torch.equal(used, torch.ones(3))
-    assert (optimizer.state[used]["step"], optimizer.state[unused]["step"]) == (1, 0)
+    assert torch.equal(idle, torch.ones(3))
+    assert not torch.equal(active, torch.ones(3))
+    assert (optimizer.state[active]["step"], optimizer.state[idle]["step"]) == (1, 0)
 
 
 def test_a_closure_is_the_last_micro_step():
@@ -403,12 +405,12 @@ def test_discarded_gradients_leave_no_trace():
     with optimizer.discard_gradients():
         sum(loss() for _, loss in micro_batch_losses(network, 0)).backward()
     assert all(parameter.grad is None for parameter in network.parameters())
-    for place, of in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(value, state["state"][place][key]) for key, value in of.items())
+    for place, tensors in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][place][key]) for key, value in tensors.items())
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda p: AccumulatingSGD(p, -1.0, 1.0, gradient_accumulation_steps=0), "lr is -1.0, must be 0 or greater"),
         (lambda p: AccumulatingSGD(p, 0.1, 1.0), r"momentum is 1.0, must be in \[0, 1\)"),
@@ -422,8 +424,8 @@ def test_discarded_gradients_leave_no_trace():
         (lambda p: AccumulatingAdamW(p, 0.1, coefficients="root"), "coefficients is root, but second_moment unbiased"),
     ],
 )
-def test_bad_values_are_refused(make, said):
-    with pytest.raises(UsageError, match=said):
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
         make([nn.Parameter(torch.ones(2))])
 
 

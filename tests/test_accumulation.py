@@ -62,8 +62,8 @@ def test_adamw_says_what_it_is_and_goes_on_as_undisturbed(train, capsys):
     """Clipping at work; the checkpoint holds what the next step needs, and torch's names for it."""
     flags = ADAMW + "--per_device_train_batch_size 6"
     whole = train("whole", flags)
-    said = capsys.readouterr().out
-    assert "the cut is not exact, because AdamW's second moment is estimated (unbiased)" in said
+    text = capsys.readouterr().out
+    assert "the cut is not exact, because AdamW's second moment is estimated (unbiased)" in text
     assert all(line["grad_norm"] > 0.2 for line in metrics(whole)), "clipping must be at work"
     train("parts", flags + " --stop_after_step 4")
     parts = train("parts", flags + " --resume_from_checkpoint latest")
@@ -76,9 +76,9 @@ def test_adamw_is_near_the_exact_one(train):
     """In one piece the gradient is exact and only clipping differs; in four the second moment is an estimate."""
     reference = metrics(train("gradient", "--global_batch_size 32 --dtype float64 --max_grad_norm none"))
     flags = ADAMW + "--global_batch_size 32 --max_grad_norm none --per_device_train_batch_size "
-    one, four = (metrics(train(f"cap-{cap}", flags + str(cap))) for cap in (32, 8))
-    assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in reference], rel=1e-11)
-    losses = [[line["loss"] for line in of] for of in (four, reference)]
+    whole, four = (metrics(train(f"cap-{cap}", flags + str(cap))) for cap in (32, 8))
+    assert [line["loss"] for line in whole] == pytest.approx([line["loss"] for line in reference], rel=1e-11)
+    losses = [[line["loss"] for line in lines] for lines in (four, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
@@ -87,12 +87,12 @@ def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
     """After the rehearsal, in the third micro-batch of the second step: what is folded cannot be taken back."""
     calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
 
-    def limited(self, *arguments, **named):
+    def limited(self, *arguments, **keywords):
         if torch.is_grad_enabled():
             calls.append(1)
             if len(calls) == 2 + 6 + 3:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, *arguments, **named)
+        return forward(self, *arguments, **keywords)
 
     monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", limited)
     with pytest.raises(RunError, match=r"in step 2, some gradients .* smaller --per_device_train_batch_size than 4"):
@@ -116,8 +116,8 @@ def test_memory_that_runs_out_on_one_process_ends_both(corpus, tmp_path):
 def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, scripts, monkeypatch):
     calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
 
-    def breaking(self, *arguments, **named):
-        sums, correct = forward(self, *arguments, **named)
+    def breaking(self, *arguments, **keywords):
+        sums, correct = forward(self, *arguments, **keywords)
         calls.append(torch.is_grad_enabled())
         return (sums * float("nan") if sum(calls) == 20 else sums), correct
 
@@ -145,13 +145,13 @@ def test_what_cannot_be_is_refused(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scaler", "kind", "said"),
+    ("scaler", "kind", "message"),
     [(object(), "NO", "mixed_precision is fp16, where a step"), (None, "FSDP", "the launch file shards weights")],
 )
-def test_launches_that_cannot_be_are_refused(scaler, kind, said):
+def test_launches_that_cannot_be_are_refused(scaler, kind, message):
     accelerator = SimpleNamespace(scaler=scaler, distributed_type=kind)
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=f"accumulation is optimizer, but {said}"):
+    with pytest.raises(UsageError, match=f"accumulation is optimizer, but {message}"):
         launch.prepare(accelerator, model, AccumulatingSGD(model.parameters(), 0.1))
 
 

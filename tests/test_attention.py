@@ -26,7 +26,7 @@ TABLED = [kernel for kernel in attention.KERNELS if kernel != "varlen"]
 
 @pytest.fixture(autouse=True)
 def tables_cost_nothing(monkeypatch):
-    """So that short samples have several, too."""
+    """Let short samples have several tables, too."""
     monkeypatch.setattr(ragged, "TABLE_COST", 0)
 
 
@@ -43,7 +43,7 @@ def build(kernel: str | None = None, **changes) -> BertForSequenceClassification
     return model
 
 
-def samples_of(lengths: list[int], queries: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
+def make_samples(lengths: list[int], queries: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list, dict]:
     """Tokens, kinds and queries of each sample, and the micro-batch of all."""
     rng = np.random.default_rng(1)
     tokens = [rng.integers(50, size=length) for length in lengths]
@@ -66,11 +66,11 @@ def gradient(model) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", TABLED)
 def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
-    tokens, kinds, _, micro_batch = samples_of(CASES[case], "first")
+    tokens, kinds, _, micro_batch = make_samples(CASES[case], "first")
     labels = torch.arange(len(tokens)) % 3
     theirs, ours = build(), build(kernel)
     pairs = zip(tokens, kinds, strict=True)
-    expected = torch.cat([theirs(of[None], token_type_ids=kind[None]).logits for of, kind in pairs])
+    expected = torch.cat([theirs(sample[None], token_type_ids=kind[None]).logits for sample, kind in pairs])
     torch.nn.functional.cross_entropy(expected, labels, reduction="sum").backward()
     if recompute:
         ours.gradient_checkpointing_enable()
@@ -83,7 +83,7 @@ def test_a_classifier_is_that_of_each_sample_alone(kernel, case, recompute):
 
 
 def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
-    """What torch's kernel of that name computes, on a CPU."""
+    """Compute on a CPU what torch's kernel of that name computes."""
     parts = []
     for (start_q, stop_q), (start_k, stop_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         assert 0 < stop_q - start_q <= longest_q
@@ -98,22 +98,22 @@ def reference_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
 @pytest.mark.parametrize("kernel", attention.KERNELS)
 def test_queries_are_those_of_each_sample_alone(kernel, queries, case, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen)
-    tokens, kinds, places, micro_batch = samples_of(CASES[case], queries)
+    tokens, kinds, places, micro_batch = make_samples(CASES[case], queries)
     ours, theirs = build(kernel).bert, build().bert
     hidden = last_hidden_at(ours, **micro_batch)
     expected = torch.cat(
         [
-            theirs(of[None], token_type_ids=kind[None]).last_hidden_state[0][place]
-            for of, kind, place in zip(tokens, kinds, places, strict=True)
+            theirs(sample[None], token_type_ids=kind[None]).last_hidden_state[0][place]
+            for sample, kind, place in zip(tokens, kinds, places, strict=True)
         ]
     )
     assert torch.allclose(hidden[: len(expected)], expected, rtol=1e-11)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (hidden[: len(expected)] * weights).sum().backward()
     (expected * weights).sum().backward()
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if not name.startswith("pooler"):
-            assert (mine.grad - other.grad).norm() < 1e-12 * gradient_norm(theirs), name
+            assert (parameter.grad - other.grad).norm() < 1e-12 * gradient_norm(theirs), name
 
 
 def gradient_norm(model) -> torch.Tensor:
@@ -122,7 +122,7 @@ def gradient_norm(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_dropout_is_at_work_in_training_only(kernel):
-    *_, micro_batch = samples_of(CASES["ragged"], "first")
+    *_, micro_batch = make_samples(CASES["ragged"], "first")
     model = build(attention_probs_dropout_prob=0.5)
     sums = ClassificationSums(model)
     labels = torch.zeros(4, dtype=torch.int64)
@@ -134,14 +134,16 @@ def test_dropout_is_at_work_in_training_only(kernel):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case):
-    *_, micro_batch = samples_of(CASES[case], "first")
+    *_, micro_batch = make_samples(CASES[case], "first")
     token_tables, query_tables = (
-        attention.make_tables([ragged.Rows(*(micro_batch[of + name] for name in ("ends", "source", "place")), mask)], 1)
-        for of, mask in (("", micro_batch["is_token"]), ("query_", None))
+        attention.make_tables(
+            [ragged.Rows(*(micro_batch[prefix + name] for name in ("ends", "source", "place")), mask)], 1
+        )
+        for prefix, mask in (("", micro_batch["is_token"]), ("query_", None))
     )
     model = build("eager", attention_probs_dropout_prob=0.5).train()
     layer = model.bert.encoder.layer[-1]
-    found = []
+    results = []
     for is_alone in (False, True):
         torch.manual_seed(3)
         hidden = torch.randn(
@@ -150,12 +152,12 @@ def test_one_query_per_sample_without_keys_and_values_has_the_same_dropout(case)
         tables = {"token_tables": token_tables, "query_tables": query_tables}
         y = layer(hidden, queries=micro_batch["queries"], **tables, is_alone=is_alone)[0, : len(CASES[case])]
         y.sin().sum().backward()
-        found.append([y, hidden.grad, gradient(layer)])
-        of_key_bias = layer.attention.self.key.bias.grad
+        results.append([y, hidden.grad, gradient(layer)])
+        key_bias_gradient = layer.attention.self.key.bias.grad
         model.zero_grad()
-    for usual, alone in zip(*found, strict=True):
+    for usual, alone in zip(*results, strict=True):
         assert torch.allclose(usual, alone, rtol=1e-11, atol=1e-13)
-    assert not of_key_bias.any(), "exactly 0, and not None: an optimizer, and a reduction, need it"
+    assert not key_bias_gradient.any(), "exactly 0, and not None: an optimizer, and a reduction, need it"
 
 
 def test_rows():

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import found_by_processes
+from common import run_processes
 from run_batch_norm import (
     LAYER_SIZES,
     MICRO_BATCHES,
@@ -35,14 +35,14 @@ def miss(ours: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def one_batch(model: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Gradient and state after the step in one batch, by torch alone."""
+    """Compute gradient and state after the step in one batch, by torch alone."""
     model = copy.deepcopy(model)
     make_loss(model, dtype)(ALL[0]).backward()
     return gradients(model), model.state_dict()
 
 
 def take(model: nn.Module, loss, micro_batches=CUT, **kwargs) -> WholeStep:
-    """The gradient of a step in micro-batches, with the statistics of the whole step."""
+    """Compute the gradient of a step in micro-batches, with the statistics of the whole step."""
     synchronize(model)
     whole = WholeStep(model, **kwargs)
     whole.prepare(micro_batches, loss)
@@ -60,8 +60,8 @@ def assert_same_state(ours: dict[str, torch.Tensor], true: dict[str, torch.Tenso
 
 @pytest.fixture(scope="module", params=[2, 3])
 def processes(request, tmp_path_factory):
-    """What each of the processes of `run_batch_norm.py` found."""
-    return found_by_processes("run_batch_norm.py", request.param, tmp_path_factory.mktemp("processes"))
+    """Run the processes of `run_batch_norm.py`; the results of each."""
+    return run_processes("run_batch_norm.py", request.param, tmp_path_factory.mktemp("processes"))
 
 
 def test_on_one_process_it_is_batch_norm_bit_for_bit():
@@ -69,10 +69,10 @@ def test_on_one_process_it_is_batch_norm_bit_for_bit():
     ours = nn.Sequential(copy.deepcopy(layer))
     synchronize(ours)
     assert type(ours[0]) is BatchNorm
-    for theirs, found in zip(micro_steps(layer, maps).items(), micro_steps(ours[0], maps).items(), strict=True):
-        assert theirs[0] == found[0]
+    for theirs, actual in zip(micro_steps(layer, maps).items(), micro_steps(ours[0], maps).items(), strict=True):
+        assert theirs[0] == actual[0]
         for left, right in (
-            zip(theirs[1], found[1], strict=True) if theirs[0] in ("y", "dx") else [(theirs[1], found[1])]
+            zip(theirs[1], actual[1], strict=True) if theirs[0] in ("y", "dx") else [(theirs[1], actual[1])]
         ):
             assert torch.equal(left, right), theirs[0]
     assert torch.equal(ours.eval()(maps[0]), layer.eval()(maps[0]))
@@ -82,15 +82,15 @@ def test_on_one_process_it_is_batch_norm_bit_for_bit():
 def test_processes_normalise_together(processes):
     layer, maps = layer_and_maps()
     true = micro_steps(layer, maps)
-    found = [process["one_layer"] for process in processes]
+    results = [process["one_layer"] for process in processes]
     for step, sizes in enumerate(LAYER_SIZES[len(processes)]):
         for name in ("y", "dx"):
-            assert [len(one[name][step]) for one in found] == sizes
-            assert miss(torch.cat([one[name][step] for one in found]), true[name][step]) < 1e-12
+            assert [len(result[name][step]) for result in results] == sizes
+            assert miss(torch.cat([result[name][step] for result in results]), true[name][step]) < 1e-12
     for name in ("weight.grad", "bias.grad"):
-        assert miss(sum(one[name] for one in found), true[name]) < 1e-12, "shares add up"
-    for one in found:
-        assert_same_state({name: one[name] for name in layer.state_dict()}, layer.state_dict())
+        assert miss(sum(result[name] for result in results), true[name]) < 1e-12, "shares add up"
+    for result in results:
+        assert_same_state({name: result[name] for name in layer.state_dict()}, layer.state_dict())
 
 
 @pytest.mark.distributed
@@ -98,10 +98,10 @@ def test_processes_normalise_together(processes):
 def test_the_whole_step_on_processes(processes, kind):
     gradient, state = one_batch(build(kind))
     for process in processes:
-        found = process[kind]
-        assert miss(found["gradient"], gradient) < 1e-11
-        assert found["collectives"] == 2 * sum(found["passes"]) - 2, "a pass: its numbers, and whether it was the last"
-        assert_same_state(found["state"], state)
+        data = process[kind]
+        assert miss(data["gradient"], gradient) < 1e-11
+        assert data["collectives"] == 2 * sum(data["passes"]) - 2, "a pass: its numbers, and whether it was the last"
+        assert_same_state(data["state"], state)
 
 
 @pytest.mark.distributed
@@ -125,7 +125,7 @@ def test_deviation_on_processes(processes):
 def test_who_fails_does_not_leave_the_others_waiting(processes):
     for rank, process in enumerate(processes):
         is_last = rank == len(processes) - 1
-        assert process["failures"]["said"] == ["MemoryError" if is_last else "PeerError"] * 2
+        assert process["failures"]["errors"] == ["MemoryError" if is_last else "PeerError"] * 2
         assert process["failures"]["passes"] == processes[0]["failures"]["passes"], "numbers that are not finite"
         assert max(process["failures"]["passes"]) <= 4
 
@@ -228,7 +228,7 @@ def test_evaluation_in_between_uses_running_statistics():
     assert torch.equal(model.eval()(samples()[0]), expected), "released: as if nothing had been"
 
 
-def without_weight(model):
+def remove_weight(model):
     with torch.no_grad():
         model.body[1].weight.zero_()
 
@@ -267,7 +267,7 @@ def images_first(model):
 @pytest.mark.parametrize(
     "change",
     [
-        without_weight,
+        remove_weight,
         frozen_weights,
         neither_weight_nor_bias,
         no_running_statistics,
@@ -312,7 +312,7 @@ def test_micro_batches_without_samples_and_a_scaled_backward():
 def test_layers_that_are_not_reached_or_not_by_all_micro_batches():
     """Samples from 5 on take another branch."""
 
-    def loss_of(model):
+    def partial_loss(model):
         images, labels = samples()
 
         def loss(micro_batch):
@@ -333,8 +333,8 @@ def test_layers_that_are_not_reached_or_not_by_all_micro_batches():
     branches = [nn.Sequential(nn.BatchNorm2d(3), convolution, nn.BatchNorm2d(3)) for _ in range(3)]
     model = nn.Sequential(*branches, nn.Sequential(nn.Flatten(), nn.Linear(108, 5))).double()
     theirs = copy.deepcopy(model)
-    loss_of(theirs)(ALL[0]).backward()
-    whole = take(model, loss_of(model), cut([[4, 2, 3]], 0))
+    partial_loss(theirs)(ALL[0]).backward()
+    whole = take(model, partial_loss(model), cut([[4, 2, 3]], 0))
     assert miss(gradients(model), gradients(theirs)) < 1e-11
     assert_same_state(model.state_dict(), theirs.state_dict())
     assert not model[2][0].num_batches_tracked
@@ -362,17 +362,17 @@ def test_a_layer_that_is_called_twice_is_refused():
 def test_one_micro_batch_is_held_at_a_time():
     model = build("plain")
     synchronize(model)
-    alive, most, loss = weakref.WeakSet(), [], make_loss(model)
+    alive, num_alive, loss = weakref.WeakSet(), [], make_loss(model)
     model[3].register_forward_hook(lambda module, inputs, output: alive.add(output))
 
     def watched(micro_batch):
-        most.append(len(alive))
+        num_alive.append(len(alive))
         return loss(micro_batch)
 
     whole = WholeStep(model)
     whole.prepare(CUT, watched)
-    assert len(most) == 3 * sum(passes(whole))
-    assert max(most) == 0
+    assert len(num_alive) == 3 * sum(passes(whole))
+    assert max(num_alive) == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -422,15 +422,15 @@ def test_formats_are_kept(dtype):
     model = nn.Sequential(nn.BatchNorm2d(3))
     x = torch.randn(4, 3, 5, 5).to(dtype, memory_format=torch.channels_last).requires_grad_()
     synchronize(model)
-    whole, seen = WholeStep(model), []
+    whole, outputs = WholeStep(model), []
 
     def loss(micro_batch):
-        seen.append(model(x))
-        return seen[-1].float().pow(3).sum()
+        outputs.append(model(x))
+        return outputs[-1].float().pow(3).sum()
 
     whole.prepare(ALL, loss)
     loss(0).backward()
-    for y in (*seen, x.grad):
+    for y in (*outputs, x.grad):
         assert y.dtype == dtype
         assert y.is_contiguous(memory_format=torch.channels_last)
 
@@ -438,13 +438,13 @@ def test_formats_are_kept(dtype):
 def test_frozen_layers_keep_their_statistics_and_are_trained():
     model = build("residual")
     make_loss(model)(ALL[0])
-    before, expected = copy.deepcopy(model.state_dict()), copy.deepcopy(model).eval()(samples()[0])
+    state, expected = copy.deepcopy(model.state_dict()), copy.deepcopy(model).eval()(samples()[0])
     freeze(model)
     assert torch.equal(model.train()(samples()[0]), expected)
     whole = take(model, make_loss(model))
     assert passes(whole) == [0, 0], "synchronize leaves them frozen"
     assert type(model.stem[1]) is FrozenBatchNorm
-    assert same_state(model, before)
+    assert same_state(model, state)
     assert model.stem[1].weight.grad.any()
     assert model.stem[1].bias.grad.any()
 
@@ -478,14 +478,14 @@ def test_deviation_says_how_far_and_leaves_everything(kind):
     true, _ = one_batch(model)
     for micro_batch in CUT:
         loss(micro_batch).backward()
-    own = gradients(model)
+    actual = gradients(model)
     model[1].eval() if kind == "plain" else model.stem.eval()
     modes, state = [module.training for module in model.modules()], copy.deepcopy(model.state_dict())
-    assert deviation(model, CUT, loss) == pytest.approx(miss(own, true), rel=1e-3)
-    assert miss(own, true) > 0.01
+    assert deviation(model, CUT, loss) == pytest.approx(miss(actual, true), rel=1e-3)
+    assert miss(actual, true) > 0.01
     assert deviation(model, ALL, loss) < 1e-12
     with pytest.raises(ZeroDivisionError):
         deviation(model, CUT, lambda micro_batch: loss(micro_batch) / (1 if micro_batch.start == 0 else 0 / 0))
-    assert torch.equal(gradients(model), own)
+    assert torch.equal(gradients(model), actual)
     assert same_state(model, state)
     assert [module.training for module in model.modules()] == modes

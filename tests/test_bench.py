@@ -23,7 +23,7 @@ from samestep.training import launch, report
 
 @pytest.fixture
 def module(monkeypatch):
-    """Modules of benchmarks/ and benchmarks/peers/ by name."""
+    """Load modules of benchmarks/ and benchmarks/peers/ by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
     return importlib.import_module
@@ -41,11 +41,11 @@ def bench(module):
 def test_a_stamp_is_read_as_it_was_written(module, tmp_path):
     clock = module("clock")
     assert clock.read(tmp_path / "none") == (None, [])
-    written = clock.Clock(tmp_path / "stamps")
+    writer = clock.Clock(tmp_path / "stamps")
     for units in (3, 4, 5):
-        written.collated(units)
-    written.step(1.5, num_batches=2)
-    written.step(math.pi)
+        writer.collated(units)
+    writer.step(1.5, num_batches=2)
+    writer.step(math.pi)
     with (tmp_path / "stamps").open("a") as file:
         file.write("123.4 5")  # is being written
     process, stamps = clock.read(tmp_path / "stamps")
@@ -63,10 +63,10 @@ def test_steps_that_straddle_a_border_are_not_counted(bench):
     assert bench.rate(stamps, (20, 30)) == pytest.approx(8 / (24 - 22))
 
 
-def test_own_time_is_that_of_its_turns(bench, module):
+def test_running_time_is_the_time_of_its_turns(bench, module):
     turns = [(0.0, 10.0), (20.0, 30.0), (50.0, 51.0)]
-    own_time = module("harness").own_time
-    assert [own_time(turns, time) for time in (4, 10, 15, 22, 60)] == [4, 10, 10, 12, 21]
+    running_time = module("harness").running_time
+    assert [running_time(turns, time) for time in (4, 10, 15, 22, 60)] == [4, 10, 10, 12, 21]
     stamps = [bench.Stamp(time, 1, 0.0) for time in (5, 8, 21, 25)]
     assert bench.step_seconds(stamps, turns) == 3  # of 3, 2 + 1, 4
 
@@ -78,9 +78,9 @@ def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
         "slow": [bench.Stamp(10 + 2 * time, 1, loss) for time, loss in enumerate([9, 5, 3])],
     }
     turns = {"ours": [(0, 2), (7, 9)], "slow": [(10, 20)]}
-    found = bench.times_to_loss(stamps, turns)
-    assert found["loss"] == 4
-    assert found["programs"] == {
+    times = bench.times_to_loss(stamps, turns)
+    assert times["loss"] == 4
+    assert times["programs"] == {
         "ours": {"seconds": 2, "training": 2, "steps": 3},
         "slow": {"seconds": 4, "training": 4, "steps": 3},
     }
@@ -94,16 +94,16 @@ def test_time_to_the_loss_that_all_reached(bench, monkeypatch):
 def row(workload: str, precision: str, **more) -> dict:
     rates = {"ours": [100.0, 120.0, 90.0], "Trainer": [50.0, 40.0, 60.0], "floor": [125.0, 120.0, 100.0]}
     data = {"samples": 1234, "pieces": 99, "mean_length": 61.2, "padding": 0.385, "longest": 0.1, "products": 1.5}
-    known = {"workload": workload, "precision": precision, "unit": "token", "data": data, "rates": rates}
-    known["turn"] = dict.fromkeys(rates, 3.0)
-    known |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
-    return known | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
+    values = {"workload": workload, "precision": precision, "unit": "token", "data": data, "rates": rates}
+    values["turn"] = dict.fromkeys(rates, 3.0)
+    values |= {"memory": {"ours": 1.0, "Trainer": 2.346, "floor": 0.5}, "to_loss": None}
+    return values | {"command": "python benchmarks/run.py", "machine": "a machine"} | more
 
 
-def test_the_tables(bench, tmp_path, drawn):
+def test_the_tables(bench, tmp_path, real_figures):
     to_loss = {"loss": 7.5, "programs": {"ours": {"seconds": 61.4, "training": 40.2, "steps": 33}}}
     log = "kernels: sdpa, oneDNN (--speed auto)\n  0%| | 0/9 [?s]micro-batches: at most 64 tokens at once (--speed auto)\n"
-    rows = [row("gpt2", "no", chosen=bench.chosen(log)), row("classifier", "bf16", to_loss=to_loss)]
+    rows = [row("gpt2", "no", chosen=bench.read_choices(log)), row("classifier", "bf16", to_loss=to_loss)]
     del rows[1]["rates"]["Trainer"], rows[1]["memory"]["Trainer"]
     lines = bench.markdown({"rows": rows}).splitlines()
     assert "| workload | precision | ours, per second | ours / Trainer | ours / floor |" in lines
@@ -139,26 +139,28 @@ def test_the_readme_says_what_was_measured(bench):
 
     def micro_batch(workload: str, title: str, decimals: int) -> str:
         by_precision = {row["precision"]: row for row in rows if row["workload"] == workload}
-        both = [by_precision[precision] for precision in ("no", "bf16")]
-        if title not in both[0]["rates"]:
+        pair = [by_precision[precision] for precision in ("no", "bf16")]
+        if title not in pair[0]["rates"]:
             return "-"
-        return " / ".join(f"{statistics.median(bench.ratios(row, title)):.{decimals}f}" for row in both)
+        return " / ".join(f"{statistics.median(bench.ratios(row, title)):.{decimals}f}" for row in pair)
 
     table = readme.partition("| | transformers' Trainer |")[2].partition("\n\n")[0].splitlines()[2:]
-    shown = [[part.strip() for part in line.strip("|").split("|")][1:] for line in table]
-    assert shown == [[micro_batch(name, title, of) for title in README_COLUMNS] for name, of in README_ROWS.items()]
-    of_floor = [statistics.median(bench.ratios(row, "floor")) for row in rows]
-    said = f"ours reaches {statistics.median(of_floor):.2f} in the median, {min(of_floor):.2f} at the least"
-    assert said in " ".join(readme.split())
+    cells = [[part.strip() for part in line.strip("|").split("|")][1:] for line in table]
+    assert cells == [
+        [micro_batch(name, title, decimals) for title in README_COLUMNS] for name, decimals in README_ROWS.items()
+    ]
+    floor_ratios = [statistics.median(bench.ratios(row, "floor")) for row in rows]
+    sentence = f"ours reaches {statistics.median(floor_ratios):.2f} in the median, {min(floor_ratios):.2f} at the least"
+    assert sentence in " ".join(readme.split())
 
 
 def test_a_line_through_micro_steps(module):
     linear = module("linear")
-    a, b, off = linear.deviations([1, 2, 4, 8], [0.3, 0.5, 0.9, 1.7])
+    a, b, errors = linear.deviations([1, 2, 4, 8], [0.3, 0.5, 0.9, 1.7])
     assert (a, b) == (pytest.approx(0.1), pytest.approx(0.2))
-    assert off == pytest.approx([0, 0, 0, 0], abs=1e-9)
-    _, _, off = linear.deviations([1, 2, 4, 8], [0.3, 0.55, 0.9, 1.7])
-    assert max(off, key=abs) == off[1] > 0.03, "10 % too slow, most of it seen"
+    assert errors == pytest.approx([0, 0, 0, 0], abs=1e-9)
+    _, _, errors = linear.deviations([1, 2, 4, 8], [0.3, 0.55, 0.9, 1.7])
+    assert max(errors, key=abs) == errors[1] > 0.03, "10 % too slow, most of it seen"
     rows = [{"precision": "no", "seconds": {1: [0.3, 0.2], 2: [0.5, 0.4]}, "memory": {1: 1.0, 2: 1.25}}]
     rows[0] |= {"a": 0.1, "b": 0.2, "off": {1: [0.01, 0.02], 2: [-0.02, -0.04]}}
     text = linear.markdown({"rows": rows, "about": {"command": "make bench-linear"}})
@@ -173,16 +175,16 @@ def test_steps_are_timed_without_the_turns_of_others(module, tmp_path):
         """Takes so many seconds for every step."""
 
         def __init__(self, file, seconds):
-            self.file, self.seconds, self.own, self.turns = file, seconds, 0.0, []
+            self.file, self.seconds, self.elapsed, self.turns = file, seconds, 0.0, []
             file.write_text("1\n")
 
         def turn(self, seconds):
-            begin, done = now[0], int(self.own / self.seconds + 1e-9)
-            self.own, now[0] = self.own + seconds, begin + seconds
+            begin, done = now[0], int(self.elapsed / self.seconds + 1e-9)
+            self.elapsed, now[0] = self.elapsed + seconds, begin + seconds
             self.turns.append((begin, now[0]))
             with self.file.open("a") as lines:
-                for step in range(done + 1, int(self.own / self.seconds + 1e-9) + 1):
-                    lines.write(f"{now[0] - (self.own - step * self.seconds)} 1 0.5\n")
+                for step in range(done + 1, int(self.elapsed / self.seconds + 1e-9) + 1):
+                    lines.write(f"{now[0] - (self.elapsed - step * self.seconds)} 1 0.5\n")
 
     costs = {1: 0.3, 4: 1.7, 8: 3.1}
     programs = {k: (Steady(tmp_path / str(k), seconds), tmp_path / str(k)) for k, seconds in costs.items()}
@@ -231,10 +233,10 @@ def test_workloads_are_recipes(bench, tmp_path, task):
     """Of every task, and endless."""
     (tmp_path / "resnet18_photographs.yaml").write_text("extends: resnet50_imagenet_4xt4\nnum_labels: 2\n")
     recipes = [load(str(bench.write_recipe(name, tmp_path) / "recipe.yaml")) for name in bench.WORKLOADS]
-    mine = [recipe for recipe in recipes if recipe.task == task]
-    assert mine
-    assert all(recipe.max_train_steps == 10**6 and recipe.num_warmup_steps == 20 for recipe in mine)
-    assert not any("WORK" in json.dumps(recipe.train_file) for recipe in mine if hasattr(recipe, "train_file"))
+    task_recipes = [recipe for recipe in recipes if recipe.task == task]
+    assert task_recipes
+    assert all(recipe.max_train_steps == 10**6 and recipe.num_warmup_steps == 20 for recipe in task_recipes)
+    assert not any("WORK" in json.dumps(recipe.train_file) for recipe in task_recipes if hasattr(recipe, "train_file"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,13 +245,13 @@ def test_workloads_are_recipes(bench, tmp_path, task):
 
 @pytest.fixture
 def folder(module, corpus, tmp_path, monkeypatch):
-    """The tiny BERT of the tests as a workload that was prepared."""
+    """Prepare the tiny BERT of the tests as a workload."""
     argv = tiny_argv("pretrain_bert", corpus, tmp_path, "--global_batch_size 8 --num_warmup_steps 1 --seed 3")
     recipe, _ = run.parse(argv, "bert_pretraining", "")
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    found = module("workloads").prepare(tmp_path)
-    assert 0 < found["padding"] < 1
-    assert found["mean_length"] < 48
+    numbers = module("workloads").prepare(tmp_path)
+    assert 0 < numbers["padding"] < 1
+    assert numbers["mean_length"] < 48
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -260,18 +262,18 @@ def folder(module, corpus, tmp_path, monkeypatch):
 )
 def test_a_peer_counts_the_tokens_of_its_steps(module, folder, peer, sampling):
     """Every stamp holds what the model saw in that step, whatever was loaded ahead."""
-    clock, seen = module("clock"), []
+    clock, calls = module("clock"), []
     stamps = clock.Clock("stamps")
     work = module("workloads").build(folder, "eager", stamps)
-    work.model.register_forward_pre_hook(lambda _, args, batch: seen.append(batch["attention_mask"]), with_kwargs=True)
+    work.model.register_forward_pre_hook(lambda _, args, batch: calls.append(batch["attention_mask"]), with_kwargs=True)
     fresh_accelerator()
     module(peer).train(work, "no", stamps, 3, *sampling)
-    k = len(seen) // 3
+    k = len(calls) // 3
     assert k == (4 if sampling else 1)
-    masks = [seen[k * step : k * step + k] for step in range(3)]
+    masks = [calls[k * step : k * step + k] for step in range(3)]
     stamped = clock.read(folder / "stamps")[1]
-    assert [stamp.units for stamp in stamped] == [sum(int(mask.sum()) for mask in of) for of in masks]
-    assert [sum(map(len, of)) for of in masks] == [8, 8, 8]
+    assert [stamp.units for stamp in stamped] == [sum(int(mask.sum()) for mask in step_masks) for step_masks in masks]
+    assert [sum(map(len, step_masks)) for step_masks in masks] == [8, 8, 8]
     assert stamped[0].loss == pytest.approx(math.log(600) + math.log(2), rel=0.1)
 
 
@@ -311,8 +313,8 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
     clock, recipe = module("clock"), load(str(folder / "recipe.yaml"))
     script = load_script("pretrain_bert")
     argv = shlex.split("--recipe recipe.yaml --speed safe --stop_after_step 2 --output_dir")
-    for kept, name in ((report.RunLog, "step"), (launch, "prepare"), (Steps, "stream")):
-        monkeypatch.setattr(kept, name, getattr(kept, name))  # undone after the test
+    for owner, name in ((report.RunLog, "step"), (launch, "prepare"), (Steps, "stream")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # undone after the test
     fresh_accelerator()
     module("ours").stamp(clock.Clock("ours.stamps"))
     script.main([*argv, "ours"])

@@ -17,8 +17,8 @@ FLOORS = [
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"errors", "interrupt", "recipe", "cut", "planner"}
-OF_AUDIT = {
+TORCHLESS = {"errors", "interrupt", "recipe", "cut", "planner"}
+AUDIT_IMPORTS = {
     "stepaudit",
     "torch",
     "numpy",
@@ -31,15 +31,15 @@ AUDIT = sorted(path.relative_to(ROOT) for path in (ROOT / "stepaudit").rglob("*.
 
 
 def imports(path: Path) -> set[tuple[str, ...]]:
-    """Dotted names that a module imports, anywhere in it; `from a import b` counts as a.b."""
-    found = set()
+    """Collect the dotted names that a module imports, anywhere in it; `from a import b` counts as a.b."""
+    result = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {tuple(alias.name.split(".")) for alias in node.names}
+            result |= {tuple(alias.name.split(".")) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            found |= {(*node.module.split("."), alias.name) for alias in node.names}
-    return found
+            result |= {(*node.module.split("."), alias.name) for alias in node.names}
+    return result
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -50,7 +50,7 @@ def test_imports_go_one_way(module):
     for name in imports(module):
         if name[0] == "samestep" and name[1] not in ("__version__", room):
             assert FLOOR[name[1]] < FLOOR[room], f"{module} imports {'.'.join(name)}"
-        if room in WITHOUT_TORCH:
+        if room in TORCHLESS:
             assert name[:2] != ("samestep", "_internals"), f"{module} imports what needs torch"
             assert name[0] in sys.stdlib_module_names | {"samestep", "stepaudit", "numpy", "yaml", "jinja2"}, (
                 f"{module}: {name[0]}"
@@ -59,40 +59,42 @@ def test_imports_go_one_way(module):
 
 @pytest.mark.parametrize("module", AUDIT, ids=str)
 def test_the_audit_stands_alone(module):
-    assert {name[0] for name in imports(module)} <= OF_AUDIT | sys.stdlib_module_names
+    assert {name[0] for name in imports(module)} <= AUDIT_IMPORTS | sys.stdlib_module_names
 
 
 def names(path: Path) -> tuple[set[str], set[str]]:
-    """Private names that a module defines, and those that it uses of others or imports, modules with such a name included."""
-    defined, used = set(), set()
+    """Collect the private names that a module defines, and those that it uses or imports, names of modules included."""
+    defined, uses = set(), set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
-            of = defined if isinstance(node.ctx, ast.Store) or ast.unparse(node.value) in ("self", "cls") else used
-            of.add(node.attr)
+            target = defined if isinstance(node.ctx, ast.Store) or ast.unparse(node.value) in ("self", "cls") else uses
+            target.add(node.attr)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
-    used |= {part for name in imports(path) if name[0] not in ("samestep", "stepaudit", "__future__") for part in name}
-    return tuple({name for name in of if name.startswith("_") and not name.startswith("__")} for of in (defined, used))
+    uses |= {part for name in imports(path) if name[0] not in ("samestep", "stepaudit", "__future__") for part in name}
+    return tuple(
+        {name for name in group if name.startswith("_") and not name.startswith("__")} for group in (defined, uses)
+    )
 
 
 def test_what_is_private_of_other_libraries_has_a_room():
     """os._exit and namedtuples' methods are documented."""
-    found = {module: names(module) for module in MODULES + AUDIT if "_internals" not in str(module)}
-    ours = set().union(*(defined for defined, _ in found.values())) | {"_exit", "_asdict", "_replace"}
-    assert {str(module): used - ours for module, (_, used) in found.items() if used - ours} == {}
+    names_by_module = {module: names(module) for module in MODULES + AUDIT if "_internals" not in str(module)}
+    ours = set().union(*(defined for defined, _ in names_by_module.values())) | {"_exit", "_asdict", "_replace"}
+    assert {str(module): uses - ours for module, (_, uses) in names_by_module.items() if uses - ours} == {}
 
 
 def test_rooms_are_few():
     assert len(FLOOR) <= 12
     assert len(FLOORS) <= 7
-    found = {
+    rooms = {
         path.stem for path in (ROOT / "samestep").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert found == {*FLOOR, "__init__"}
+    assert rooms == {*FLOOR, "__init__"}
 
 
 def depth(node: ast.AST) -> int:
-    """How many loops, conditions and context managers lie inside each other."""
+    """Count how many loops, conditions and context managers lie inside each other."""
     inner = max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
     return inner + isinstance(node, ast.For | ast.While | ast.If | ast.With)
 

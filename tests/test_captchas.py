@@ -42,14 +42,14 @@ def make(**changes) -> CaptchaRecognition:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty one for each test; returns where the captchas come to lie."""
+    """Make an empty cache for each test; the folder of the captchas."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache" / "captchas"
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[tuple[str, int]]:
-    """(split, sample id) of each captcha that this process draws."""
+def draws(monkeypatch) -> list[tuple[str, int]]:
+    """Record (split, sample id) of each captcha that this process draws."""
     calls = []
 
     def draw(recipe, sample_id, split):
@@ -61,7 +61,7 @@ def drawn(monkeypatch) -> list[tuple[str, int]]:
 
 
 def digest_of_draws(recipe: CaptchaRecognition, ids: list[int]) -> str:
-    """Of images and labels of both splits."""
+    """Hash images and labels of both splits."""
     parts = [part.tobytes() for i in ids for split in captchas.SPLITS for part in draw_captcha(recipe, i, split)]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -251,10 +251,10 @@ def test_a_sample_is_only_its_number(train):
 
 
 def test_numbers_and_lengths():
-    both = build(make(), 1)
-    assert [len(source) for source in both] == [64, 6]
+    sources = build(make(), 1)
+    assert [len(source) for source in sources] == [64, 6]
     image, _ = draw_captcha(make(), 2, "validation")
-    assert np.array_equal(both[1].rows["image"][2], image), "the held-out ones are of their own split"
+    assert np.array_equal(sources[1].rows["image"][2], image), "the held-out ones are of their own split"
 
 
 def test_a_copy_opens_the_file_itself(train):
@@ -274,9 +274,9 @@ def test_steps_are_the_same_with_workers(train):
     workers = DataLoader(steps, batch_size=None, sampler=range(3), num_workers=1)
     for ours, theirs in zip((steps[0], steps[1], steps[2]), workers, strict=True):
         assert ours.counts.tolist() == theirs.counts.tolist() == [64, 16]
-        for mine, other in zip(ours.micro_batches, theirs.micro_batches, strict=True):
-            assert torch.equal(mine["pixel_values"], other["pixel_values"])
-            assert torch.equal(mine["labels"], other["labels"])
+        for micro_batch, other in zip(ours.micro_batches, theirs.micro_batches, strict=True):
+            assert torch.equal(micro_batch["pixel_values"], other["pixel_values"])
+            assert torch.equal(micro_batch["labels"], other["labels"])
 
 
 def test_the_fingerprints_are_of_the_content(train, cache):
@@ -291,13 +291,13 @@ def test_the_fingerprints_are_of_the_content(train, cache):
 # the files
 
 
-def test_it_is_drawn_once(drawn):
+def test_it_is_drawn_once(draws):
     first = build(make(), 1)
-    assert drawn == [("train", i) for i in range(64)] + [("validation", i) for i in range(6)]
-    drawn.clear()
+    assert draws == [("train", i) for i in range(64)] + [("validation", i) for i in range(6)]
+    draws.clear()
     assert [source.fingerprints for source in build(make(), 1)] == [source.fingerprints for source in first]
     build(make(learning_rate=1.0, hidden_size=7), 1)
-    assert drawn == []
+    assert draws == []
 
 
 @pytest.mark.parametrize(
@@ -312,36 +312,36 @@ def test_it_is_drawn_once(drawn):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_decides_it_has_a_file_of_its_own(drawn, cache, changes):
+def test_what_decides_it_has_a_file_of_its_own(draws, cache, changes):
     build(make(), 1)
-    drawn.clear()
+    draws.clear()
     build(make(**changes), 1)
-    assert ("train", 0) in drawn
-    assert (("validation", 0) in drawn) is ("num_train_samples" not in changes)
-    drawn.clear()
+    assert ("train", 0) in draws
+    assert (("validation", 0) in draws) is ("num_train_samples" not in changes)
+    draws.clear()
     build(make(), 1)
-    assert drawn == []
+    assert draws == []
 
 
 @pytest.mark.parametrize("name", ["captcha", "PIL"])
-def test_another_version_draws_anew(drawn, monkeypatch, name):
+def test_another_version_draws_anew(draws, monkeypatch, name):
     build(make(), 1)
-    drawn.clear()
+    draws.clear()
     monkeypatch.setattr(sys.modules[name], "__version__", "0.0.1")
     build(make(), 1)
-    assert len(drawn) == 70
+    assert len(draws) == 70
 
 
 @pytest.mark.parametrize("num_workers", [2, None])
-def test_processes_share_the_work(drawn, cache, num_workers, monkeypatch):
+def test_processes_share_the_work(draws, cache, num_workers, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     alone = build(make(num_train_samples=70), 1)
     shutil.rmtree(cache)
-    drawn.clear()
+    draws.clear()
     monkeypatch.setattr(captchas, "PART_SIZE", 6)  # more parts than are drawn ahead
     shared = build(make(num_train_samples=70), num_workers)
     assert [source.fingerprints for source in shared] == [source.fingerprints for source in alone]
-    assert drawn == [("validation", i) for i in range(6)], "so few are drawn here, the others elsewhere"
+    assert draws == [("validation", i) for i in range(6)], "so few are drawn here, the others elsewhere"
 
 
 def truncate(content: bytes) -> bytes:
@@ -365,11 +365,11 @@ def extend(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, empty, unfinished, extend])
-def test_a_damaged_file_is_drawn_anew(train, drawn, damage):
+def test_a_damaged_file_is_drawn_anew(train, draws, damage):
     content = train.file.read_bytes()
     train.file.write_bytes(damage(content))
     assert build(make(), 1)[0].fingerprints == train.fingerprints
-    assert drawn == [("train", i) for i in range(64)]
+    assert draws == [("train", i) for i in range(64)]
     assert train.file.read_bytes() == content
 
 
@@ -466,7 +466,7 @@ def test_workers_end_with_a_job_that_is_killed(monkeypatch, tmp_path):
 
 
 def until(condition, seconds: float) -> bool:
-    """Whether it holds before so many seconds have passed."""
+    """Wait until a condition holds; whether it does before so many seconds have passed."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import patch_optimizer_step
 from common import DROPOUT, ROOT, fresh_accelerator, metrics, samples_of_steps, tiny_argv
-from compare import check, same_weights, without_time
+from compare import check, same_weights, untimed_metrics
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
@@ -43,7 +43,7 @@ def test_resumed_on_the_same_layout_is_bit_identical(train):
     assert not (parts / "all_results.json").exists(), "it is not finished"
     train("parts", flags + " --resume_from_checkpoint latest --stop_after_step 8")
     train("parts", flags + " --resume_from_checkpoint latest")
-    assert without_time(parts) == without_time(whole)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
     assert (parts / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert same_weights(parts, whole)
     assert same_weights(parts / "checkpoint-10", whole / "checkpoint-10")
@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(train, program):
         file.write('{"step": 8, "epoch": 0.')
     (killed / ".checkpoint-8.partial").mkdir()
     train("killed", flags + " --resume_from_checkpoint latest", program=program)
-    assert without_time(killed) == without_time(whole)
+    assert untimed_metrics(killed) == untimed_metrics(whole)
     assert same_weights(killed, whole)
 
 
@@ -78,19 +78,19 @@ def test_resumed_on_1_3_2_1_and_on_the_same_two_processes(train, train_on):
     """A chain takes the same steps, in both programs: the first resumes are inside one epoch, the last in a later one. On the
     same two, each of which draws its own dropout, it is bit-identical."""
     flags = "--global_batch_size 71 --dtype float64 --record_samples --per_device_train_batch_size "
-    programs, goes_on = ("pretrain_bert", "pretrain_gpt2"), " --resume_from_checkpoint latest --stop_after_step "
+    programs, resume_flags = ("pretrain_bert", "pretrain_gpt2"), " --resume_from_checkpoint latest --stop_after_step "
     names = {program: f"{program}/chain" for program in programs}
     for program in programs:
         train(names[program], flags + "71 --stop_after_step 2", program=program)
-    folder = train_on(3, {names[program]: flags + "9" + goes_on + "4" for program in programs})
-    drawn = "--global_batch_size 10 --per_device_train_batch_size 3" + DROPOUT
-    resumed = f"{drawn} --resume_from_checkpoint {folder / 'first'}/checkpoint-7"
-    on_two = {names[program]: flags + "13" + goes_on + "8" for program in programs}
-    train_on(2, on_two | {"whole": drawn, "first": drawn + STOP, "second": resumed})
-    assert without_time(folder / "first") + without_time(folder / "second") == without_time(folder / "whole")
+    folder = train_on(3, {names[program]: flags + "9" + resume_flags + "4" for program in programs})
+    random_flags = "--global_batch_size 10 --per_device_train_batch_size 3" + DROPOUT
+    resumed = f"{random_flags} --resume_from_checkpoint {folder / 'first'}/checkpoint-7"
+    on_two = {names[program]: flags + "13" + resume_flags + "8" for program in programs}
+    train_on(2, on_two | {"whole": random_flags, "first": random_flags + STOP, "second": resumed})
+    assert untimed_metrics(folder / "first") + untimed_metrics(folder / "second") == untimed_metrics(folder / "whole")
     assert same_weights(folder / "second", folder / "whole")
     for program in programs:
-        chain = train(names[program], flags + "7" + goes_on + "10", program=program)
+        chain = train(names[program], flags + "7" + resume_flags + "10", program=program)
         whole = train(f"{program}/whole", flags + "71", program=program)
         assert [int(line["epoch"]) for line in metrics(chain)][:4] == [0, 0, 0, 0]
         assert metrics(chain)[-1]["epoch"] > 1
@@ -98,8 +98,8 @@ def test_resumed_on_1_3_2_1_and_on_the_same_two_processes(train, train_on):
         assert samples_of_steps(chain) == samples_of_steps(whole)
         assert all(len(set(samples)) == 71 for samples in samples_of_steps(chain).values())
         processes = [json.loads(line) for line in (chain / "samples.jsonl").open()]
-        used = {step: 1 + max(line["process"] for line in processes if line["step"] == step) for step in (1, 3, 5, 9)}
-        assert used == {1: 1, 3: 3, 5: 2, 9: 1}
+        sizes = {step: 1 + max(line["process"] for line in processes if line["step"] == step) for step in (1, 3, 5, 9)}
+        assert sizes == {1: 1, 3: 3, 5: 2, 9: 1}
 
 
 @pytest.mark.distributed
@@ -118,10 +118,10 @@ def test_resumed_sharded_or_not(train, train_on):
     for way, more in ways.items():
         check(folder / f"stopped{way}", whole, "float64")
         check(train(f"pretrain_gpt2/sharded{way}", flags + more + resume + "latest"), whole, "float64")
-        of_two = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
+        shards = {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (1, 2)}
         saved = folder / f"stopped{way}" / "checkpoint-10"
         hashed = set(json.loads((saved / "manifest.json").read_text())["files"])
-        assert hashed == of_two | {"recipe.yaml", "state.json"}
+        assert hashed == shards | {"recipe.yaml", "state.json"}
         assert {path.name for path in saved.iterdir()} == hashed | {"manifest.json"}
         for part in ("model", "optimizer"):
             ours, theirs = checkpoint.read(saved, part), load_file(whole / "checkpoint-10" / f"{part}.safetensors")
@@ -132,10 +132,10 @@ def test_resumed_sharded_or_not(train, train_on):
 
 def test_a_finished_run_can_be_resumed_without_harm(train):
     done = train("done", "--global_batch_size 8")
-    before, weights = without_time(done), (done / "model.safetensors").read_bytes()
+    lines, weights = untimed_metrics(done), (done / "model.safetensors").read_bytes()
     saved = (done / "checkpoint-10").stat().st_ino
     train("done", "--global_batch_size 8 --resume_from_checkpoint latest")
-    assert without_time(done) == before
+    assert untimed_metrics(done) == lines
     assert (done / "model.safetensors").read_bytes() == weights
     assert (done / "checkpoint-10").stat().st_ino == saved, "the checkpoint is not written anew"
 
@@ -149,7 +149,7 @@ def test_only_the_newest_checkpoints_are_kept(train):
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
 def test_a_failed_save_leaves_the_earlier_checkpoint(train, monkeypatch, more):
     output_dir = train("failing", "--global_batch_size 8 --stop_after_step 3")
-    before = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()}
+    contents = {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()}
     original = checkpoint.safetensors.torch.save_file
 
     def fail(tensors, path):
@@ -164,7 +164,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(train, monkeypatch, more):
     monkeypatch.undo()
     assert not list(output_dir.glob(".checkpoint*"))
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-3"]
-    assert {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in (output_dir / "checkpoint-3").iterdir()} == contents
 
 
 def test_wrong_checkpoints_are_refused_with_the_reason(train, corpus, tmp_path):
@@ -215,7 +215,7 @@ def test_latest_of_nothing_is_a_start(train, capsys):
 
 @pytest.fixture(scope="module")
 def stopped(scripts, corpus, tmp_path_factory):
-    """A run's folder with checkpoints 2, 4 and 6, and its recipe."""
+    """Train a run with checkpoints 2, 4 and 6; its folder and recipe."""
     fresh_accelerator()
     folder = tmp_path_factory.mktemp("stopped") / "run"
     flags = "--global_batch_size 8 --stop_after_step 6 --checkpointing_steps 2"
@@ -254,18 +254,18 @@ def test_every_one_of_300_damages_is_noticed(stopped, tmp_path, capsys):
         shutil.rmtree(victim)
         shutil.copytree(output_dir / "checkpoint-6", victim)
         kind, name = list(DAMAGES)[number % len(DAMAGES)], rng.choice(names)
-        before = (victim / name).read_bytes()
+        content = (victim / name).read_bytes()
         DAMAGES[kind](victim / name, rng)
-        if (victim / name).is_file() and (victim / name).read_bytes() == before:
+        if (victim / name).is_file() and (victim / name).read_bytes() == content:
             continue  # recipe.yaml is the same in every step
-        found, state = checkpoint.find(accelerator, "latest", tmp_path / "run", recipe)
-        assert (found.name, state.step) == ("checkpoint-4", 4), (kind, name)
-        said = capsys.readouterr().err
-        assert said.startswith("WARNING: checkpoint-6 is damaged: ")
-        assert said.count("\n") == 1
-        reasons.add(said.split(": ")[2].split(" ")[0])
+        path, state = checkpoint.find(accelerator, "latest", tmp_path / "run", recipe)
+        assert (path.name, state.step) == ("checkpoint-4", 4), (kind, name)
+        warning = capsys.readouterr().err
+        assert warning.startswith("WARNING: checkpoint-6 is damaged: ")
+        assert warning.count("\n") == 1
+        reasons.add(warning.split(": ")[2].split(" ")[0])
         if kind != "of the step before":  # of whose manifest the other files are not
-            assert said.startswith(f"WARNING: checkpoint-6 is damaged: {name} "), "the damaged file is named"
+            assert warning.startswith(f"WARNING: checkpoint-6 is damaged: {name} "), "the damaged file is named"
         with pytest.raises(UsageError, match="is damaged") as error:
             checkpoint.find(accelerator, str(victim), tmp_path / "run", recipe)
         assert "\n" not in str(error.value)
@@ -277,15 +277,15 @@ def test_other_damages(stopped, tmp_path, capsys):
     output_dir, recipe = stopped
     accelerator, copy = launch.create_accelerator(), tmp_path / "run"
 
-    def found() -> str:
+    def find_name() -> str:
         return checkpoint.find(accelerator, "latest", copy, recipe)[0].name
 
     shutil.copytree(output_dir, copy)
     (copy / "checkpoint-4").rename(copy / "checkpoint-8")
-    assert found() == "checkpoint-6"
+    assert find_name() == "checkpoint-6"
     assert "checkpoint-8 is damaged: it is of step 4; passed over" in capsys.readouterr().err
     (copy / "checkpoint-8" / "manifest.json").unlink()
-    assert found() == "checkpoint-6"
+    assert find_name() == "checkpoint-6"
     assert "manifest.json is missing: damaged, or written by an earlier version" in capsys.readouterr().err
     (copy / "checkpoint-6").rename(copy / "other")
     (copy / "checkpoint-2").rename(copy / "checkpoint-6")
@@ -293,14 +293,14 @@ def test_other_damages(stopped, tmp_path, capsys):
     with pytest.raises(
         UsageError, match=r"no checkpoint in .* is whole \(checkpoint-8 .*; checkpoint-6 .*; checkpoint-2 .*\)"
     ):
-        found()
+        find_name()
     manifest = json.loads((output_dir / "checkpoint-6" / "manifest.json").read_text())
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     shutil.copytree(output_dir / "checkpoint-6", copy / "checkpoint-6", dirs_exist_ok=True)
-    assert found() == "checkpoint-6"
+    assert find_name() == "checkpoint-6"
     (copy / "checkpoint-6" / "manifest.json").write_text(checkpoint._manifest(content | {"format": 1}))
     with pytest.raises(UsageError, match="it has format 1, this version reads 2"):
-        found()
+        find_name()
 
 
 def test_nothing_in_a_checkpoint_can_execute_code(stopped):
@@ -321,9 +321,9 @@ def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
     original, log_step, steps, advanced = checkpoint.safetensors.torch.save_file, report.RunLog.step, [], []
 
     def slow(tensors, path):
-        before = len(steps)
+        start = len(steps)
         time.sleep(0.4)
-        advanced.append(len(steps) - before)
+        advanced.append(len(steps) - start)
         original(tensors, path)
 
     monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
@@ -336,21 +336,21 @@ def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
         checkpoint.verify(background / folder.name)
     shutil.rmtree(background / "checkpoint-10")
     train("background", flags + " --async_checkpointing --resume_from_checkpoint latest")
-    assert without_time(background) == without_time(plain)
+    assert untimed_metrics(background) == untimed_metrics(plain)
 
 
 def test_old_ones_go_only_after_the_new_one_is_there(train, monkeypatch):
     """Killed in any moment of writing, something whole is left."""
     folder = train("run", "--global_batch_size 8 --stop_after_step 2")
-    seen, rename, rmtree = [], Path.rename, shutil.rmtree
+    events, rename, rmtree = [], Path.rename, shutil.rmtree
 
-    def note(what):
+    def note(event):
         whole = []
         for path in checkpoint.checkpoints(folder):
             with contextlib.suppress(checkpoint.DamagedCheckpoint):
                 checkpoint.verify(path)
                 whole.append(path.name)
-        seen.append((what, whole))
+        events.append((event, whole))
 
     monkeypatch.setattr(Path, "rename", lambda self, to: (note("rename"), rename(self, to), note("renamed")) and to)
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: (note("remove"), rmtree(*a, **k), note("removed")))
@@ -358,8 +358,8 @@ def test_old_ones_go_only_after_the_new_one_is_there(train, monkeypatch):
         "run",
         "--global_batch_size 8 --resume_from_checkpoint latest --checkpointing_steps 2 --checkpoints_total_limit 1",
     )
-    assert len(seen) >= 12
-    assert all(whole for _, whole in seen)
+    assert len(events) >= 12
+    assert all(whole for _, whole in events)
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["checkpoint-10"]
 
 
@@ -371,7 +371,7 @@ def test_an_abandoned_future_is_removed_after_the_first_new_checkpoint(train):
     train("run", flags + resume + " --stop_after_step 3")
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-3"]
     train("run", flags + " --resume_from_checkpoint latest")
-    assert without_time(output_dir) == without_time(train("whole", flags))
+    assert untimed_metrics(output_dir) == untimed_metrics(train("whole", flags))
 
 
 def test_what_a_killed_run_left_half_written_is_removed(train):
@@ -422,7 +422,7 @@ def names(output_dir) -> list[int]:
 
 
 class Killed(BaseException):
-    """Nothing handles it, as nothing handles a kill."""
+    """Stands for a kill: nothing handles it."""
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, None])
@@ -435,8 +435,8 @@ def test_the_limit_is_the_number_kept(tmp_path, limit):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", [Killed(), OSError(5, "Input/output error")], ids=["killed", "failed"])
-@pytest.mark.parametrize("goes_on", ["latest", "checkpoint-6", "save"])
-def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, goes_on, error, asynchronous):
+@pytest.mark.parametrize("restart", ["latest", "checkpoint-6", "save"])
+def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, restart, error, asynchronous):
     """As when a run goes on from an older checkpoint: the old one is found unless the new one is in its place."""
     rename = Path.rename
     for num_renames in range(3):
@@ -459,9 +459,9 @@ def test_a_step_written_anew_is_never_lost(tmp_path, monkeypatch, goes_on, error
             small.saver.close()
         if isinstance(error, OSError):
             assert os.listdir(output_dir) == ["checkpoint-6"]
-        if goes_on != "save":
-            found, state = Small(output_dir).find(goes_on if goes_on == "latest" else str(output_dir / goes_on))
-            assert (found.name, state.step) == ("checkpoint-6", 6)
+        if restart != "save":
+            path, state = Small(output_dir).find(restart if restart == "latest" else str(output_dir / restart))
+            assert (path.name, state.step) == ("checkpoint-6", 6)
         Small(output_dir, start=6).save(7)
         assert sorted(os.listdir(output_dir)) == ["checkpoint-6", "checkpoint-7"]
         checkpoint.verify(output_dir / "checkpoint-6")
@@ -474,7 +474,7 @@ def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
     Small(tmp_path).save(1, 2, 3)
     small, rmtree = Small(tmp_path, start=3, limit=1), shutil.rmtree
 
-    def cut_short(path, *arguments, **named):
+    def cut_short(path, *arguments, **keywords):
         (Path(path) / "model.safetensors").unlink()
         raise Killed
 
@@ -488,10 +488,10 @@ def test_a_deletion_cut_short_leaves_nothing_damaged(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
-@pytest.mark.parametrize("goes_on", ["saves again", "ends"])
+@pytest.mark.parametrize("restart", ["saves again", "ends"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("place", ["before", "renamed"])
-def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, monkeypatch, goes_on, asynchronous, place):
+def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, monkeypatch, restart, asynchronous, place):
     """Killed when the new one has its name and the old one is there, or has been moved aside: the next save deletes it, or,
     if that was the last one, the end of the run that is resumed there."""
     Small(tmp_path, limit=1).save(1)
@@ -507,13 +507,13 @@ def test_a_kill_before_the_deletion_leaves_no_more_than_the_limit(tmp_path, monk
         with contextlib.suppress(Killed):
             small.save(2)
             small.saver.close()
-    left = ["checkpoint-1" if place == "before" else ".checkpoint-1.partial", "checkpoint-2"]
-    assert sorted(os.listdir(tmp_path)) == sorted(left)
+    names = ["checkpoint-1" if place == "before" else ".checkpoint-1.partial", "checkpoint-2"]
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
     small = Small(tmp_path, start=2, limit=1, asynchronous=asynchronous)
-    if goes_on == "saves again":
+    if restart == "saves again":
         small.save(3)
     small.saver.close()
-    assert os.listdir(tmp_path) == ["checkpoint-3" if goes_on == "saves again" else "checkpoint-2"]
+    assert os.listdir(tmp_path) == ["checkpoint-3" if restart == "saves again" else "checkpoint-2"]
 
 
 def test_folders_with_similar_names_are_never_deleted(tmp_path, capfd):
@@ -527,27 +527,27 @@ def test_folders_with_similar_names_are_never_deleted(tmp_path, capfd):
     ]:  # the last three as of transformers' Trainer
         (tmp_path / name).mkdir()
         (tmp_path / name / "pytorch_model.bin").write_text(name)
-    before = set(os.listdir(tmp_path))
+    names = set(os.listdir(tmp_path))
     small = Small(tmp_path, start=4, limit=1)
     small.save(5, 6, 7)
     with pytest.raises(RunError, match="checkpoint-7 is there, and no checkpoint of this program: move it away"):
         small.saver.close()
     assert "WARNING" in capfd.readouterr().err
-    assert set(os.listdir(tmp_path)) == before | {"checkpoint-6"}
-    assert all((tmp_path / name / "pytorch_model.bin").read_text() == name for name in before)
+    assert set(os.listdir(tmp_path)) == names | {"checkpoint-6"}
+    assert all((tmp_path / name / "pytorch_model.bin").read_text() == name for name in names)
 
 
 def test_all_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Flushed: each file and the folder before the rename, the folder above after it; deleted: after that."""
     Small(tmp_path).save(1)
-    seen, flush, rename, rmtree = [], checkpoint._flush, Path.rename, shutil.rmtree
-    monkeypatch.setattr(checkpoint, "_flush", lambda path: (seen.append(path.name), flush(path)))
-    monkeypatch.setattr(Path, "rename", lambda self, to: (seen.append(f"-> {to.name}"), rename(self, to))[1])
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **named: (seen.append("delete"), rmtree(path, **named)))
+    events, flush, rename, rmtree = [], checkpoint._flush, Path.rename, shutil.rmtree
+    monkeypatch.setattr(checkpoint, "_flush", lambda path: (events.append(path.name), flush(path)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (events.append(f"-> {to.name}"), rename(self, to))[1])
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **keywords: (events.append("delete"), rmtree(path, **keywords)))
     Small(tmp_path, start=1, limit=1).save(2)
     files = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
-    assert sorted(seen[:5]) == files
-    assert seen[5:] == [
+    assert sorted(events[:5]) == files
+    assert events[5:] == [
         ".checkpoint-2.partial",
         "-> checkpoint-2",
         tmp_path.name,
@@ -577,14 +577,14 @@ def test_storage_that_fails_for_a_while(tmp_path, capfd, monkeypatch, asynchrono
         small.saver.step = 1
     small.save(3)
     small.saver.close()
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
-    assert len(said) == 4
-    assert all("could not be written" in line and line.endswith("Training goes on") for line in said)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 4
+    assert all("could not be written" in line and line.endswith("Training goes on") for line in warnings)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-3"]
 
 
 def raising(error):
-    def function(*arguments, **named):
+    def function(*arguments, **keywords):
         raise error
 
     return function
@@ -605,7 +605,10 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
     small.save(1)
     assert not names(tmp_path / "run"), "save returns before anything is written"
     with torch.no_grad():
-        for tensor in (*small.model.parameters(), *(t for of in small.optimizer.state.values() for t in of.values())):
+        for tensor in (
+            *small.model.parameters(),
+            *(t for state in small.optimizer.state.values() for t in state.values()),
+        ):
             tensor.fill_(7)
     second = threading.Thread(target=small.saver.save, args=(2, 0, ""))
     second.start()
@@ -810,59 +813,59 @@ def test_a_full_disk_does_not_end_training(train, capfd, more):
     flags = "--global_batch_size 8 --checkpointing_steps 2"
     output_dir = train("run", flags + " --stop_after_step 2")
     capfd.readouterr()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes that a file can have
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # bytes that a file can have
     try:
         code = exit_code(lambda: train("run", flags + " --resume_from_checkpoint latest" + more))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = capfd.readouterr().err
-    assert code == 1, said
-    assert [int(step) for step in re.findall(r"WARNING: checkpoint-(\d+) could not be written", said)] == [
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    errors = capfd.readouterr().err
+    assert code == 1, errors
+    assert [int(step) for step in re.findall(r"WARNING: checkpoint-(\d+) could not be written", errors)] == [
         4,
         6,
         8,
         10,
     ]
-    (error,) = [line for line in said.splitlines() if line.startswith("ERROR")]
+    (error,) = [line for line in errors.splitlines() if line.startswith("ERROR")]
     assert re.match(
         r"ERROR: checkpoint-10 could not be written to .* \(.*File too large.*\); the newest is checkpoint-2", error
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in errors
     assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-2"]
     checkpoint.verify(output_dir / "checkpoint-2")
     train("run", flags + " --resume_from_checkpoint latest")
-    assert without_time(output_dir) == without_time(train("whole", flags))
+    assert untimed_metrics(output_dir) == untimed_metrics(train("whole", flags))
 
 
 def test_metrics_that_cannot_be_written_are_written_later(train, monkeypatch, tmp_path, capsys):
     """A disk that is full for a while loses no line."""
     original, calls = Path.open, []
 
-    def full(self, mode="r", *arguments, **named):
+    def full(self, mode="r", *arguments, **keywords):
         if self.name == "metrics.jsonl" and mode == "a":
             calls.append(1)
             if 3 <= len(calls) <= 6:
-                file = original(self, mode, *arguments, **named)
+                file = original(self, mode, *arguments, **keywords)
                 file.write('{"half')
                 file.close()
                 raise OSError(28, "No space left on device")
-        return original(self, mode, *arguments, **named)
+        return original(self, mode, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "open", full)
     ours = train("run", "--global_batch_size 8 --logging_steps 2")
     assert "metrics.jsonl cannot be written (No space left on device); trying again later" in capsys.readouterr().err
     monkeypatch.undo()
-    assert without_time(ours) == without_time(train("plain", "--global_batch_size 8"))
+    assert untimed_metrics(ours) == untimed_metrics(train("plain", "--global_batch_size 8"))
 
 
 def test_trackers_go_on_with_their_run(train, monkeypatch):
     """The same run id in every session, and no steps twice."""
-    given, original = [], Accelerator.init_trackers
+    settings, original = [], Accelerator.init_trackers
 
     def note(self, name, config=None, init_kwargs=None):
-        given.append(init_kwargs)
+        settings.append(init_kwargs)
         original(self, name, config=config, init_kwargs=init_kwargs)
 
     monkeypatch.setattr(Accelerator, "init_trackers", note)
@@ -870,10 +873,10 @@ def test_trackers_go_on_with_their_run(train, monkeypatch):
     folder = train("run", flags + " --stop_after_step 5")
     shutil.rmtree(folder / "checkpoint-5")
     train("run", flags + " --resume_from_checkpoint latest")
-    assert [kwargs["tensorboard"] for kwargs in given] == [{"purge_step": 1}, {"purge_step": 4}]
+    assert [kwargs["tensorboard"] for kwargs in settings] == [{"purge_step": 1}, {"purge_step": 4}]
     assert (
-        given[0]["wandb"]
-        == given[1]["wandb"]
+        settings[0]["wandb"]
+        == settings[1]["wandb"]
         == {"id": checkpoint.verify(folder / "checkpoint-3").run_id, "resume": "allow"}
     )
     events = event_accumulator.EventAccumulator(str(folder / "bert_small_cpu")).Reload()
@@ -908,7 +911,7 @@ def test_every_sample_is_used_once_per_epoch(train, policy):
     steps = samples_of_steps(output_dir)
     num_samples = 1 + max(sample for samples in steps.values() for _, sample in samples)
     for epoch in range(2):
-        used = [sample for samples in steps.values() for e, sample in samples if e == epoch]
-        assert len(used) == len(set(used)) == (num_samples // 64 * 64 if policy == "drop" else num_samples)
+        ids = [sample for samples in steps.values() for e, sample in samples if e == epoch]
+        assert len(ids) == len(set(ids)) == (num_samples // 64 * 64 if policy == "drop" else num_samples)
     assert [line["samples"] for line in metrics(output_dir)] == [len(steps[step]) for step in range(1, 13)]
     assert [len(steps[step]) for step in (1, 6)] == [64, num_samples % 64 if policy == "keep" else 64]

@@ -27,8 +27,8 @@ def test_parameters_and_flops_are_the_real_models(kind, tmp_path):
         assert shape.layer.num_parameters == sum(p.numel() for p in layers[0].parameters())
     inputs = torch.randn(2, 3, 224, 224) if is_image else torch.zeros(2, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        found = model(inputs)
-        outputs = [found[name] for name in ("logits", "prediction_logits", "seq_relationship_logits") if name in found]
+        heads = model(inputs)
+        outputs = [heads[name] for name in ("logits", "prediction_logits", "seq_relationship_logits") if name in heads]
         sum(logits.sum() for logits in outputs).backward()
     expected = 2 * shape.flops_per_sample
     if kind == "GPT2LMHeadModel":  # 6 N counts biases and normalisations too

@@ -42,8 +42,8 @@ def images(recipe: ImageRecipe, num_samples: int = 3) -> torch.Tensor:
 
 
 def logits(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    found = model(batch)
-    return found if isinstance(found, torch.Tensor) else found.logits
+    output = model(batch)
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -56,7 +56,7 @@ def test_parameters_are_the_real_models(name):
 def test_published_sizes():
     network = model_from_recipe(load("resnet50_1xv100"))
     assert network.num_parameters == 25_557_032
-    assert [round(network.saved_bytes(autocast=on) / 1e6, 1) for on in (False, True)] == [85.9, 43.8]
+    assert [round(network.saved_bytes(autocast=autocast) / 1e6, 1) for autocast in (False, True)] == [85.9, 43.8]
     first = (
         2 * 3 * 64 * 49 * 112 * 112
     )  # the first convolution has no gradient of its input; published counts ignore that
@@ -80,10 +80,10 @@ def test_what_the_forward_saves(kind, autocast):
 
     def saved(num_samples: int) -> int:
         model, storages = build(recipe), {}
-        own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
 
         def pack(tensor):
-            if tensor.untyped_storage().data_ptr() not in own:
+            if tensor.untyped_storage().data_ptr() not in addresses:
                 storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that no address comes twice
             return tensor
 
@@ -91,8 +91,8 @@ def test_what_the_forward_saves(kind, autocast):
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
-            kept = logits(model, images(recipe, num_samples))
-        assert kept.requires_grad
+            output = logits(model, images(recipe, num_samples))
+        assert output.requires_grad
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     recipe = small(kind, normalization="batch")

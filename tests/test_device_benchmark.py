@@ -84,39 +84,39 @@ def written(tmp_path, kind="cpu", processes=2, **products):
 
 
 def test_predictions_from_the_file_meet_what_was_measured(tmp_path):
-    found, text = written(tmp_path, no=(1.1e11, 1e11), bf16=(4e11, 3e11))
-    assert timing.reachable_flops(found, "no") == pytest.approx(1e11, rel=1e-3)
-    assert timing.reachable_flops(found, "bf16") == pytest.approx(3e11, rel=1e-3)
-    assert (found.bf16_tflops, found.reachable, found.fp16_tflops) == (0.4, 0.75, None)
-    assert (found.memory_gb_per_s, found.memory_mib, found.watts, found.cores) == (20, 9000, 12, 3)
+    device, text = written(tmp_path, no=(1.1e11, 1e11), bf16=(4e11, 3e11))
+    assert timing.reachable_flops(device, "no") == pytest.approx(1e11, rel=1e-3)
+    assert timing.reachable_flops(device, "bf16") == pytest.approx(3e11, rel=1e-3)
+    assert (device.bf16_tflops, device.reachable, device.fp16_tflops) == (0.4, 0.75, None)
+    assert (device.memory_gb_per_s, device.memory_mib, device.watts, device.cores) == (20, 9000, 12, 3)
     for size, seconds in POINTS:
-        bandwidth = found.link_gb_per_s * 1e9 * timing.CALIBRATION.reachable_link
-        assert timing.ring(2, size, bandwidth, found.link_latency_us / 1e6) == pytest.approx(seconds, rel=2e-3)
-    assert timing.all_reduce(Hardware(found, 2), 25 * 2**20) == pytest.approx(25 * 2**20 / 1.5e9, rel=0.05)
+        bandwidth = device.link_gb_per_s * 1e9 * timing.CALIBRATION.reachable_link
+        assert timing.ring(2, size, bandwidth, device.link_latency_us / 1e6) == pytest.approx(seconds, rel=2e-3)
+    assert timing.all_reduce(Hardware(device, 2), 25 * 2**20) == pytest.approx(25 * 2**20 / 1.5e9, rel=0.05)
     assert "OMP_NUM_THREADS=3" in text
 
 
 def test_a_precision_that_is_slower_than_float32_is_not_there(tmp_path):
-    found, _ = written(tmp_path, no=(1e11, 1e11), bf16=(2e11, 0.9e11))
-    assert (found.bf16_tflops, found.reachable) == (None, 0.999)
-    found, _ = written(tmp_path, "cuda", 2, no=(5e13, 4e13), fp16=(9e14, 8e14), bf16=(9e14, 8e14))
-    assert found.fp16_tflops == found.bf16_tflops == 900
-    assert found.cores is None
+    device, _ = written(tmp_path, no=(1e11, 1e11), bf16=(2e11, 0.9e11))
+    assert (device.bf16_tflops, device.reachable) == (None, 0.999)
+    device, _ = written(tmp_path, "cuda", 2, no=(5e13, 4e13), fp16=(9e14, 8e14), bf16=(9e14, 8e14))
+    assert device.fp16_tflops == device.bf16_tflops == 900
+    assert device.cores is None
 
 
 @pytest.mark.parametrize(("kind", "link"), [("cpu", "loopback"), ("cuda", "PCIe 4.0 x16")])
 def test_a_single_process_has_an_assumed_link(kind, link, tmp_path):
-    found, _ = written(tmp_path, kind, 1, no=(1e11, 1e11))
-    assert found.link == link
-    assert any(line.startswith("link_gb_per_s, link_latency_us: assumed") for line in found.sources)
+    device, _ = written(tmp_path, kind, 1, no=(1e11, 1e11))
+    assert device.link == link
+    assert any(line.startswith("link_gb_per_s, link_latency_us: assumed") for line in device.sources)
 
 
 def test_every_number_that_is_written_has_a_source(tmp_path):
     for processes in (1, 2):
-        found, _ = written(tmp_path, "cuda", processes, no=(1e11, 1e11), fp16=(2e11, 2e11), bf16=(3e11, 2e11))
-        named = [field for line in found.sources for field in line.split(": ")[0].split(", ")]
+        device, _ = written(tmp_path, "cuda", processes, no=(1e11, 1e11), fp16=(2e11, 2e11), bf16=(3e11, 2e11))
+        fields = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
         numbers = "memory_mib fp32_tflops fp16_tflops bf16_tflops reachable memory_gb_per_s link_gb_per_s"
-        assert sorted(named) == sorted([*numbers.split(), "link_latency_us", "watts"])
+        assert sorted(fields) == sorted([*numbers.split(), "link_latency_us", "watts"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,28 +162,28 @@ LATENCY, BANDWIDTH, NUM_PARAMETERS = 1e-9, 1e9, 10_000_000
 
 
 def exact_seconds() -> dict[str, list[float]]:
-    """Times that follow from the formulas, in two rounds."""
-    found = {"1 computed 1": [0.1, 0.1], "1 once 1": [0.1, 0.1]}
+    """Compute times from the formulas, for two rounds."""
+    times = {"1 computed 1": [0.1, 0.1], "1 once 1": [0.1, 0.1]}
     for n in scaling.PROCESSES[1:]:
         for k in (1, 4):
             computed = [0.01 * k, 0.01 * k]  # of which a backward hides a part of the communication
-            found[f"{n} computed {k}"] = computed
+            times[f"{n} computed {k}"] = computed
             for kind in ["once", *(["every"] if k > 1 else [])]:
                 exposed = scaling.predict(n, LATENCY, BANDWIDTH, NUM_PARAMETERS, k, 0.01, kind == "every")[1]
-                found[f"{n} {kind} {k}"] = [seconds + exposed for seconds in computed]
+                times[f"{n} {kind} {k}"] = [seconds + exposed for seconds in computed]
         for size in [*scaling.FITTED, *scaling.CHECKED]:
-            found[f"{n} all-reduce {size}"] = [scaling.CALLS * timing.ring(n, size, BANDWIDTH, LATENCY)] * 2
-    return found
+            times[f"{n} all-reduce {size}"] = [scaling.CALLS * timing.ring(n, size, BANDWIDTH, LATENCY)] * 2
+    return times
 
 
 def test_times_that_follow_the_formulas_have_no_error():
-    found = scaling.compare(exact_seconds(), NUM_PARAMETERS)
-    assert (found["latency"], found["bandwidth"]) == (pytest.approx(LATENCY, abs=1e-10), pytest.approx(BANDWIDTH))
-    for row in found["steps"]:
+    result = scaling.compare(exact_seconds(), NUM_PARAMETERS)
+    assert (result["latency"], result["bandwidth"]) == (pytest.approx(LATENCY, abs=1e-10), pytest.approx(BANDWIDTH))
+    for row in result["steps"]:
         assert row["step_predicted"] == pytest.approx(row["step_measured"])
         assert row["exposed_predicted"] == pytest.approx(row["exposed_measured"], abs=1e-6)
-    assert [row["processes"] for row in found["steps"]] == [1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    for row in found["all_reduces"]:
+    assert [row["processes"] for row in result["steps"]] == [1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    for row in result["all_reduces"]:
         assert row["ring"] == pytest.approx(row["measured"], rel=1e-4)
         assert row["predicted"] <= row["ring"]
 

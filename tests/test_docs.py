@@ -23,19 +23,19 @@ def test_the_examples_of_the_audit(pytester):
     result.assert_outcomes(passed=1)
     result = pytester.runpytest_subprocess("test_loop.py", timeout=60)
     result.assert_outcomes(failed=1)
-    (said,) = re.findall(r"```text\n(.*)\n```", DOCUMENT)
-    assert said in result.outlines
+    (line,) = re.findall(r"```text\n(.*)\n```", DOCUMENT)
+    assert line in result.outlines
     assert "NOT exact" in result.outlines
     assert not [line for line in result.outlines if "Traceback" in line or line.startswith(">")]
 
 
 def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, monkeypatch, request):
-    given = []
-    monkeypatch.setattr(audit, "audit_step", lambda **kwargs: given.append(kwargs) or SimpleNamespace(is_exact=True))
+    calls = []
+    monkeypatch.setattr(audit, "audit_step", lambda **kwargs: calls.append(kwargs) or SimpleNamespace(is_exact=True))
     monkeypatch.setattr(request.config.option, "audit_processes", [1, 2])
     for kwargs in ({}, {"cuts": []}, {"processes": (3,)}):
         assert_same_step(**kwargs)
-    assert given == [{"processes": [1, 2]}, {"cuts": []}, {"processes": (3,)}]
+    assert calls == [{"processes": [1, 2]}, {"cuts": []}, {"processes": (3,)}]
 
 
 def test_every_cause_is_explained():
@@ -55,8 +55,8 @@ def test_the_loop_of_accumulation_in_the_optimizer():
     )
     fresh_accelerator()
     torch.manual_seed(0)
-    found: dict = {}
-    exec(code, found)
+    namespace: dict = {}
+    exec(code, namespace)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -65,8 +65,8 @@ def test_the_loop_of_accumulation_in_the_optimizer():
         optimizer.zero_grad()
         model(window).square().mean().backward()
         optimizer.step()
-    assert torch.allclose(found["model"].weight, model.weight, atol=1e-6)
-    assert found["norm"].item() == pytest.approx(
+    assert torch.allclose(namespace["model"].weight, model.weight, atol=1e-6)
+    assert namespace["norm"].item() == pytest.approx(
         torch.stack([p.grad.norm() for p in model.parameters()]).norm().item(), rel=1e-5
     )
 

@@ -24,13 +24,13 @@ TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """`datasets` reads its environment at import, but its config at every use."""
+    """Use a cache of the test's own: `datasets` reads its environment at import, but its config at every use."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
 
 
 def write(path, texts, column="text"):
-    """Rows with an empty, a blank and (where the kind knows it) a missing text among them."""
+    """Write rows with an empty, a blank and (where the kind knows it) a missing text among them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"id": 1, column: text} for text in ["", *texts, " \n "]]
     if path.suffix == ".txt":
@@ -277,9 +277,9 @@ def test_faulty_paths_are_collected(tmp_path):
     write(tmp_path / "fine.txt", TEXTS)
     with pytest.raises(UsageError) as raised:
         load("fine.txt", "gone.txt", "none/*.txt", "folder")
-    gone, none, folder = raised.value.problems
-    assert gone.startswith("data file gone.txt: no such file in ")
-    assert gone.endswith(". Check the path.")
+    missing, none, folder = raised.value.problems
+    assert missing.startswith("data file gone.txt: no such file in ")
+    assert missing.endswith(". Check the path.")
     assert none.startswith("data file none/*.txt: no file matches it in ")
     assert folder == "data file folder is a directory. Name its files: folder/*.txt"
 

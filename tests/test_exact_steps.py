@@ -17,7 +17,7 @@ from samestep import evaluate, exact_steps, exact_windows, per_sample
 from samestep.errors import UsageError
 from samestep.step.means import find_mean
 
-GIVEN = {"global_batch_size": 6, "per_device_batch_size": 2, "targets": lambda batch: len(batch[0])}
+SETTINGS = {"global_batch_size": 6, "per_device_batch_size": 2, "targets": lambda batch: len(batch[0])}
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def build(accelerator):
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_steps_are_the_same_on_any_number_of_processes(tmp_path):
-    found = {}
+    results = {}
     with Server("run_own_loop") as server:
         for size in (1, 2, 3):
             (folder := tmp_path / str(size)).mkdir()
             server.run([str(folder)], size)
-            found[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
-    (alone,) = found[1]
+            results[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    (alone,) = results[1]
     for size in (2, 3):
-        for process in found[size]:
+        for process in results[size]:
             for name, case in alone.items():
                 if isinstance(case, dict):
                     assert len(process[name]["losses"]) == len(case["losses"]), (size, name)
@@ -59,7 +59,7 @@ def test_steps_are_the_same_on_any_number_of_processes(tmp_path):
 def test_steps_are_those_of_whole_batches(accelerator):
     """And their mean loss is the batch's; the accelerator is as before."""
     model, optimizer = build(accelerator)
-    steps = exact_steps(accelerator, POINTS, stack, **GIVEN, num_epochs=1.5)
+    steps = exact_steps(accelerator, POINTS, stack, **SETTINGS, num_epochs=1.5)
     twin = nn.Linear(4, 1)
     twin.load_state_dict(model.state_dict())
     other = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monk
     """The same samples from any first step, from workers, and through pinned memory, in any nesting."""
 
     def batches(**more):
-        steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given, **more)
+        steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **settings, **more)
         return {step.index: [batch["points"][0].tolist() for batch in step] for step in unchecked(steps)}
 
     def unchecked(steps):
@@ -97,13 +97,13 @@ def test_steps_go_on_where_they_were_and_can_be_prepared_ahead(accelerator, monk
             step._is_first = False  # nothing is trained here
             yield step
 
-    given = GIVEN | {"targets": lambda batch: len(batch["points"][0])}
+    settings = SETTINGS | {"targets": lambda batch: len(batch["points"][0])}
     whole = batches(num_steps=6)
     assert list(whole) == list(range(6))
     assert batches(num_steps=6, first_step=4) == {number: whole[number] for number in (4, 5)}
     assert batches(num_steps=6, num_workers=1) == whole
     assert batches(num_steps=6, seed=1) != whole
-    steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **given)
+    steps = exact_steps(accelerator, POINTS, lambda samples: {"points": stack(samples)}, **settings)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor + 1)
     (pinned, *_), (plain, *_) = steps._steps[0].pin_memory().micro_batches, steps._steps[0].micro_batches
     assert torch.equal(pinned["batch"]["points"][1], plain["batch"]["points"][1] + 1)
@@ -166,9 +166,9 @@ def refused(call, *parts: str) -> None:
         assert part in str(caught.value)
 
 
-def one_step(accelerator, loss=lambda model, batch: squares(model, batch)[0], targets=GIVEN["targets"], **more):
+def take_step(accelerator, loss=lambda model, batch: squares(model, batch)[0], targets=SETTINGS["targets"], **more):
     model, optimizer = build(accelerator)
-    for step in exact_steps(accelerator, POINTS, stack, **GIVEN | {"targets": targets} | more):
+    for step in exact_steps(accelerator, POINTS, stack, **SETTINGS | {"targets": targets} | more):
         for batch in step:
             with accelerator.accumulate(model):
                 accelerator.backward(step.loss(loss(model, batch)))
@@ -180,13 +180,13 @@ def one_step(accelerator, loss=lambda model, batch: squares(model, batch)[0], ta
 def test_values_that_break_a_rule(accelerator):
     for data, name in ((Stream(), "Stream"), (DataLoader(POINTS), "DataLoader"), (iter(POINTS), "list_iterator")):
         refused(
-            lambda data=data: exact_steps(accelerator, data, stack, **GIVEN), f"dataset is a {name}", "exact_windows"
+            lambda data=data: exact_steps(accelerator, data, stack, **SETTINGS), f"dataset is a {name}", "exact_windows"
         )
-    refused(lambda: exact_steps(accelerator, [], stack, **GIVEN), "dataset is empty")
-    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, num_epochs=1, num_steps=2), "num_steps is 2")
-    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, num_steps=2, first_step=3), "first_step is 3")
-    refused(lambda: exact_steps(accelerator, POINTS, stack, **GIVEN, max_tokens=9), "max_tokens is 9", "length=")
-    refused(lambda: exact_steps(accelerator, POINTS, None, **GIVEN), "collate is NoneType")
+    refused(lambda: exact_steps(accelerator, [], stack, **SETTINGS), "dataset is empty")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, num_epochs=1, num_steps=2), "num_steps is 2")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, num_steps=2, first_step=3), "first_step is 3")
+    refused(lambda: exact_steps(accelerator, POINTS, stack, **SETTINGS, max_tokens=9), "max_tokens is 9", "length=")
+    refused(lambda: exact_steps(accelerator, POINTS, None, **SETTINGS), "collate is NoneType")
     k = {"gradient_accumulation_steps": 2, "targets": len}
     refused(lambda: exact_windows(accelerator, iter(POINTS), **k, num_epochs=2), "num_epochs is 2", "DataLoader")
     refused(lambda: exact_windows(accelerator, POINTS, **k | {"gradient_accumulation_steps": 0}), "steps is 0")
@@ -197,50 +197,50 @@ def test_values_that_break_a_rule(accelerator):
 
 def test_an_accelerator_that_would_make_steps_wrong(accelerator, monkeypatch):
     accelerator.gradient_accumulation_steps = 4
-    refused(lambda: one_step(accelerator), "gradient_accumulation_steps of the Accelerator is 4", "Accelerator()")
+    refused(lambda: take_step(accelerator), "gradient_accumulation_steps of the Accelerator is 4", "Accelerator()")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    refused(lambda: one_step(accelerator), "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    refused(lambda: take_step(accelerator), "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     accelerator.gradient_accumulation_steps = 1
-    steps = exact_steps(accelerator, POINTS, stack, **GIVEN)
+    steps = exact_steps(accelerator, POINTS, stack, **SETTINGS)
     _, optimizer = build(accelerator)
     accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
     refused(lambda: next(iter(steps)), "scheduler is prepared", "leave it out of accelerator.prepare")
 
 
-@pytest.mark.parametrize("found", [2.0, torch.tensor(2.0), torch.tensor([[2]]), torch.tensor([True]), True, None])
-def test_targets_that_are_no_numbers_of_targets(accelerator, found):
-    refused(lambda: one_step(accelerator, targets=lambda batch: found), "targets returned", "int tensor")
+@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0), torch.tensor([[2]]), torch.tensor([True]), True, None])
+def test_targets_that_are_no_numbers_of_targets(accelerator, value):
+    refused(lambda: take_step(accelerator, targets=lambda batch: value), "targets returned", "int tensor")
 
 
 def test_targets_that_cannot_be(accelerator):
-    refused(lambda: one_step(accelerator, targets=lambda batch: 0), "targets counted [0] in the whole first step")
-    refused(lambda: one_step(accelerator, targets=lambda batch: -1), "-1", "negative")
+    refused(lambda: take_step(accelerator, targets=lambda batch: 0), "targets counted [0] in the whole first step")
+    refused(lambda: take_step(accelerator, targets=lambda batch: -1), "-1", "negative")
     refused(
-        lambda: one_step(accelerator, squares, targets=lambda batch: 3), "the loss counts [2]", "targets counts [3]"
+        lambda: take_step(accelerator, squares, targets=lambda batch: 3), "the loss counts [2]", "targets counts [3]"
     )
 
 
 def test_a_mean_is_found_in_the_first_step(accelerator):
-    refused(lambda: one_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1])), "a mean (MseLoss", "reduction")
-    refused(lambda: one_step(accelerator, lambda m, b: squares(m, b)[0] / 6), "divided by 6")
-    refused(lambda: one_step(accelerator, lambda m, b: squares(m, b)[0][None]), "given [1]", "returns []")
-    one_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1]) * len(b[0]))
+    refused(lambda: take_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1])), "a mean (MseLoss", "reduction")
+    refused(lambda: take_step(accelerator, lambda m, b: squares(m, b)[0] / 6), "divided by 6")
+    refused(lambda: take_step(accelerator, lambda m, b: squares(m, b)[0][None]), "given [1]", "returns []")
+    take_step(accelerator, lambda m, b: F.mse_loss(m(b[0]), b[1]) * len(b[0]))
 
 
 def test_what_is_a_mean():
     """Of 5 targets: reductions, means by hand, and sums that look like means."""
     x, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, -100, 1])
     logits = nn.Linear(4, 3)(x)
-    each, known = F.cross_entropy(logits, labels, reduction="none"), labels != -100
+    losses, is_target = F.cross_entropy(logits, labels, reduction="none"), labels != -100
     total = F.cross_entropy(logits, labels, reduction="sum")
     means = [
         *(
             F.cross_entropy(logits, labels),
             F.cross_entropy(logits, labels, label_smoothing=0.1),
-            each.mean(),
-            each.mean(0),
+            losses.mean(),
+            losses.mean(0),
         ),
-        *((each * known).sum() / known.sum(), total / 5, 0.5 * F.cross_entropy(logits, labels)),
+        *((losses * is_target).sum() / is_target.sum(), total / 5, 0.5 * F.cross_entropy(logits, labels)),
         *(F.mse_loss(logits, x[:, :3]), F.binary_cross_entropy_with_logits(logits, x[:, :3].sigmoid())),
     ]
     assert all(find_mean(mean, [[5]]) for mean in means)
@@ -248,13 +248,13 @@ def test_what_is_a_mean():
     pictures = F.mse_loss(logits, x[:, :3], reduction="none").mean(1).sum()
     sums = [
         total,
-        each.sum(),
+        losses.sum(),
         total * 0.5,
-        F.cross_entropy(logits, labels) * known.sum(),
+        F.cross_entropy(logits, labels) * is_target.sum(),
         pictures,
-        (each * known).sum(),
+        (losses * is_target).sum(),
     ]
-    assert not any(find_mean(of, [[5]]) for of in sums)
+    assert not any(find_mean(loss, [[5]]) for loss in sums)
     assert not find_mean(torch.stack([total, total / 5]), [[5], [7]])
     assert not find_mean(total / 2, [[2]])  # half the squared error of two samples
 
@@ -262,21 +262,21 @@ def test_what_is_a_mean():
 def test_loops_that_leave_something_out(accelerator):
     model, optimizer = build(accelerator)
 
-    def without_accumulate():
-        for step in exact_steps(accelerator, POINTS, stack, **GIVEN):
+    def skip_accumulate():
+        for step in exact_steps(accelerator, POINTS, stack, **SETTINGS):
             for batch in step:
                 accelerator.backward(step.loss(squares(model, batch)))
                 optimizer.step()
 
-    def without_loss():
-        for step in exact_steps(accelerator, POINTS, stack, **GIVEN):
+    def skip_loss():
+        for step in exact_steps(accelerator, POINTS, stack, **SETTINGS):
             for batch in step:
                 with accelerator.accumulate(model):
                     accelerator.backward(squares(model, batch)[0])
 
-    refused(without_accumulate, "accumulate was entered 0 times for 1 micro-batch")
-    refused(without_loss, "step.loss was not called")
-    step = next(iter(exact_steps(accelerator, POINTS, stack, **GIVEN)))
+    refused(skip_accumulate, "accumulate was entered 0 times for 1 micro-batch")
+    refused(skip_loss, "step.loss was not called")
+    step = next(iter(exact_steps(accelerator, POINTS, stack, **SETTINGS)))
     refused(lambda: step.loss(torch.zeros(())), "outside its loop")
 
 

@@ -68,7 +68,7 @@ HEADS = {
 
 @pytest.fixture
 def train(tmp_path):
-    """train(model, kind, b, k): the trainer after one epoch."""
+    """Train one epoch: train(model, kind, b, k) -> trainer."""
 
     def run(model, kind: str, b: int, k: int, **more) -> ExactTrainer:
         fresh_accelerator()
@@ -109,13 +109,13 @@ def losses(trainer) -> list[float]:
 def test_every_cut_gives_the_same_weights(train, head):
     """11 samples in steps of 4: the last one has 3. And the loss that is logged is the step's."""
     build, kind = HEADS[head]
-    found = []
+    trainers = []
     for b, k in ((4, 1), (1, 4), (3, 1)):
         torch.manual_seed(0)
-        found.append(train(build(), kind, b, k))
-    assert torch.allclose(weights(found[0]), weights(found[1]), atol=2e-6)
-    assert losses(found[0]) == pytest.approx(losses(found[1]), rel=1e-3)
-    assert not torch.allclose(weights(found[0]), weights(found[2]), atol=1e-4)
+        trainers.append(train(build(), kind, b, k))
+    assert torch.allclose(weights(trainers[0]), weights(trainers[1]), atol=2e-6)
+    assert losses(trainers[0]) == pytest.approx(losses(trainers[1]), rel=1e-3)
+    assert not torch.allclose(weights(trainers[0]), weights(trainers[2]), atol=1e-4)
 
 
 def test_the_loss_is_the_models_own(train):
@@ -123,8 +123,8 @@ def test_the_loss_is_the_models_own(train):
     torch.manual_seed(0)
     model = bert("BertForPreTraining")
     batch = collate([draw("words", number) for number in range(NUM_SAMPLES)])
-    own = model(**batch).loss.item()
-    assert losses(train(model, "words", NUM_SAMPLES, 1)) == pytest.approx([own], rel=1e-3)
+    loss = model(**batch).loss.item()
+    assert losses(train(model, "words", NUM_SAMPLES, 1)) == pytest.approx([loss], rel=1e-3)
     torch.manual_seed(0)
     smooth = train(bert("BertForTokenClassification"), "tokens", NUM_SAMPLES, 1, label_smoothing_factor=0.2)
     torch.manual_seed(0)
@@ -147,15 +147,15 @@ def test_a_loss_of_ones_own(train):
     def targets(batch):
         return torch.stack([(batch["labels"] != -100).sum(), torch.tensor(len(batch["labels"]))])
 
-    found = []
-    for b, k, given in ((4, 1, targets), (2, 2, None), (2, 2, targets)):
+    trainers = []
+    for b, k, count in ((4, 1, targets), (2, 2, None), (2, 2, targets)):
         torch.manual_seed(0)
-        more = {"loss": loss, "targets": given, "loss_weights": [1.0, 0.01], "eval_dataset": [draw("tokens", 3)]}
-        found.append(train(bert("BertForTokenClassification"), "tokens", b, k, **more))
-    assert torch.equal(weights(found[1]), weights(found[2]))
-    assert torch.allclose(weights(found[0]), weights(found[1]), atol=2e-6)
-    evaluated = found[2].evaluate()
-    model, batch = found[2].model.eval(), collate([draw("tokens", 3)])
+        more = {"loss": loss, "targets": count, "loss_weights": [1.0, 0.01], "eval_dataset": [draw("tokens", 3)]}
+        trainers.append(train(bert("BertForTokenClassification"), "tokens", b, k, **more))
+    assert torch.equal(weights(trainers[1]), weights(trainers[2]))
+    assert torch.allclose(weights(trainers[0]), weights(trainers[1]), atol=2e-6)
+    evaluated = trainers[2].evaluate()
+    model, batch = trainers[2].model.eval(), collate([draw("tokens", 3)])
     sums, counts = loss(model, batch)
     assert evaluated["eval_loss"] == pytest.approx((sums / counts * torch.tensor([1, 0.01])).sum().item(), rel=1e-4)
 
@@ -189,11 +189,11 @@ def test_what_is_refused(train):
     refused("compute_loss_func", "loss=...", compute_loss_func=lambda *_: None)
     refused("label_smoothing_factor is 0.1", loss=mean, label_smoothing_factor=0.1)
     refused("TwiceTheLoss", "other terms", model=TwiceTheLoss(gpt2().config), kind="text")
-    refused("must have labels and next_sentence_label", model=bert("BertForPreTraining"), data_collator=without_pair)
+    refused("must have labels and next_sentence_label", model=bert("BertForPreTraining"), data_collator=drop_pair_label)
     refused("loss returned Tensor", "(sums, number of targets)", loss=lambda m, b: m(**b).loss, targets=len)
 
 
-def without_pair(samples):
+def drop_pair_label(samples):
     batch = collate(samples)
     del batch["next_sentence_label"]
     return batch | {"labels": batch["input_ids"]}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from common import evaluations, metrics
-from compare import same_weights, without_time
+from compare import same_weights, untimed_metrics
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -33,7 +33,7 @@ def finetune(train):
 
 @pytest.fixture
 def learnable(tmp_path):
-    """Texts whose class is the word in them that the others lack."""
+    """Write texts whose class is the word in them that the others lack."""
     rng = np.random.default_rng(0)
     path, words = tmp_path / "learnable.csv", ["red", "green", "blue"]
     with path.open("w", newline="") as file:
@@ -49,7 +49,7 @@ def learnable(tmp_path):
     return path
 
 
-def test_what_a_run_leaves_behind(finetune, capsys, drawn):
+def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     output_dir = finetune("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
         *(
@@ -84,18 +84,18 @@ def test_the_saved_model_is_the_trained_one_and_metrics_count_every_sample_once(
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "text_classification", "")
     _, held_out = labelled_texts.build(recipe)
     classify = pipeline("text-classification", model=str(output_dir))
-    found = [classify(row["text"])[0]["label"] for row in held_out.rows]
-    wanted, last = held_out.rows["label"][:], evaluations(output_dir)[-1]
-    assert len(wanted) == 12
-    assert last["eval_accuracy"] == pytest.approx(accuracy_score(wanted, found))
-    assert last["eval_f1"] == pytest.approx(f1_score(wanted, found, average="macro"))
-    assert last["eval_matthews_correlation"] == pytest.approx(matthews_corrcoef(wanted, found))
+    predictions = [classify(row["text"])[0]["label"] for row in held_out.rows]
+    labels, last = held_out.rows["label"][:], evaluations(output_dir)[-1]
+    assert len(labels) == 12
+    assert last["eval_accuracy"] == pytest.approx(accuracy_score(labels, predictions))
+    assert last["eval_f1"] == pytest.approx(f1_score(labels, predictions, average="macro"))
+    assert last["eval_matthews_correlation"] == pytest.approx(matthews_corrcoef(labels, predictions))
     assert last["eval_accuracy"] > 0.9, "it learns"
     model = AutoModelForSequenceClassification.from_pretrained(output_dir)
     samples = [held_out.draw(0, place) for place in range(12)]
     losses = [
-        model(torch.from_numpy(of.tokens)[None].long(), labels=torch.tensor([int(of.label)])).loss.item()
-        for of in samples
+        model(torch.from_numpy(sample.tokens)[None].long(), labels=torch.tensor([int(sample.label)])).loss.item()
+        for sample in samples
     ]
     assert np.mean(losses) == pytest.approx(last["eval_loss"], rel=1e-5)
 
@@ -132,10 +132,10 @@ def test_it_starts_from_what_pretraining_left(finetune, train, corpus, capsys):
     flags = f"{SMALL} --model_name_or_path {pretrained} --max_train_steps 1 --learning_rate 1e-12"
     started = finetune("run", flags)
     assert f"weights of {pretrained}" in capsys.readouterr().out
-    before, after = (load_file(folder / "model.safetensors") for folder in (pretrained, started))
-    body = [name for name in after if name.startswith("bert.")]
+    initial, final = (load_file(folder / "model.safetensors") for folder in (pretrained, started))
+    body = [name for name in final if name.startswith("bert.")]
     assert len(body) > 20
-    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in body)
+    assert all(torch.allclose(initial[name], final[name], atol=1e-6) for name in body)
     with pytest.raises(UsageError, match=r"is another model than the recipe's: it has .*layer"):
         finetune("other", f"{flags} --num_hidden_layers 1")
 
@@ -143,10 +143,10 @@ def test_it_starts_from_what_pretraining_left(finetune, train, corpus, capsys):
 def test_frozen_embeddings_and_slower_layers(finetune, train):
     pretrained = train("pretrained", f"{SMALL} --max_train_steps 1")
     flags = f"{SMALL} --model_name_or_path {pretrained} --freeze_embeddings --max_train_steps 3 --weight_decay 0"
-    before, after = (load_file(folder / "model.safetensors") for folder in (pretrained, finetune("frozen", flags)))
-    for name in [name for name in after if name.startswith("bert.") and "pooler" not in name]:
+    initial, final = (load_file(folder / "model.safetensors") for folder in (pretrained, finetune("frozen", flags)))
+    for name in [name for name in final if name.startswith("bert.") and "pooler" not in name]:
         is_still = "embeddings" in name or "layer.1.attention.self.key.bias" in name  # the last layer's, of gradient 0
-        assert torch.equal(before[name], after[name]) == is_still, name
+        assert torch.equal(initial[name], final[name]) == is_still, name
 
 
 def test_learning_rates_of_layers():
@@ -157,8 +157,8 @@ def test_learning_rates_of_layers():
         for group in optim.from_recipe(model, recipe).param_groups
         for p in group["params"]
     }
-    found = {name: scales[id(p)] for name, p in model.named_parameters()}
-    assert len(found) == len(scales)
+    settings = {name: scales[id(p)] for name, p in model.named_parameters()}
+    assert len(settings) == len(scales)
     expected = {
         "classifier": 1.0,
         "pooler": 1.0,
@@ -167,7 +167,7 @@ def test_learning_rates_of_layers():
         "layer.0": 0.125,
         "embeddings": 0.0625,
     }
-    for name, (scale, decay) in found.items():
+    for name, (scale, decay) in settings.items():
         assert scale == next(value for part, value in expected.items() if f"{part}." in name), name
         assert decay == (0.1 if model.get_parameter(name).ndim >= 2 else 0.0)
     flat = optim.from_recipe(model, load("finetune_small_cpu"))
@@ -177,11 +177,11 @@ def test_learning_rates_of_layers():
 def test_slower_layers_take_smaller_steps(finetune, train):
     pretrained = train("pretrained", f"{SMALL} --max_train_steps 1")
     flags = f"{SMALL} --model_name_or_path {pretrained} --max_train_steps 1 --warmup_ratio 0 --weight_decay 0"
-    before = load_file(pretrained / "model.safetensors")
-    after = [load_file(finetune(d, f"{flags} --layerwise_lr_decay {d}") / "model.safetensors") for d in ("1.0", "0.5")]
+    initial = load_file(pretrained / "model.safetensors")
+    finals = [load_file(finetune(d, f"{flags} --layerwise_lr_decay {d}") / "model.safetensors") for d in ("1.0", "0.5")]
     for name, depth in (("layer.1.output.dense.weight", 1), ("layer.0.output.dense.weight", 2)):
         name = f"bert.encoder.{name}"
-        usual, slow = ((of[name] - before[name]).norm() for of in after)
+        usual, slow = ((weights[name] - initial[name]).norm() for weights in finals)
         assert (slow / usual).item() == pytest.approx(0.5**depth, rel=1e-3)
 
 
@@ -191,7 +191,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, more):
     whole = finetune("whole", flags)
     parts = finetune("parts", f"{flags} --stop_after_step 3")
     finetune("parts", f"{flags} --resume_from_checkpoint latest", output_dir=parts)
-    assert without_time(parts) == without_time(whole)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
     if not more:
         assert same_weights(parts, whole)
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, parts))
@@ -239,10 +239,10 @@ def test_the_best_evaluation():
 @pytest.mark.parametrize("flags", ["--metrics acuracy", "--metric_for_best_model f2"])
 def test_a_mistake_deletes_no_earlier_run(finetune, flags):
     output_dir = finetune("run", f"{SMALL} --max_train_steps 1")
-    before = (output_dir / "metrics.jsonl").read_text()
+    text = (output_dir / "metrics.jsonl").read_text()
     with pytest.raises(UsageError):
         finetune("run", f"{SMALL} --overwrite_output_dir {flags}", output_dir=output_dir)
-    assert (output_dir / "metrics.jsonl").read_text() == before
+    assert (output_dir / "metrics.jsonl").read_text() == text
 
 
 @pytest.mark.parametrize(

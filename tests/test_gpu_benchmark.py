@@ -22,8 +22,8 @@ from samestep.recipe.recipe import load
 from samestep.step import accumulate, batch_norm, losses
 
 gpu = load_benchmark("gpu")
-of_cases = sys.modules["gpu_cases"]
-TINY = {case.name: case for case in of_cases.cases(tiny=True)}
+gpu_cases = sys.modules["gpu_cases"]
+TINY = {case.name: case for case in gpu_cases.cases(tiny=True)}
 RAGGED = TINY["BERT-Large, length 128, as real pairs"]
 
 
@@ -38,8 +38,8 @@ def fresh(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def check(case: of_cases.Case, kernel: str) -> dict:
-    return gpu.Checks(Accelerator(mixed_precision="bf16", cpu=True), case)(of_cases.Variant(kernel, 0, kernel))
+def check(case: gpu_cases.Case, kernel: str) -> dict:
+    return gpu.Checks(Accelerator(mixed_precision="bf16", cpu=True), case)(gpu_cases.Variant(kernel, 0, kernel))
 
 
 @pytest.mark.slow
@@ -78,10 +78,10 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_what_fails_is_a_line(monkeypatch, tmp_path, capsys):
     """Memory that runs out is tried again in smaller micro-batches, down to one sample; time that is up leaves the rest out."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = []
+    sizes = []
 
     def timed(accelerator, case, variant, tokens):
-        asked.append(tokens)
+        sizes.append(tokens)
         raise torch.OutOfMemoryError("no | more")
 
     monkeypatch.setattr(gpu, "timed", timed)
@@ -90,9 +90,9 @@ def test_what_fails_is_a_line(monkeypatch, tmp_path, capsys):
     seconds = iter([0.0, 0.0, 1.0, *[1e3] * 99])
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(gpu, "product_rate", lambda *_: 1.0)
-    given = ["--tiny", "--only", "124M", "--output", str(tmp_path / "gpu")]
-    assert exit_code(lambda: gpu.main(given)) != 0
-    assert asked == [64, 32]
+    argv = ["--tiny", "--only", "124M", "--output", str(tmp_path / "gpu")]
+    assert exit_code(lambda: gpu.main(argv)) != 0
+    assert sizes == [64, 32]
     assert "failed or not exact: GPT-2 124M" in capsys.readouterr().err
     table = (tmp_path / "gpu.md").read_text()
     assert "failed: no / more" in table
@@ -110,18 +110,18 @@ def k_is_not_undone(monkeypatch):
     monkeypatch.setattr(accumulate, "loss_scale", lambda _: 1)
 
 
-def positions_run_on(monkeypatch):
-    """From sample to sample of a micro-batch."""
+def continue_positions(monkeypatch):
+    """Count positions on from sample to sample of a micro-batch."""
     right = attention.last_hidden_at
-    wrong = lambda bert, **of: right(bert, **of | {"position_ids": torch.arange(of["input_ids"].numel())[None]})  # noqa: E731
+    wrong = lambda bert, **data: right(bert, **data | {"position_ids": torch.arange(data["input_ids"].numel())[None]})  # noqa: E731
     monkeypatch.setattr(attention, "last_hidden_at", wrong)
 
 
-def samples_see_each_other(monkeypatch):
+def mix_samples(monkeypatch):
     right = gpt2_pretraining.gpt2_hidden
 
-    def wrong(*of):
-        hidden = right(*of)
+    def wrong(*inputs):
+        hidden = right(*inputs)
         return hidden - 0.1 * hidden.mean(0)
 
     monkeypatch.setattr(gpt2_pretraining, "gpt2_hidden", wrong)
@@ -136,9 +136,9 @@ def statistics_of_a_micro_batch(monkeypatch):
     ("name", "fault"),
     [
         (RAGGED.name, k_is_not_undone),
-        (RAGGED.name, positions_run_on),
+        (RAGGED.name, continue_positions),
         ("GPT-2 124M", k_is_not_undone),
-        ("GPT-2 124M", samples_see_each_other),
+        ("GPT-2 124M", mix_samples),
         ("ResNet-50", k_is_not_undone),
         ("ResNet-50", statistics_of_a_micro_batch),
     ],
@@ -147,37 +147,37 @@ def test_faults_are_found(name, fault, monkeypatch):
     kernel = "channels_last" if name == "ResNet-50" else "sdpa"
     assert check(TINY[name], kernel)["exact"]
     fault(monkeypatch)
-    found = check(TINY[name], kernel)
-    assert not found["exact"]
-    assert found["cut"] > 10 * found["cut_bound"]
+    result = check(TINY[name], kernel)
+    assert not result["exact"]
+    assert result["cut"] > 10 * result["cut_bound"]
 
 
 def _probabilities(q, k):
     return (q.transpose(0, 1) @ k.permute(1, 2, 0) / math.sqrt(q.shape[-1])).softmax(-1)
 
 
-def _each(ends_q, ends_k):
-    """Slices of each sample's queries and keys."""
+def _slices(ends_q, ends_k):
+    """Make slices of each sample's queries and keys."""
     borders = zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True)
-    return [(slice(*of_q), slice(*of_k)) for of_q, of_k in borders]
+    return [(slice(*span_q), slice(*span_k)) for span_q, span_k in borders]
 
 
 def _forward(q, k, v, ends_q, ends_k, *_):
-    out = torch.empty_like(q)
-    for a, b in _each(ends_q, ends_k):
+    output = torch.empty_like(q)
+    for a, b in _slices(ends_q, ends_k):
         y = _probabilities(q[a].float(), k[b].float()) @ v[b].float().transpose(0, 1)
-        out[a] = y.transpose(0, 1).to(out.dtype)
-    return out, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+        output[a] = y.transpose(0, 1).to(output.dtype)
+    return output, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
 
 
-def _backward(d_out, q, k, v, out, lse, ends_q, ends_k, *_):
+def _backward(d_output, q, k, v, output, lse, ends_q, ends_k, *_):
     gradients = tuple(map(torch.empty_like, (q, k, v)))
-    for a, b in _each(ends_q, ends_k):
-        dy, q1, k1, v1 = (x.float().transpose(0, 1) for x in (d_out[a], q[a], k[b], v[b]))
+    for a, b in _slices(ends_q, ends_k):
+        dy, q1, k1, v1 = (x.float().transpose(0, 1) for x in (d_output[a], q[a], k[b], v[b]))
         p, dp = _probabilities(q[a].float(), k[b].float()), dy @ v1.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-        found = (a, ds @ k1), (b, ds.transpose(1, 2) @ q1), (b, p.transpose(1, 2) @ dy)
-        for gradient, (place, x) in zip(gradients, found, strict=True):
+        parts = (a, ds @ k1), (b, ds.transpose(1, 2) @ q1), (b, p.transpose(1, 2) @ dy)
+        for gradient, (place, x) in zip(gradients, parts, strict=True):
             gradient[place] = x.transpose(0, 1).to(gradient.dtype)
     return gradients
 
@@ -193,12 +193,12 @@ def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
 
     monkeypatch.setattr(attention, "kernel_candidates", candidates)
     assert check(RAGGED, "varlen")["exact"]
-    as_one = lambda *ends: [tuple(slice(0, int(of[-1])) for of in ends)]  # noqa: E731
-    monkeypatch.setattr(sys.modules[__name__], "_each", as_one)
-    found = check(RAGGED, "varlen")
-    assert found["cut"] <= found["cut_bound"]  # which has no such kernel
-    assert found["bf16"] > 2 * found["bf16_bound"]
-    assert not found["exact"]
+    single_sample = lambda *ends: [tuple(slice(0, int(offsets[-1])) for offsets in ends)]  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "_slices", single_sample)
+    result = check(RAGGED, "varlen")
+    assert result["cut"] <= result["cut_bound"]  # which has no such kernel
+    assert result["bf16"] > 2 * result["bf16_bound"]
+    assert not result["exact"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_kernels_of_variable_length_see_each_sample_alone(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in TINY if "BERT" in name])
 def test_micro_batches_hold_every_sample_once_and_few_more_tokens(name):
     case = TINY[name]
-    samples = of_cases.draw(case, 1)
-    step = of_cases.make_step(case, samples, torch.device("cpu"), max_tokens=case.tokens)
+    samples = gpu_cases.draw(case, 1)
+    step = gpu_cases.make_step(case, samples, torch.device("cpu"), max_tokens=case.tokens)
     assert step.tokens == sum(len(pair.tokens) for pair in samples)
     assert torch.stack(step.counts).sum(0).tolist() == [sum(len(pair.places) for pair in samples), len(samples)]
     labels = torch.cat([micro_batch["masked_labels"] for micro_batch in step.micro_batches]).sort().values
@@ -224,21 +224,21 @@ def test_micro_batches_hold_every_sample_once_and_few_more_tokens(name):
         assert (queries[micro_batch["masked_index"][:num_masked]] == 3).all()
         assert (micro_batch["position_ids"][0, micro_batch["queries"]][micro_batch["first_index"]] == 0).all()
         assert len(micro_batch["first_index"]) == len(micro_batch["next_sentence_label"]) == num_samples
-    assert of_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63
+    assert gpu_cases.draw_lengths(np.random.default_rng(0), 1000, 128, {"counts": [0, 1], "full": 1}).min() > 63
 
 
 def test_work_is_that_of_real_tokens():
-    case = dataclasses.replace(of_cases.CASES[0], batch=2)
+    case = dataclasses.replace(gpu_cases.CASES[0], batch=2)
     formula = 2 * transformer.bert_flops(30522, 1024, 4096, 24, 128, 19)
-    whole, done = of_cases.flops_of(case, of_cases.draw(case, 0))
+    whole, actual = gpu_cases.count_flops(case, gpu_cases.draw(case, 0))
     assert whole == formula
-    assert 0.96 < done / formula < 0.98
+    assert 0.96 < actual / formula < 0.98
 
 
 def test_work_that_is_done_is_what_torch_counts():
     case = TINY["BERT-Large, length 512"]
-    step = of_cases.make_step(case, of_cases.draw(case, 0), torch.device("cpu"))
-    model = of_cases.build(case, of_cases.Variant("", 0, "sdpa"), torch.device("cpu"), few=False)
+    step = gpu_cases.make_step(case, gpu_cases.draw(case, 0), torch.device("cpu"))
+    model = gpu_cases.build(case, gpu_cases.Variant("", 0, "sdpa"), torch.device("cpu"), few=False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the others are not counted on a CPU
         sums, _ = model(**step.micro_batches[0])
         sums.sum().backward()
@@ -248,19 +248,19 @@ def test_work_that_is_done_is_what_torch_counts():
 def test_models_and_kernels_are_those_of_the_scripts():
     """On a GPU, where none is needed to name them."""
     kernels = {"bert": ["sdpa", "varlen"], "gpt2": ["sdpa"], "resnet": ["channels_last", "channels_first"]}
-    for case in of_cases.cases(tiny=True):
-        found = of_cases.variants(case, torch.device("cuda"))
-        assert [of.name for of in found if not of.compiled] == kernels[case.kind]
-        assert [of.kernel for of in found if of.compiled and not of.dropout] == kernels[case.kind]
-        model = of_cases.build(case, found[0], torch.device("cpu"), few=False)
-        assert type(model) is of_cases.recipe_of(case).parts.find("model")
+    for case in gpu_cases.cases(tiny=True):
+        variants = gpu_cases.variants(case, torch.device("cuda"))
+        assert [item.name for item in variants if not item.compiled] == kernels[case.kind]
+        assert [item.kernel for item in variants if item.compiled and not item.dropout] == kernels[case.kind]
+        model = gpu_cases.build(case, variants[0], torch.device("cpu"), few=False)
+        assert type(model) is gpu_cases.make_recipe(case).parts.find("model")
         assert any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def test_published_numbers_are_parts_of_what_their_devices_reach():
-    found = {case.name: gpu.published(case) for case in of_cases.CASES}
-    best = {name: max(rows, key=lambda row: row["of_products"])["of_products"] for name, rows in found.items() if rows}
-    shares = {row["hardware"]: row["of_products"] for rows in found.values() for row in rows if "gpt2" in row["work"]}
+    table = {case.name: gpu.published(case) for case in gpu_cases.CASES}
+    best = {name: max(rows, key=lambda row: row["of_products"])["of_products"] for name, rows in table.items() if rows}
+    shares = {row["hardware"]: row["of_products"] for rows in table.values() for row in rows if "gpt2" in row["work"]}
     assert shares["8xa100-80"] == pytest.approx(0.69, abs=0.01)
     assert shares["8xh100"] == pytest.approx(0.606, abs=0.01)
     assert len(best) == 5
@@ -268,17 +268,17 @@ def test_published_numbers_are_parts_of_what_their_devices_reach():
 
 
 def test_lengths_have_their_table():
-    tables = json.loads(of_cases.LENGTHS.read_text())["lengths"]
+    tables = json.loads(gpu_cases.LENGTHS.read_text())["lengths"]
     assert sum(len(table["counts"]) + 1 for table in tables.values()) <= 60
     rng = np.random.default_rng(0)
     for length, table in tables.items():
-        drawn = of_cases.draw_lengths(rng, 20000, int(length), table)
+        lengths = gpu_cases.draw_lengths(rng, 20000, int(length), table)
         full = table["full"] / (sum(table["counts"]) + table["full"])
-        assert drawn.max() == int(length)
-        assert (drawn == int(length)).mean() == pytest.approx(full, abs=0.02)
+        assert lengths.max() == int(length)
+        assert (lengths == int(length)).mean() == pytest.approx(full, abs=0.02)
 
 
 def test_recipes_of_cases_are_the_catalog_s():
-    for case in of_cases.CASES:
+    for case in gpu_cases.CASES:
         recipe = load(case.recipe)
         assert getattr(recipe, "max_seq_length", getattr(recipe, "block_size", 1)) == case.length

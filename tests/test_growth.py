@@ -34,15 +34,15 @@ def test_gpt2_xl_from_one_device_to_thousands():
     first, *later = (row for row in grow(from_recipe(load("gpt2_xl_8xa100")), load_device("3090"), 8) if row.weak)
     assert (first.num_devices, first.weak.workload.global_batch_size) == (2, 512)
     assert [row.weak.workload.global_batch_size for row in later] == [1024, 2048]
-    found = make_remarks(rows)
-    assert found[0].startswith("k falls to 1 at 32 devices")
-    assert found[-1] == "more than 512 devices do not help: the step has 512 samples"
+    lines = make_remarks(rows)
+    assert lines[0].startswith("k falls to 1 at 32 devices")
+    assert lines[-1] == "more than 512 devices do not help: the step has 512 samples"
 
 
 def test_where_the_batch_passes_the_critical_size():
     rows = grow(from_recipe(load("bert_base"), critical_batch_size=1000), load_device("a100-80"), 32)
-    (found,) = (remark for remark in make_remarks(rows) if "critical" in remark)
-    assert found.endswith("passes the critical size of 1000 samples at 4 devices (1024 samples)")
+    (text,) = (remark for remark in make_remarks(rows) if "critical" in remark)
+    assert text.endswith("passes the critical size of 1000 samples at 4 devices (1024 samples)")
     rows = grow(from_recipe(load("bert_base"), critical_batch_size=1e6), load_device("a100-80"), 32)
     assert not any("critical" in remark for remark in make_remarks(rows))
 
@@ -56,9 +56,11 @@ def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
         return
     placed = [row.strong.time for row in rows if row.strong]
     computing = [time.total - time.exposed_communication for time in placed]
-    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(computing))
-    efficiencies = [of for row in rows for of in (row.strong_efficiency, row.weak_efficiency) if of is not None]
-    assert all(of > 0 for of in efficiencies)  # above 1 where one device must cut into the smallest micro-batches
+    assert all(second <= first * (1 + 1e-9) for first, second in itertools.pairwise(computing))
+    efficiencies = [
+        value for row in rows for value in (row.strong_efficiency, row.weak_efficiency) if value is not None
+    ]
+    assert all(value > 0 for value in efficiencies)  # above 1 where one device must cut into the smallest micro-batches
 
 
 def test_the_command(monkeypatch, capsys):

@@ -20,10 +20,10 @@ NUMBERS = [
 def test_every_number_of_a_device_has_a_source(name):
     device = load_device(name)
     assert device.name == name
-    named = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
-    assert set(named) <= set(NUMBERS)
-    assert len(named) == len(set(named))
-    assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(named)
+    fields = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
+    assert set(fields) <= set(NUMBERS)
+    assert len(fields) == len(set(fields))
+    assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(fields)
     assert all(line.split(": ", 1)[1].strip() for line in device.sources)
 
 
@@ -60,8 +60,8 @@ def test_numbers_are_plausible(name):
 
 
 def test_turing_and_volta_have_no_bfloat16():
-    without = {name for name in ACCELERATORS if load_device(name).tflops("bf16") is None}
-    assert without == {"t4", "2080ti", "v100-16", "v100-32"}
+    names = {name for name in ACCELERATORS if load_device(name).tflops("bf16") is None}
+    assert names == {"t4", "2080ti", "v100-16", "v100-32"}
     assert load_device("t4").tflops("no") == 8.1
 
 

@@ -26,23 +26,23 @@ def programs():
     return {name: load_benchmark(FILES.get(name, name)) for name in RESULTS}
 
 
-def results_of(name: str) -> dict:
+def read_results(name: str) -> dict:
     return json.loads((harness.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_page_shows_what_was_measured(programs, name):
-    assert (harness.RESULTS / f"{name}.md").read_text(encoding="utf-8") == programs[name].markdown(results_of(name))
+    assert (harness.RESULTS / f"{name}.md").read_text(encoding="utf-8") == programs[name].markdown(read_results(name))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_generated_part_of_a_document_shows_what_was_measured(programs, part):
     document, name, function = PARTS[part]
-    assert harness.between(ROOT / document, part) == getattr(programs[name], function)(results_of(name))
+    assert harness.read_part(ROOT / document, part) == getattr(programs[name], function)(read_results(name))
 
 
 def test_the_causes_in_the_guide_are_generated(programs):
-    assert harness.between(ROOT / "docs" / "audit.md", "causes") == programs["verdicts"].guide()
+    assert harness.read_part(ROOT / "docs" / "audit.md", "causes") == programs["verdicts"].guide()
 
 
 def test_its_examples():
@@ -59,31 +59,31 @@ def test_turns_rotate_and_warm_up_is_not_listed():
 def test_flags_are_checked(capsys):
     parser = harness.flags("some", "about", rounds=3, only=["x", "y"], precisions=True)
     assert parser.parse_args([]).only == ["x", "y"]
-    given = parser.parse_args(["--rounds", "7", "--only", "y", "--precisions", "bf16"])
-    assert (given.rounds, given.only, given.precisions) == (7, ["y"], ["bf16"])
-    assert given.output == harness.RESULTS / "some"
-    for words, said in (
+    arguments = parser.parse_args(["--rounds", "7", "--only", "y", "--precisions", "bf16"])
+    assert (arguments.rounds, arguments.only, arguments.precisions) == (7, ["y"], ["bf16"])
+    assert arguments.output == harness.RESULTS / "some"
+    for words, argument in (
         (["--rounds", "0"], "--rounds"),
         (["--rounds", "two"], "--rounds"),
         (["--only", "z"], "--only"),
     ):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
-        assert f"argument {said}: " in capsys.readouterr().err
+        assert f"argument {argument}: " in capsys.readouterr().err
     with pytest.raises(argparse.ArgumentTypeError):
         harness.positive("-1")
 
 
 def test_what_is_written_is_read(tmp_path, capsys):
     rows = [{"name": name, "value": value} for value, name in enumerate("abc")]
-    assert harness.kept(tmp_path / "new" / "some", "rows", "name", ["a"]) == []
+    assert harness.read_other_rows(tmp_path / "new" / "some", "rows", "name", ["a"]) == []
     harness.write(tmp_path / "new" / "some", {"rows": rows}, "a page\n")
     assert (tmp_path / "new" / "some.md").read_text() == "a page\n"
     assert capsys.readouterr().out == "a page\n\n"
-    assert harness.kept(tmp_path / "new" / "some", "rows", "name", ["b"]) == [rows[0], rows[2]]
+    assert harness.read_other_rows(tmp_path / "new" / "some", "rows", "name", ["b"]) == [rows[0], rows[2]]
     document = tmp_path / "document.md"
     document.write_text("before\n<!-- x y: begin -->\nold\n<!-- x y: end -->\nafter\n")
-    harness.write_between(document, "x y", "new\n")
+    harness.write_part(document, "x y", "new\n")
     assert document.read_text() == "before\n<!-- x y: begin -->\nnew\n<!-- x y: end -->\nafter\n"
 
 
@@ -97,7 +97,7 @@ def test_programs_run_only_in_their_turns(tmp_path):
         moments = [float(line) for line in program.log.read_text().split()]
         assert len(moments) == 20
         assert all(any(begin <= moment <= end + 0.01 for begin, end in program.turns) for moment in moments)
-        assert program.seconds == pytest.approx(harness.own_time(program.turns, harness.clock()))
+        assert program.seconds == pytest.approx(harness.running_time(program.turns, harness.clock()))
     failing = harness.Program([sys.executable, "-c", "1 / 0"], tmp_path, tmp_path / "c.log", threads=1)
     with pytest.raises(SystemExit, match="ZeroDivisionError"):
         failing.turn(None)

@@ -26,19 +26,19 @@ CASES = {program: [program] for program in TINIES} | {
 class Looks(TorchDispatchMode):
     """Collects the names of operators that make the host wait."""
 
-    found: list[str] = []  # noqa: RUF012
+    operators: list[str] = []  # noqa: RUF012
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._overloadpacket in LOOKS:
-            self.found.append(str(func))
+            self.operators.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Names of operators inside steps that make the host wait."""
+    """Collect the names of operators inside steps that make the host wait."""
     enter, leave, modes = Attempt.__enter__, Attempt.__exit__, []
-    monkeypatch.setattr(Looks, "found", [])
+    monkeypatch.setattr(Looks, "operators", [])
     monkeypatch.setattr(accumulate, "_cpu_gradients", lambda *_: [])
 
     def entering(attempt):
@@ -51,7 +51,7 @@ def looks(monkeypatch):
 
     monkeypatch.setattr(Attempt, "__enter__", entering)
     monkeypatch.setattr(Attempt, "__exit__", leaving)
-    return Looks.found
+    return Looks.operators
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -30,7 +30,7 @@ PLAIN = {"image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}  # pixel v
 CHANGES = {"image_height": 16, "image_width": 16, "num_labels": 2, "augmentation": "none", "validation_fraction": 0.0}
 
 
-def recipe_of(folder, **changes) -> ImageClassification:
+def make_recipe(folder, **changes) -> ImageClassification:
     return load("resnet50_imagenet_4xt4", PLAIN | CHANGES | {"train_dir": str(folder)} | changes)
 
 
@@ -39,7 +39,7 @@ def digits(**changes) -> tuple[images.Images, images.Images]:
 
 
 def colours(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """uint8 [height, width, 3] of smooth colours."""
+    """Make uint8 [height, width, 3] of smooth colours."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(256, size=(4, 4, 3), dtype=np.uint8))
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
@@ -52,7 +52,7 @@ def write(path, array: np.ndarray) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes, cat and dog, of four JPEG images each, of different sizes."""
+    """Write two classes, cat and dog, of four JPEG images each, of different sizes."""
     for number, name in enumerate(["cat", "dog"] * 4):
         write(tmp_path / "data" / name / f"{number}.jpg", colours(24 + number, 40 - 3 * number, number))
     return tmp_path / "data"
@@ -90,7 +90,7 @@ def test_a_micro_batch():
 
 
 def test_micro_batches_are_channels_last(folder):
-    source, _ = images.build(recipe_of(folder))
+    source, _ = images.build(make_recipe(folder))
     values = make_micro_batch(source, 0, range(3))["pixel_values"]
     assert values.shape == (3, 3, 16, 16)
     assert values.is_contiguous(memory_format=torch.channels_last)
@@ -98,7 +98,7 @@ def test_micro_batches_are_channels_last(folder):
 
 
 def test_no_samples_make_a_micro_batch_without_a_target(folder):
-    source, _ = images.build(recipe_of(folder))
+    source, _ = images.build(make_recipe(folder))
     micro_batch = source.collate([])
     assert micro_batch["counts"].tolist() == [0]
     assert (micro_batch["labels"].tolist(), micro_batch["pixel_values"].shape) == ([], (0, 3, 16, 16))
@@ -110,23 +110,23 @@ def test_no_samples_make_a_micro_batch_without_a_target(folder):
 
 def test_pictures_are_what_was_normalised(folder):
     """In [0, 1] again, each channel by its own mean and standard deviation."""
-    plain, _ = images.build(recipe_of(folder))
-    normalised, _ = images.build(recipe_of(folder, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.1)))
+    plain, _ = images.build(make_recipe(folder))
+    normalised, _ = images.build(make_recipe(folder, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.1)))
     expected = make_micro_batch(plain, 0, [0, 5])["pixel_values"].permute(0, 2, 3, 1).numpy()
     pictures = normalised.pictures(make_micro_batch(normalised, 0, [0, 5])["pixel_values"])
     assert np.allclose(pictures, expected, atol=1e-6)
 
 
 def test_nothing_is_read_when_a_sample_is_drawn(folder, monkeypatch):
-    source, _ = images.build(recipe_of(folder))
+    source, _ = images.build(make_recipe(folder))
     monkeypatch.setattr(images, "_decode", lambda *_: pytest.fail("decoded"))
     assert source.draw(3, 7) == (3, 7)
 
 
 def test_each_channel_has_its_mean_and_deviation(folder):
     mean, std = (0.1, 0.5, 0.9), (0.5, 0.25, 2.0)
-    plain, _ = images.build(recipe_of(folder))
-    source, _ = images.build(recipe_of(folder, image_mean=mean, image_std=std))
+    plain, _ = images.build(make_recipe(folder))
+    source, _ = images.build(make_recipe(folder, image_mean=mean, image_std=std))
     expected = (pixels(plain, 0, 1) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     assert torch.allclose(pixels(source, 0, 1), expected, atol=1e-6)
     assert 0 <= pixels(plain, 0, 1).min() < 0.3 < 0.7 < pixels(plain, 0, 1).max() <= 1
@@ -134,7 +134,7 @@ def test_each_channel_has_its_mean_and_deviation(folder):
 
 @pytest.mark.parametrize("augmentation", ["none", "shift", "imagenet"])
 def test_a_sample_has_the_same_pixels_in_any_micro_batch_order_and_process(folder, augmentation):
-    source, _ = images.build(recipe_of(folder, augmentation=augmentation))
+    source, _ = images.build(make_recipe(folder, augmentation=augmentation))
     together = make_micro_batch(source, 2, range(8))
     backward = make_micro_batch(pickle.loads(pickle.dumps(source)), 2, reversed(range(8)))
     for number in range(8):
@@ -145,14 +145,14 @@ def test_a_sample_has_the_same_pixels_in_any_micro_batch_order_and_process(folde
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_step_is_the_same_on_every_layout_and_in_workers(folder, num_workers):
-    source, _ = images.build(recipe_of(folder, augmentation="imagenet"))
+    source, _ = images.build(make_recipe(folder, augmentation="imagenet"))
     order = Order(len(source), 6, seed=1)
     whole = {}
     for step in range(3):
         for epoch, number in zip(*order.samples(step), strict=True):
             whole[int(epoch), int(number)] = pixels(source, int(epoch), int(number))
     for processes, size in ((1, 6), (2, 2)):
-        seen = []
+        draws = []
         layout = solve_layout(num_processes=processes, global_batch_size=6, per_device_train_batch_size=size)
         for index in range(processes):
             steps = Steps(source, order, layout, process_index=index)
@@ -161,8 +161,8 @@ def test_the_step_is_the_same_on_every_layout_and_in_workers(folder, num_workers
                     assert micro_batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
                     for values, sample in zip(micro_batch["pixel_values"], samples, strict=True):
                         assert torch.equal(values, whole[sample])
-                        seen.append((data.step, *sample))
-        assert len(seen) == len(set(seen)) == 18
+                        draws.append((data.step, *sample))
+        assert len(draws) == len(set(draws)) == 18
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ def test_the_step_is_the_same_on_every_layout_and_in_workers(folder, num_workers
 
 @pytest.mark.parametrize("augmentation", ["shift", "imagenet"])
 def test_training_images_change_with_epoch_and_seed_held_out_ones_do_not(folder, augmentation):
-    def of(seed: int):
-        return images.build(recipe_of(folder, augmentation=augmentation, validation_dir=str(folder), seed=seed))
+    def build_sources(seed: int):
+        return images.build(make_recipe(folder, augmentation=augmentation, validation_dir=str(folder), seed=seed))
 
-    (train, held_out), (other, other_held_out) = of(1), of(2)
+    (train, held_out), (other, other_held_out) = build_sources(1), build_sources(2)
     for changed in (pixels(train, 1, 0), pixels(other, 0, 0), pixels(held_out, 0, 0)):
         assert not torch.equal(pixels(train, 0, 0), changed)
     assert torch.equal(pixels(held_out, 0, 0), pixels(held_out, 5, 0))
@@ -186,27 +186,27 @@ def test_training_images_change_with_epoch_and_seed_held_out_ones_do_not(folder,
 def test_samples_of_one_epoch_are_augmented_differently(tmp_path):
     for name in ("a/1.png", "a/2.png", "b/1.png"):
         write(tmp_path / name, colours(30, 30))
-    source, _ = images.build(recipe_of(tmp_path, augmentation="imagenet"))
+    source, _ = images.build(make_recipe(tmp_path, augmentation="imagenet"))
     assert not torch.equal(pixels(source, 0, 0), pixels(source, 0, 1))
 
 
 def test_a_shift_moves_the_image_by_up_to_an_eighth_and_zeros_in():
     rows, columns = np.mgrid[:16, :24]
     image = np.stack([rows + 1, columns + 1], axis=-1).astype(np.uint8)
-    seen = set()
+    shifts = set()
     for number in range(300):
         moved = _shift(image, sample_rng(0, images.AUGMENTATION, 0, number))
         (down, right) = (
-            np.median((grid - moved[..., at] + 1)[moved[..., at] > 0]) for at, grid in enumerate((rows, columns))
+            np.median((grid - moved[..., axis] + 1)[moved[..., axis] > 0]) for axis, grid in enumerate((rows, columns))
         )
         expected = np.zeros_like(image)
         for row, column in itertools.product(range(16), range(24)):
             if 0 <= row - down < 16 and 0 <= column - right < 24:
                 expected[row, column] = image[int(row - down), int(column - right)]
         assert np.array_equal(moved, expected)
-        seen.add((int(down), int(right)))
-    assert {down for down, _ in seen} == set(range(-2, 3))
-    assert {right for _, right in seen} == set(range(-3, 4))
+        shifts.add((int(down), int(right)))
+    assert {down for down, _ in shifts} == set(range(-2, 3))
+    assert {right for _, right in shifts} == set(range(-3, 4))
 
 
 def test_random_crops_are_as_large_and_as_wide_as_torchvisions():
@@ -239,7 +239,7 @@ def test_half_of_the_crops_are_flipped(tmp_path):
     ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 1, 3))
     for name in ("a/1.png", "b/1.png"):
         write(tmp_path / name, ramp)
-    source, _ = images.build(recipe_of(tmp_path, augmentation="imagenet"))
+    source, _ = images.build(make_recipe(tmp_path, augmentation="imagenet"))
     falling = [bool(row[0] > row[-1]) for row in (pixels(source, epoch, 0)[0, 8] for epoch in range(200))]
     assert 70 < sum(falling) < 130
 
@@ -249,7 +249,7 @@ def test_held_out_images_are_resized_and_cropped_in_the_middle(tmp_path):
     image = colours(300, 400)
     for name in ("a/1.png", "b/1.png"):
         write(tmp_path / name, image)
-    recipe = recipe_of(
+    recipe = make_recipe(
         tmp_path, augmentation="imagenet", validation_dir=str(tmp_path), image_height=224, image_width=224
     )
     source = images.build(recipe)[1]
@@ -290,9 +290,9 @@ def test_digits_are_enlarged_and_normalised():
 
 
 def test_what_is_held_out_depends_on_the_seed_and_the_share_only():
-    one, two, other = digits()[1], digits(augmentation="none")[1], digits(seed=1)[1]
-    assert np.array_equal(one.rows, two.rows)
-    assert not np.array_equal(one.rows, other.rows)
+    first, second, other = digits()[1], digits(augmentation="none")[1], digits(seed=1)[1]
+    assert np.array_equal(first.rows, second.rows)
+    assert not np.array_equal(first.rows, other.rows)
     assert len(digits(validation_fraction=0.5)[1]) == 898
     assert digits(validation_fraction=0.0)[1] is None
     assert len(digits(validation_fraction=1e-9)[1]) == 1
@@ -309,12 +309,12 @@ def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
     scan = os.scandir
 
     def shuffled(path):
-        found = scan(path)
-        return sorted(found, key=lambda entry: entry.name[::-1]) if str(path).startswith(str(folder)) else found
+        entries = scan(path)
+        return sorted(entries, key=lambda entry: entry.name[::-1]) if str(path).startswith(str(folder)) else entries
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", shuffled)
-        source, held_out = images.build(recipe_of(folder))
+        source, held_out = images.build(make_recipe(folder))
     names = [source.store.name(row) for row in source.rows]
     assert names == [*(f"cat/{n}.jpg" for n in (2, 4, 6, 9)), "cat/A.PNG", *(f"dog/{n}.jpg" for n in (1, 3, 5, 7))]
     assert make_micro_batch(source, 0, range(9))["labels"].tolist() == [0] * 5 + [1] * 4
@@ -322,7 +322,7 @@ def test_a_folder_is_read_in_sorted_order(folder, monkeypatch):
 
 
 def test_a_part_of_a_folder_can_be_held_out(folder):
-    train, held_out = images.build(recipe_of(folder, validation_fraction=0.25))
+    train, held_out = images.build(make_recipe(folder, validation_fraction=0.25))
     assert (len(train), len(held_out)) == (6, 2)
     assert not set(train.rows.tolist()) & set(held_out.rows.tolist())
     assert train.fingerprints != held_out.fingerprints
@@ -330,10 +330,10 @@ def test_a_part_of_a_folder_can_be_held_out(folder):
 
 def test_labels_of_held_out_images_are_those_of_training(folder, tmp_path):
     write(tmp_path / "held" / "dog" / "1.png", colours(8, 8))
-    held_out = images.build(recipe_of(folder, validation_dir=str(tmp_path / "held")))[1]
+    held_out = images.build(make_recipe(folder, validation_dir=str(tmp_path / "held")))[1]
     assert make_micro_batch(held_out, 0, [0])["labels"].tolist() == [1]
     write(tmp_path / "held" / "bird" / "1.png", colours(8, 8))
-    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(tmp_path / "held"))))
+    message = problem(lambda: images.build(make_recipe(folder, validation_dir=str(tmp_path / "held"))))
     assert "validation_dir" in message
     assert "has classes that train_dir lacks: bird" in message
 
@@ -349,10 +349,10 @@ def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
             (tmp_path / name / "data").mkdir(parents=True, exist_ok=True)
             table = datasets.Dataset.from_dict(columns, features if "label" in columns else None)
             table.to_parquet(tmp_path / name / "data" / f"{split}.parquet")
-        return images.build(recipe_of(None, train_dir=None, dataset_name=str(tmp_path / name)))
+        return images.build(make_recipe(None, train_dir=None, dataset_name=str(tmp_path / name)))
 
     train, held_out = load_hub("both", {"train": rows, "test": {name: column[:3] for name, column in rows.items()}})
-    ours, _ = images.build(recipe_of(folder))
+    ours, _ = images.build(make_recipe(folder))
     assert (len(train), len(held_out)) == (8, 3)
     for name, value in make_micro_batch(ours, 0, range(8)).items():
         assert torch.equal(make_micro_batch(train, 0, range(8))[name], value)
@@ -366,9 +366,9 @@ def test_a_dataset_as_the_hub_has_them(folder, tmp_path):
 
 
 def test_a_dataset_that_cannot_be_reached():
-    recipe = recipe_of(None, train_dir=None, dataset_name="nobody/nothing")
+    recipe = make_recipe(None, train_dir=None, dataset_name="nobody/nothing")
     assert "dataset_name 'nobody/nothing' (config None, split None): " in problem(lambda: images.build(recipe))
-    recipe = recipe_of(None, train_dir=None, dataset_name="builtin/digit")
+    recipe = make_recipe(None, train_dir=None, dataset_name="builtin/digit")
     assert "'builtin/digit' does not exist: the only one built in is builtin/digits" in problem(
         lambda: images.build(recipe)
     )
@@ -395,7 +395,7 @@ def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels
     shape = {"num_channels": num_channels, "image_mean": [0.0] * num_channels, "image_std": [1.0] * num_channels}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        source, _ = images.build(recipe_of(tmp_path, num_labels=8, **shape), num_workers=1)
+        source, _ = images.build(make_recipe(tmp_path, num_labels=8, **shape), num_workers=1)
         values = make_micro_batch(source, 0, range(8))["pixel_values"] * 255
     assert values.shape == (8, num_channels, 16, 16)
     assert torch.allclose(values, torch.tensor(100.0), atol=2)
@@ -410,7 +410,7 @@ def test_a_photograph_stands_upright(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         turned.save(tmp_path / name / "1.png", exif=exif)
-    source, _ = images.build(recipe_of(tmp_path))
+    source, _ = images.build(make_recipe(tmp_path))
     assert np.array_equal((pixels(source, 0, 0).permute(1, 2, 0) * 255).round().numpy(), np.asarray(image))
 
 
@@ -420,7 +420,7 @@ def test_a_photograph_stands_upright(tmp_path):
 
 def test_the_fingerprint_is_of_names_sizes_and_labels(folder, tmp_path):
     def fingerprint(**changes):
-        return images.build(recipe_of(folder, **changes))[0].fingerprints["images"]
+        return images.build(make_recipe(folder, **changes))[0].fingerprints["images"]
 
     first = fingerprint()
     assert len(first) == 16
@@ -433,8 +433,8 @@ def test_the_fingerprint_is_of_names_sizes_and_labels(folder, tmp_path):
     with (folder / "dog" / "00.jpg").open("ab") as file:
         file.write(b"0")
     assert len({first, renamed, moved, fingerprint()}) == 4
-    one, other = (images.Files(str(folder), "train_dir", classes) for classes in (["cat", "dog"], ["dog", "cat"]))
-    assert one.digest(np.arange(8)) != other.digest(np.arange(8)), "other labels"
+    first, other = (images.Files(str(folder), "train_dir", classes) for classes in (["cat", "dog"], ["dog", "cat"]))
+    assert first.digest(np.arange(8)) != other.digest(np.arange(8)), "other labels"
 
 
 def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
@@ -452,7 +452,7 @@ def test_the_fingerprint_of_digits_is_of_their_content(monkeypatch):
 
 
 def damage(folder) -> list[str]:
-    """Three bad files among the good ones, as the messages name them."""
+    """Write three bad files among the good ones; their names as in the messages."""
     whole = (folder / "cat" / "0.jpg").read_bytes()
     (folder / "cat" / "1_cut.jpg").write_bytes(whole[:-20])
     (folder / "dog" / "empty.png").write_bytes(b"")
@@ -462,14 +462,14 @@ def damage(folder) -> list[str]:
 
 def test_bad_images_stop_the_run_before_training(folder):
     bad = damage(folder)
-    message = problem(lambda: images.build(recipe_of(folder)))
+    message = problem(lambda: images.build(make_recipe(folder)))
     assert f"train_dir {folder}: 3 of 11 images cannot be decoded: " in message
     assert all(name in message for name in bad)
     assert message.endswith("mend or remove them, or set on_bad_sample to skip")
 
 
 def png(width: int, height: int) -> bytes:
-    """A small file that claims to hold so many pixels."""
+    """Make a small file that claims to hold so many pixels."""
     parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(9)))]
     chunks = [
         struct.pack(">I", len(data)) + (kind + data) + struct.pack(">I", zlib.crc32(kind + data))
@@ -481,12 +481,12 @@ def png(width: int, height: int) -> bytes:
 def test_images_of_one_pixel_and_of_too_many(folder):
     write(folder / "cat" / "dot.png", colours(1, 1))
     for augmentation in ("none", "imagenet"):
-        source, _ = images.build(recipe_of(folder, augmentation=augmentation))
+        source, _ = images.build(make_recipe(folder, augmentation=augmentation))
         pixels = make_micro_batch(source, 0, [source.store.names.index("cat/dot.png")])["pixel_values"][0]
         assert (pixels == pixels[:, :1, :1]).all()
     (folder / "cat" / "bomb.png").write_bytes(png(100_000, 100_000))
     (folder / "dog" / "large.png").write_bytes(png(13_000, 13_000))
-    message = problem(lambda: images.build(recipe_of(folder)))
+    message = problem(lambda: images.build(make_recipe(folder)))
     assert "cat/bomb.png (Image size (10000000000 pixels) exceeds limit" in message
     assert "dog/large.png (13,000 x 13,000 pixels, more than 89,478,485)" in message
 
@@ -504,7 +504,7 @@ def test_images_without_an_end_are_not_opened(folder, kind):
         case "its own folder":
             path = folder / "cow"
             path.symlink_to("cow")
-    message = problem(lambda: images.build(recipe_of(folder)))
+    message = problem(lambda: images.build(make_recipe(folder)))
     rule = "is a device, a pipe or a socket" if kind in ("zeros", "pipe") else "cannot be read (Too many levels"
     assert f"train_dir {folder}: {path.relative_to(folder)} {rule}" in message
 
@@ -512,36 +512,36 @@ def test_images_without_an_end_are_not_opened(folder, kind):
 def test_names_that_are_not_utf8(folder):
     """Of files they are no matter; of classes the model could not hold them."""
     (folder / "cat" / "0.jpg").rename(folder / "cat" / os.fsdecode(b"\xff.jpg"))
-    assert len(images.build(recipe_of(folder))[0]) == 8
+    assert len(images.build(make_recipe(folder))[0]) == 8
     (folder / "dog").rename(folder / os.fsdecode(b"d\xf6g"))
     assert "has classes whose names are not UTF-8: d\udcf6g: rename them" in problem(
-        lambda: images.build(recipe_of(folder))
+        lambda: images.build(make_recipe(folder))
     )
 
 
 def test_one_class_teaches_nothing(folder):
     shutil.rmtree(folder / "dog")
     for num_labels in (1, 2):
-        message = problem(lambda num_labels=num_labels: images.build(recipe_of(folder, num_labels=num_labels)))
+        message = problem(lambda num_labels=num_labels: images.build(make_recipe(folder, num_labels=num_labels)))
         assert "has a single class, cat: nothing can be learned" in message
 
 
 def test_bad_images_of_both_folders_are_named_at_once(folder):
     damage(folder)
-    message = problem(lambda: images.build(recipe_of(folder, validation_dir=str(folder))))
+    message = problem(lambda: images.build(make_recipe(folder, validation_dir=str(folder))))
     assert f"train_dir {folder}: 3 of 11" in message
     assert f"validation_dir {folder}: 3 of 11" in message
 
 
 def test_skipped_images_are_as_if_they_had_never_been_there(folder):
-    without, _ = images.build(recipe_of(folder, augmentation="imagenet"))
+    clean, _ = images.build(make_recipe(folder, augmentation="imagenet"))
     bad = damage(folder)
     source, held_out = images.build(
-        recipe_of(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_sample="skip"
+        make_recipe(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_sample="skip"
     )
-    assert len(source) == len(without) == len(held_out) == 8
-    assert source.fingerprints == without.fingerprints
-    for name, value in make_micro_batch(without, 1, range(8)).items():
+    assert len(source) == len(clean) == len(held_out) == 8
+    assert source.fingerprints == clean.fingerprints
+    for name, value in make_micro_batch(clean, 1, range(8)).items():
         assert torch.equal(make_micro_batch(source, 1, range(8))[name], value)
     assert "3 of 11 images cannot be decoded" in source.skip_message
     assert all(name in source.skip_message for name in bad)
@@ -551,7 +551,7 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
 def test_many_bad_images_are_counted(folder):
     for number in range(30):
         (folder / "cat" / f"bad{number:02}.png").write_bytes(b"bad")
-    message = problem(lambda: images.build(recipe_of(folder)))
+    message = problem(lambda: images.build(make_recipe(folder)))
     assert "30 of 38 images" in message
     assert "bad09.png (not an image) and 20 more" in message
     assert "bad10" not in message
@@ -560,7 +560,7 @@ def test_many_bad_images_are_counted(folder):
 def test_a_class_of_bad_images_only(folder):
     (folder / "ant").mkdir()
     (folder / "ant" / "1.png").write_bytes(b"bad")
-    message = problem(lambda: images.build(recipe_of(folder, num_labels=3), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder, num_labels=3), on_bad_sample="skip"))
     assert "no image of ant can be decoded: mend some, or remove the class" in message
 
 
@@ -576,7 +576,7 @@ def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
 
     def build() -> set[str]:
         verified.clear()
-        assert len(images.build(recipe_of(folder), on_bad_sample="skip")[0]) + skipped == 11
+        assert len(images.build(make_recipe(folder), on_bad_sample="skip")[0]) + skipped == 11
         return set(verified)
 
     skipped = 3
@@ -603,10 +603,10 @@ def test_an_interrupted_verification_goes_on(folder, monkeypatch):
     monkeypatch.setattr(images, "_verify", interrupted)
     monkeypatch.setattr(images, "CHUNK", 1)
     with pytest.raises(UsageError, match="the disk is gone"):
-        images.build(recipe_of(folder), num_workers=1)
+        images.build(make_recipe(folder), num_workers=1)
     verified = []
     monkeypatch.setattr(images, "_verify", lambda store, row: verified.append(row))
-    images.build(recipe_of(folder))
+    images.build(make_recipe(folder))
     assert sorted(verified) == [5, 6, 7]
 
 
@@ -620,14 +620,14 @@ def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
         return whole(store, row)
 
     monkeypatch.setattr(images.Files, "open", failing)
-    message = problem(lambda: images.build(recipe_of(folder), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder), on_bad_sample="skip"))
     assert "cat/4.jpg cannot be read (Input/output error): check the file and its permissions" in message
     monkeypatch.undo()
-    assert len(images.build(recipe_of(folder))[0]) == 8
+    assert len(images.build(make_recipe(folder))[0]) == 8
 
 
 def test_an_image_that_is_lost_during_training(folder):
-    source, _ = images.build(recipe_of(folder))
+    source, _ = images.build(make_recipe(folder))
     (folder / "cat" / "2.jpg").unlink()
     message = problem(lambda: make_micro_batch(source, 0, range(8)), RunError)
     assert "cat/2.jpg was an image at the start and is none now ([Errno 2] No such file" in message
@@ -635,14 +635,14 @@ def test_an_image_that_is_lost_during_training(folder):
 
 def test_folders_that_cannot_be_used(tmp_path, folder, monkeypatch):
     def message(path, **changes) -> str:
-        return problem(lambda: images.build(recipe_of(path, **changes)))
+        return problem(lambda: images.build(make_recipe(path, **changes)))
 
     assert re.search(r"train_dir .*nowhere: it cannot be read \(No such file", message(tmp_path / "nowhere"))
     assert "it cannot be read (Not a directory)" in message(folder / "cat" / "0.jpg")
     assert "has no class folder (4 images lie in it directly)" in message(folder / "cat")
     assert "class data holds folders (cat, dog), but images must be CLASS/NAME" in message(tmp_path)
-    found = "num_labels is 5, but train_dir .* has 2 classes \\(cat, dog\\): set num_labels to 2"
-    assert re.search(found, message(folder, num_labels=5))
+    pattern = "num_labels is 5, but train_dir .* has 2 classes \\(cat, dog\\): set num_labels to 2"
+    assert re.search(pattern, message(folder, num_labels=5))
     (folder / "eel").mkdir()
     (folder / "eel" / "notes.txt").write_text("none yet")
     assert "class eel holds no image (1 other files): remove it, or add images (.png" in message(folder, num_labels=3)
@@ -665,7 +665,7 @@ def test_all_empty_classes_are_named_at_once(folder):
     for name in ("ant", "bee"):
         (folder / name).mkdir()
     with pytest.raises(UsageError) as error:
-        images.build(recipe_of(folder, num_labels=4))
+        images.build(make_recipe(folder, num_labels=4))
     assert ["ant" in line or "bee" in line for line in error.value.problems] == [True, True]
 
 
@@ -695,11 +695,11 @@ def test_all_empty_classes_are_named_at_once(folder):
     ],
 )
 def test_mistakes_in_a_recipe(tmp_path, changes, message):
-    assert message in problem(lambda: recipe_of(tmp_path, **changes))
+    assert message in problem(lambda: make_recipe(tmp_path, **changes))
 
 
 def test_the_folder_replaces_the_dataset_and_does_not_decide(tmp_path):
-    recipe = recipe_of(tmp_path)
+    recipe = make_recipe(tmp_path)
     assert (recipe.train_dir, recipe.dataset_name) == (str(tmp_path), None)
-    assert recipe_of(tmp_path / "other").fingerprint == recipe.fingerprint
-    assert recipe_of(tmp_path, image_mean=[0.5, 0.5, 0.5]).fingerprint != recipe.fingerprint
+    assert make_recipe(tmp_path / "other").fingerprint == recipe.fingerprint
+    assert make_recipe(tmp_path, image_mean=[0.5, 0.5, 0.5]).fingerprint != recipe.fingerprint

@@ -57,8 +57,8 @@ print(faults())
 def test_malloc_keeps_freed_memory():
     """Pages are handed out once, not for every tensor anew."""
     measured = [
-        int(subprocess.run([sys.executable, "-S", "-c", FAULTS, how], capture_output=True, check=True).stdout)
-        for how in ("kept", "not")
+        int(subprocess.run([sys.executable, "-S", "-c", FAULTS, mode], capture_output=True, check=True).stdout)
+        for mode in ("kept", "not")
     ]
     assert measured[0] < measured[1] / 10
 
@@ -73,7 +73,7 @@ def test_another_libc_is_left_as_it_is(monkeypatch):
 
 @pytest.fixture
 def alone():
-    """A process group of this process; the store by which it was made."""
+    """Make a process group of this process; the store by which it was made."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield store
@@ -85,7 +85,7 @@ NUM_BUCKETS = 2
 
 @pytest.fixture
 def wrapped(alone):
-    """Three layers, whose gradients are reduced in two buckets."""
+    """Wrap three layers, whose gradients are reduced in two buckets."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 1))
     return DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
@@ -98,28 +98,30 @@ def backward(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_the_store_is_the_one_that_connects_the_processes(alone):
-    store, before = torch_distributed.default_store(), alone.num_keys()
+    store, num_keys = torch_distributed.default_store(), alone.num_keys()
     store.set("said", "yes")
-    assert alone.num_keys() == before + 1
+    assert alone.num_keys() == num_keys + 1
     assert store.get("said") == b"yes"
     assert store.check(["said"])
     assert not store.check(["unsaid"])
 
 
 def test_a_total_is_waited_for_where_it_is_used(alone):
-    found = torch_distributed.total(torch.tensor([3, 4]))
-    assert type(found).__name__ == "AsyncCollectiveTensor"
-    assert torch.equal(found + 0, torch.tensor([3, 4]))
-    assert found.dtype == torch.int64
+    total = torch_distributed.total(torch.tensor([3, 4]))
+    assert type(total).__name__ == "AsyncCollectiveTensor"
+    assert torch.equal(total + 0, torch.tensor([3, 4]))
+    assert total.dtype == torch.int64
 
 
 def test_collectives_are_counted(wrapped):
     """One for each bucket; buckets are rebuilt once, after the first backward."""
     count = [torch_distributed.num_collectives(wrapped)]
-    for what in (backward, torch_distributed.rebuild_buckets, backward, torch_distributed.rebuild_buckets, backward):
-        what(wrapped)
+    for call in (backward, torch_distributed.rebuild_buckets, backward, torch_distributed.rebuild_buckets, backward):
+        call(wrapped)
         count.append(torch_distributed.num_collectives(wrapped))
-    first, rebuilt, second, nothing, third = (after - before for before, after in itertools.pairwise(count))
+    first, rebuilt, second, nothing, third = (
+        second_count - first_count for first_count, second_count in itertools.pairwise(count)
+    )
     assert first >= 1
     assert rebuilt >= 1
     assert nothing == 0
@@ -132,9 +134,9 @@ def test_zeros_take_the_place_of_a_failed_backward(wrapped, begun):
     expected = backward(wrapped)
     torch_distributed.rebuild_buckets(wrapped)
     wrapped(torch.ones(1, 300)).sum()  # its backward fails
-    before = torch_distributed.num_collectives(wrapped)
+    count = torch_distributed.num_collectives(wrapped)
     torch_distributed.reduce_zeros(wrapped, begun)
-    assert torch_distributed.num_collectives(wrapped) - before == NUM_BUCKETS - begun
+    assert torch_distributed.num_collectives(wrapped) - count == NUM_BUCKETS - begun
     torch_distributed.begin_again(wrapped, gradient_as_bucket_view=True)
     assert all(map(torch.equal, backward(wrapped), expected))
 
@@ -192,7 +194,7 @@ def test_what_nodes_remember():
     for reduction in ("mean", "sum", "none"):
         lossy = [F.cross_entropy(x, labels, reduction=reduction), F.mse_loss(x, torch.zeros(3, 4), reduction=reduction)]
         lossy.append(F.binary_cross_entropy_with_logits(x, torch.zeros(3, 4), reduction="none"))
-        assert [torch_autograd.is_mean_of_losses(of.grad_fn) for of in lossy] == [reduction == "mean"] * 2 + [False]
+        assert [torch_autograd.is_mean_of_losses(loss.grad_fn) for loss in lossy] == [reduction == "mean"] * 2 + [False]
 
 
 def test_pinning_reaches_what_is_nested(monkeypatch):
@@ -225,24 +227,24 @@ def test_operators_on_lists():
     a, b, c = ([torch.rand(n) for n in (2, 3)] for _ in range(3))
 
     def changed(operator, *args, **more) -> list[torch.Tensor]:
-        copies = [of.clone() for of in a]
+        copies = [tensor.clone() for tensor in a]
         operator(copies, *args, **more)
         return copies
 
-    def same(found, expected):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    def same(actual, expected):
+        for tensor, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(tensor, other, rtol=1e-6, atol=0)
 
-    of = torch_operators
-    same(changed(of.foreach_add_, b, alpha=3), [x + 3 * y for x, y in zip(a, b, strict=True)])
-    same(changed(of.foreach_add_, [2.0, 5.0]), [a[0] + 2, a[1] + 5])
-    same(changed(of.foreach_mul_, 7.0), [7 * x for x in a])
-    same(changed(of.foreach_mul_, torch.tensor(7.0)), [7 * x for x in a])
-    same(changed(of.foreach_addcmul_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] * c[0], a[1] + 5 * b[1] * c[1]])
-    same(changed(of.foreach_addcdiv_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] / c[0], a[1] + 5 * b[1] / c[1]])
-    same(of.foreach_sqrt(a), [x.sqrt() for x in a])
+    ops = torch_operators
+    same(changed(ops.foreach_add_, b, alpha=3), [x + 3 * y for x, y in zip(a, b, strict=True)])
+    same(changed(ops.foreach_add_, [2.0, 5.0]), [a[0] + 2, a[1] + 5])
+    same(changed(ops.foreach_mul_, 7.0), [7 * x for x in a])
+    same(changed(ops.foreach_mul_, torch.tensor(7.0)), [7 * x for x in a])
+    same(changed(ops.foreach_addcmul_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] * c[0], a[1] + 5 * b[1] * c[1]])
+    same(changed(ops.foreach_addcdiv_, b, c, [2.0, 5.0]), [a[0] + 2 * b[0] / c[0], a[1] + 5 * b[1] / c[1]])
+    same(ops.foreach_sqrt(a), [x.sqrt() for x in a])
     half = [x.half() for x in a]
-    norms = of.foreach_norm(half, 2, torch.float64)
+    norms = ops.foreach_norm(half, 2, torch.float64)
     assert {norm.dtype for norm in norms} == {torch.float64}
     same(norms, [x.double().norm() for x in half])
 
@@ -277,12 +279,12 @@ def test_operators_are_replaced_on_cpus_as_long_as_the_library_lives():
 @pytest.mark.parametrize("mode", [torch_tracing.FakeTensorMode, lambda: torch.device("cpu")], ids=["fake", "real"])
 def test_a_storage_is_told_from_others(mode):
     with mode():
-        one, other = torch.empty(3, 4), torch.empty(3, 4)
+        x, other = torch.empty(3, 4), torch.empty(3, 4)
     address = torch_tracing.address
-    assert address(one.untyped_storage()) == address(one.t().untyped_storage()) == address(one[1:].untyped_storage())
-    assert address(one.untyped_storage()) != address(other.untyped_storage())
-    assert torch_tracing.is_view(one[1:])
-    assert not torch_tracing.is_view(one)
+    assert address(x.untyped_storage()) == address(x.t().untyped_storage()) == address(x[1:].untyped_storage())
+    assert address(x.untyped_storage()) != address(other.untyped_storage())
+    assert torch_tracing.is_view(x[1:])
+    assert not torch_tracing.is_view(x)
 
 
 def test_fake_tensors_have_no_memory():
@@ -292,36 +294,36 @@ def test_fake_tensors_have_no_memory():
 
 
 def test_operators_by_their_names():
-    seen = []
+    operators = []
 
     class Recorder(torch_tracing.TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            seen.append(operator)
+            operators.append(operator)
             return operator(*args, **kwargs or {})
 
     with Recorder():
         torch.empty(2, 2) @ torch.ones(2, 2)
         F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 4, requires_grad=True)).sum().backward()
-    names = [torch_tracing.name(operator) for operator in seen]
+    names = [torch_tracing.name(operator) for operator in operators]
     assert names[0] == "empty"
-    assert torch.ops.aten.mm in map(torch_tracing.packet, seen)
-    packets = [torch_tracing.packet(operator) for operator in seen]
+    assert torch.ops.aten.mm in map(torch_tracing.packet, operators)
+    packets = [torch_tracing.packet(operator) for operator in operators]
     assert torch_tracing.ATTENTION_ON_CPUS in packets
     assert torch_tracing.ATTENTION_ON_CPUS_BACKWARD in packets
     assert torch_tracing.tree_leaves({"a": [1, (2, 3)]}) == [1, 2, 3]
 
 
-def kept(function) -> dict[torch.dtype, int]:
-    """Numbers that autograd keeps of a function, by their types."""
-    found = {}
+def count_saved(function) -> dict[torch.dtype, int]:
+    """Count the numbers that autograd saves for a function, by their types."""
+    counts = {}
 
     def pack(tensor):
-        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.numel()
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function()
-    return found
+    return counts
 
 
 def test_a_cpu_keeps_what_cuda_would():
@@ -333,15 +335,15 @@ def test_a_cpu_keeps_what_cuda_would():
         with torch.autocast("cpu", torch.bfloat16):
             return torch.pow(x.bfloat16(), 3)
 
-    before = [kept(of) for of in (attention, noise, power)]
+    initial = [count_saved(function) for function in (attention, noise, power)]
     with torch_tracing.imitate_cuda():
-        during = [kept(of) for of in (attention, noise, power)]
+        during = [count_saved(function) for function in (attention, noise, power)]
         assert power().dtype == torch.float32
-    assert [kept(of) for of in (attention, noise, power)] == before
+    assert [count_saved(function) for function in (attention, noise, power)] == initial
     assert power().dtype == torch.bfloat16
-    assert sum(during[0].values()) < sum(before[0].values())  # no [T, T]
+    assert sum(during[0].values()) < sum(initial[0].values())  # no [T, T]
     assert during[1] == {torch.bool: x.numel()}
-    assert before[1] == {torch.float32: x.numel()}
+    assert initial[1] == {torch.float32: x.numel()}
     assert during[2] == {torch.float32: x.numel()}
 
 
@@ -349,7 +351,7 @@ def test_a_cpu_keeps_what_cuda_would():
 
 
 @contextmanager
-def accelerator_of_its_own():
+def separate_accelerator():
     saved = dict(PartialState._shared_state)
     fresh_accelerator()
     try:
@@ -361,16 +363,16 @@ def accelerator_of_its_own():
 
 
 def test_a_step_begins_whatever_k_was_before():
-    with accelerator_of_its_own() as accelerator:
+    with separate_accelerator() as accelerator:
         model = accelerator.prepare(nn.Linear(1, 1))
-        found = []
+        flags = []
         for k, done in ((3, 1), (2, 2), (3, 3)):
             accelerator.gradient_accumulation_steps = k
             accelerate_state.begin_step(accelerator)
             for _ in range(done):
                 with accelerator.accumulate(model):
-                    found.append(accelerator.sync_gradients)
-    assert found == [False, False, True, False, False, True]
+                    flags.append(accelerator.sync_gradients)
+    assert flags == [False, False, True, False, False, True]
 
 
 def test_lomo_is_searched_for_once(monkeypatch):
@@ -378,7 +380,7 @@ def test_lomo_is_searched_for_once(monkeypatch):
     monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", None)
     monkeypatch.setattr(accelerate_state, "is_lomo_available", lambda: searched.append(1) or False)
     accelerate_state.search_for_lomo_once()
-    with accelerator_of_its_own() as accelerator:
+    with separate_accelerator() as accelerator:
         optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(1, 1).parameters()))
         for _ in range(3):
             optimizer.step()
@@ -387,7 +389,7 @@ def test_lomo_is_searched_for_once(monkeypatch):
 
 def test_cpus_are_told_to_shard():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with accelerator_of_its_own() as accelerator:
+    with separate_accelerator() as accelerator:
         accelerate_state.shard_on_cpus(accelerator, plugin)
         assert accelerator.distributed_type == DistributedType.FSDP
         assert accelerator.state.fsdp_plugin is plugin
@@ -415,7 +417,7 @@ def test_samples_of_one_document_whatever_their_places_say():
     places = torch.tensor([[0, 1, 0, 1]])
 
     def last(first: int) -> torch.Tensor:
-        """What is computed of the last token; `first` is in another document."""
+        """Compute the output of the last token; `first` is in another document."""
         return model(torch.tensor([[first, 1, 2, 3]]), position_ids=places, use_cache=False).last_hidden_state[0, -1]
 
     assert torch.equal(last(4), last(5))
@@ -445,8 +447,8 @@ def test_tables_are_told_from_others():
     fingerprint = datasets_rows.rows_fingerprint
     assert fingerprint(table(1, 2)) == fingerprint(table(1, 2)) != fingerprint(table(1, 3))
     assert fingerprint(table(1, 2).select([0])) != fingerprint(table(1, 2))
-    named = table(1, 2).map(lambda row: row, new_fingerprint="named")
-    assert fingerprint(named) == "named"
+    other = table(1, 2).map(lambda row: row, new_fingerprint="named")
+    assert fingerprint(other) == "named"
 
 
 # ------------------------------------------------------------------------------------------------------------ the audit
@@ -459,18 +461,18 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("dataset", [list(range(4)), Stream()], ids=["map", "iterable"])
 def test_batches_come_by_a_fetch_of_indices(monkeypatch, dataset):
-    seen = []
+    calls = []
     for kind in of_audit.FETCHERS:
         fetch = kind.fetch
-        monkeypatch.setattr(kind, "fetch", lambda self, index, fetch=fetch: seen.append("fetch") or fetch(self, index))
+        monkeypatch.setattr(kind, "fetch", lambda self, index, fetch=fetch: calls.append("fetch") or fetch(self, index))
     for name in ("_next_index", "__next__"):
         method = getattr(of_audit.LoaderIterator, name)
-        replaced = lambda self, method=method, name=name: seen.append(name) or method(self)  # noqa: E731
+        replaced = lambda self, method=method, name=name: calls.append(name) or method(self)  # noqa: E731
         monkeypatch.setattr(of_audit.LoaderIterator, name, replaced)
     iterator = iter(DataLoader(dataset, batch_size=2))
     assert isinstance(iterator, of_audit.LoaderIterator)
     assert next(iterator).tolist() == [0, 1]
-    assert seen == ["__next__", "_next_index", "fetch"]
+    assert calls == ["__next__", "_next_index", "fetch"]
     assert of_audit.get_dataset(iterator) is dataset
 
 
@@ -491,18 +493,18 @@ def test_hooks_of_a_parameter():
     (2 * x).sum().backward()
     assert called == [2, 0, 1]
     other = torch.ones(1, requires_grad=True)
-    other.register_post_accumulate_grad_hook(lambda of: None)
+    other.register_post_accumulate_grad_hook(lambda tensor: None)
     assert of_audit.has_hooks(other)
 
 
 def test_changes_in_place_are_counted():
     x = torch.ones(2)
-    before = of_audit.count_changes(x)
+    count = of_audit.count_changes(x)
     x.add_(1)
     x[0] = 3
-    assert of_audit.count_changes(x) == before + 2
+    assert of_audit.count_changes(x) == count + 2
     x.data.add_(1)
-    assert of_audit.count_changes(x) == before + 2
+    assert of_audit.count_changes(x) == count + 2
 
 
 def test_layers_of_any_number_of_dimensions():

@@ -10,8 +10,8 @@ import time
 import pytest
 from accelerate import Accelerator
 from common import DROPOUT, ROOT, all_metrics, metrics, tiny_argv
-from compare import same_weights, without_time
-from faults import HANG, launch_with
+from compare import same_weights, untimed_metrics
+from faults import HANG, launch_code
 
 from samestep import interrupt
 from samestep.errors import UsageError
@@ -47,17 +47,17 @@ def during_step(monkeypatch):
 def test_a_signal_stops_the_run_at_the_step_border(train, scripts, corpus, tmp_path, during_step, number, capfd):
     flags = "--global_batch_size 8 --per_device_train_batch_size 3 --eval_steps 2 --record_samples" + DROPOUT
     whole = train("whole", flags)
-    before = signal.getsignal(number)
+    handler = signal.getsignal(number)
     during_step(4, lambda: os.kill(os.getpid(), number))
     code = scripts["pretrain_bert"].main(tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags))
     assert code == interrupt.RESTART == 75
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == handler
     assert f"{number.name}: this step is finished and saved" in capfd.readouterr().err
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     assert [line["step"] for line in all_metrics(tmp_path / "run")] == [0, 1, 2, 2, 3, 4], "no time for an evaluation"
     assert not (tmp_path / "run" / "all_results.json").exists()
     train("run", flags + " --resume_from_checkpoint latest")
-    assert without_time(tmp_path / "run") == without_time(whole), "it is made up for"
+    assert untimed_metrics(tmp_path / "run") == untimed_metrics(whole), "it is made up for"
     assert same_weights(tmp_path / "run", whole)
 
 
@@ -117,8 +117,8 @@ def test_signals_to_all_processes_leave_the_data_workers_at_work(corpus, tmp_pat
     """SIGINT as from a terminal, SIGTERM as from Slurm to all processes of a job's step: one request, as both come at once."""
     kills = [f"subprocess.run(['kill', '-{int(number)}', '0'])" for number in (signal.SIGINT, signal.SIGTERM)]
     program = tmp_path / "program.py"
-    what = "; ".join(["import subprocess", *kills])
-    program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), what=what).replace("== 1", "== 0"))
+    code = "; ".join(["import subprocess", *kills])
+    program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), code=code).replace("== 1", "== 0"))
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --dataloader_num_workers 2")
     command = [sys.executable, str(program), json.dumps(argv)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
@@ -132,10 +132,10 @@ def test_signals_to_all_processes_leave_the_data_workers_at_work(corpus, tmp_pat
 def test_a_signal_to_one_process_stops_all_at_the_same_step(train, train_on, corpus, tmp_path):
     flags = "--global_batch_size 8 --dtype float64"
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
-    finished = launch_with("os.kill(os.getpid(), signal.SIGTERM)", argv, tmp_path)
+    finished = launch_code("os.kill(os.getpid(), signal.SIGTERM)", argv, tmp_path)
     assert finished.returncode == 1, "the launcher's word for any exit code but 0"
     assert "exitcode  : 75" in finished.stderr
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     train_on(2, {"run": flags + " --resume_from_checkpoint latest", "whole": flags})
-    assert without_time(tmp_path / "run") == without_time(tmp_path / "whole")
+    assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")
     assert same_weights(tmp_path / "run", tmp_path / "whole")

@@ -45,29 +45,29 @@ class Source:
     def collate(self, samples):
         assert len(samples) in (1, kernels.SAMPLES)
         ids = [place * len(self) // len(samples) for place in range(len(samples))]  # from all over the data
-        assert [sample.length for sample in samples] == sorted((of % 11 for of in ids), reverse=True)
+        assert [sample.length for sample in samples] == sorted((sample_id % 11 for sample_id in ids), reverse=True)
         return {"x": torch.stack([sample.row for sample in samples]), "counts": torch.tensor([len(samples)])}
 
 
 def choose(model: Model, ways: dict[str, tuple[float, float | None]], speed: str = "auto") -> None:
-    """Ways: name -> seconds, factor."""
+    """Choose among ways: name -> seconds, factor."""
     fresh_accelerator()
 
     def take(seconds, factor):
         model.seconds, model.factor = seconds, factor
 
-    taken = {name: (lambda values=values: take(*values)) for name, values in ways.items()}
+    candidates = {name: (lambda values=values: take(*values)) for name, values in ways.items()}
     settings = SimpleNamespace(speed=speed, dtype="float32")
     accelerator = launch.create_accelerator("no")
-    kernels.choose(accelerator, load("bert_small_cpu"), settings, model, Source(), taken)
+    kernels.choose(accelerator, load("bert_small_cpu"), settings, model, Source(), candidates)
 
 
 def test_the_fastest_is_taken_and_remembered(capsys, monkeypatch):
     model = Model()
     choose(model, {"slow": (0.004, 2.0), "fast": (0.0, 2.0)})
     assert (model.seconds, "kernels: fast (--speed auto)" in capsys.readouterr().out) == (0.0, True)
-    (known,) = json.loads(capacity.FILE.read_text()).values()
-    assert known["way"] == "fast"
+    (values,) = json.loads(capacity.FILE.read_text()).values()
+    assert values["way"] == "fast"
     monkeypatch.setattr(kernels, "measure", None)  # cannot be called
     choose(model, {"slow": (0.004, 2.0), "fast": (0.001, 2.0)})
     assert model.seconds == 0.001
@@ -97,14 +97,14 @@ def test_a_way_that_is_another_step_is_not_taken(capsys, factor, problem):
     assert f"kernels: not wrong: {problem}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("when", ["always", "training"])
-def test_memory_that_runs_out_leaves_the_first_way_to_the_rehearsal(when):
+@pytest.mark.parametrize("moment", ["always", "training"])
+def test_memory_that_runs_out_leaves_the_first_way_to_the_rehearsal(moment):
     """Which cuts the step into smaller micro-batches."""
     model = Model()
     forward = Model.forward
 
     def limited(self, x):
-        if when == "always" or self.training:
+        if moment == "always" or self.training:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(self, x)
 
@@ -123,52 +123,54 @@ def test_the_only_way_is_not_measured(capsys, monkeypatch):
 
 def test_no_trace_is_left():
     model = Model().eval()
-    before, noise = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    state, noise = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     choose(model, {"slow": (0.001, 2.0), "fast": (0.0, 2.0)})
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert noise.equal(torch.get_rng_state())
     assert not model.training
 
 
 def measured(monkeypatch, **seconds: list[float]) -> dict[str, float]:
-    """What is measured of computations that take so long at their first call, their second, ...; those are taken away."""
+    """Measure computations that take so long at their first call, their second, ...; their lists are emptied."""
     now = [0.0]
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     fresh_accelerator()
 
-    def computation(left):
+    def computation(durations):
         def compute():
-            now[0] += left.pop(0)
+            now[0] += durations.pop(0)
 
         return compute
 
-    return kernels.measure(launch.create_accelerator("no"), {name: computation(of) for name, of in seconds.items()})
+    return kernels.measure(
+        launch.create_accelerator("no"), {name: computation(values) for name, values in seconds.items()}
+    )
 
 
 def test_what_a_computation_costs_at_first_does_not_count(monkeypatch):
     """However long the first round takes, there is a second one."""
-    found = measured(monkeypatch, first=[4.0, 1.0], second=[9.0, 2.0], third=[9.0, 3.0])
-    assert found == {"first": 1.0, "second": 2.0, "third": 3.0}
+    times = measured(monkeypatch, first=[4.0, 1.0], second=[9.0, 2.0], third=[9.0, 3.0])
+    assert times == {"first": 1.0, "second": 2.0, "third": 3.0}
 
 
 def test_what_is_slower_twice_is_measured_no_longer(monkeypatch):
     """And the time is spent on the others: rounds of 7.6, 7.5 and 3.9 s, of which the last begins before 20 s. Once is luck."""
     near, slow = [0.1, 2.6, 2.1, 1.9], [0.1, 3.0, 3.0]
-    found = measured(monkeypatch, first=[1.0, 2.0, 2.4, 2.0], slow=slow, near=near)
-    assert found == {"first": 2.0, "slow": 3.0, "near": pytest.approx(1.9)}
+    times = measured(monkeypatch, first=[1.0, 2.0, 2.4, 2.0], slow=slow, near=near)
+    assert times == {"first": 2.0, "slow": 3.0, "near": pytest.approx(1.9)}
     assert near == slow == []
 
 
 def test_when_all_others_are_slower_nothing_is_left_to_measure(monkeypatch):
-    found = measured(monkeypatch, first=[0.1, 0.1, 0.1], other=[0.1, 0.2, 0.2])
-    assert found == pytest.approx({"first": 0.1, "other": 0.2})
+    times = measured(monkeypatch, first=[0.1, 0.1, 0.1], other=[0.1, 0.2, 0.2])
+    assert times == pytest.approx({"first": 0.1, "other": 0.2})
 
 
 def test_what_takes_too_long_is_not_compared(monkeypatch):
-    found = measured(monkeypatch, first=[5.1], second=[])
-    assert found == {"first": pytest.approx(5.1), "second": float("inf")}
-    assert kernels.find_fastest(found) == "first"
+    times = measured(monkeypatch, first=[5.1], second=[])
+    assert times == {"first": pytest.approx(5.1), "second": float("inf")}
+    assert kernels.find_fastest(times) == "first"
 
 
 @pytest.mark.parametrize(("seconds", "compared"), [(0.0, {kernels.SAMPLES}), (0.1, {2}), (0.0225, {5}), (9.0, {2})])
@@ -193,7 +195,7 @@ def test_samples_are_as_many_as_there_is_time_for(monkeypatch, seconds, compared
 
 @pytest.fixture
 def quarters(monkeypatch):
-    """Whatever is measured, the third of several sizes or ways is the fastest; the lists that were measured."""
+    """Let the third of several sizes or ways be the fastest, whatever is measured; the lists that were measured."""
     measured = []
 
     def measure(accelerator, computations):
@@ -214,8 +216,8 @@ def test_auto_is_the_same_step_as_safe(train, quarters, program):
     assert not quarters
     auto = train("auto", f"{flags} --speed auto", program=program)
     assert quarters[-1] == [12, 6, 3, 1]
-    of_auto, of_safe = ([line["loss"] for line in metrics(folder)] for folder in (auto, safe))
-    assert of_auto == pytest.approx(of_safe, rel=1e-9)
+    auto_losses, safe_losses = ([line["loss"] for line in metrics(folder)] for folder in (auto, safe))
+    assert auto_losses == pytest.approx(safe_losses, rel=1e-9)
     assert relative(parameters(auto, ""), parameters(safe, "")) < 1e-9
     assert samples_of_steps(auto) == samples_of_steps(safe)
     assert not [line for line in all_metrics(auto) if "event" in line]
@@ -238,10 +240,10 @@ def test_micro_batches_are_cut_by_tokens(train, quarters, capsys):
 
 
 @pytest.mark.parametrize(
-    "given", ["--per_device_train_batch_size 12", "--gradient_accumulation_steps 1", "--per_device_train_tokens 5760"]
+    "flag", ["--per_device_train_batch_size 12", "--gradient_accumulation_steps 1", "--per_device_train_tokens 5760"]
 )
-def test_what_is_given_is_not_cut_smaller(train, quarters, given):
-    auto = train("auto", f"--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto {given}")
+def test_what_is_given_is_not_cut_smaller(train, quarters, flag):
+    auto = train("auto", f"--global_batch_size 12 --record_samples --max_train_steps 2 --speed auto {flag}")
     assert all("eager" in names for names in quarters), "only kernels"
     assert sizes(auto) == [12, 12]
 
@@ -257,10 +259,10 @@ def test_batch_normalisation_is_not_cut_smaller(train, quarters):
 @pytest.mark.timeout(120)
 def test_processes_choose_the_same(train, train_on):
     flags = "--global_batch_size 13 --dtype float64 --record_samples --max_train_steps 4"
-    two = train_on(2, {"two": f"{flags} --speed auto"}) / "two"
-    one = train("one", flags)
-    assert relative(parameters(two, ""), parameters(one, "")) < 1e-9
-    assert samples_of_steps(two) == samples_of_steps(one)
+    pair = train_on(2, {"two": f"{flags} --speed auto"}) / "two"
+    single = train("one", flags)
+    assert relative(parameters(pair, ""), parameters(single, "")) < 1e-9
+    assert samples_of_steps(pair) == samples_of_steps(single)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")

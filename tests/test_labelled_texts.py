@@ -17,7 +17,7 @@ ROWS = [("good, I say", "yes", "b"), ('a "bad" one', "no", "a"), ("so so", "mayb
 
 
 def write(path, rows=ROWS, header=("text", "other", "label")):
-    """A file of the kind that its name says."""
+    """Write a file of the kind that its name says."""
     if path.suffix == ".parquet":
         columns = zip(*rows, strict=True)
         pyarrow.parquet.write_table(pa.table(dict(zip(header, columns, strict=True))), path)
@@ -31,20 +31,20 @@ def write(path, rows=ROWS, header=("text", "other", "label")):
     return str(path)
 
 
-def recipe_of(file, **changes):
+def make_recipe(file, **changes):
     base = {"train_file": [str(file)], "vocab_size": 200, "max_seq_length": 16, "validation_fraction": 0.25}
     return load("finetune_small_cpu", base | {"dataset_name": None} | changes)
 
 
 @pytest.fixture
 def texts(tmp_path):
-    return labelled_texts.build(recipe_of(write(tmp_path / "rows.csv")))
+    return labelled_texts.build(make_recipe(write(tmp_path / "rows.csv")))
 
 
 @pytest.fixture
 def pairs(tmp_path):
     names = {"text_column": "text", "text_pair_column": "other"}
-    return labelled_texts.build(recipe_of(write(tmp_path / "pairs.csv"), **names))
+    return labelled_texts.build(make_recipe(write(tmp_path / "pairs.csv"), **names))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,12 +57,12 @@ def test_every_kind_of_file_is_read_alike(tmp_path, kind):
     assert [(row["text"], row["pair"], row["label"]) for row in rows] == [
         (text, None, label) for text, _, label in ROWS
     ]
-    named = load_texts(train_file=[write(tmp_path / f"rows.{kind}")], columns=Columns("text", "other", "label"))
-    assert named["pair"][:] == [pair for _, pair, _ in ROWS]
+    table = load_texts(train_file=[write(tmp_path / f"rows.{kind}")], columns=Columns("text", "other", "label"))
+    assert table["pair"][:] == [pair for _, pair, _ in ROWS]
 
 
 @pytest.mark.parametrize(
-    ("header", "found"),
+    ("header", "places"),
     [
         (("sentence1", "sentence2", "label"), (0, 1)),
         (("premise", "hypothesis", "class"), (0, 1)),
@@ -71,9 +71,9 @@ def test_every_kind_of_file_is_read_alike(tmp_path, kind):
         (("sentence", "id", "score"), (0, None)),
     ],
 )
-def test_columns_are_found_by_their_usual_names(tmp_path, header, found):
+def test_columns_are_found_by_their_usual_names(tmp_path, header, places):
     row = load_texts(train_file=[write(tmp_path / "rows.csv", header=header)])[0]
-    assert (row["text"], row["pair"]) == tuple(None if place is None else ROWS[0][place] for place in found)
+    assert (row["text"], row["pair"]) == tuple(None if place is None else ROWS[0][place] for place in places)
     assert row["label"] == "b"
 
 
@@ -141,9 +141,9 @@ def test_a_file_to_predict_needs_no_labels_and_uses_none(tmp_path, texts):
         ("more.csv", ROWS, ("text", "id", "label")),
     ):
         file = write(tmp_path / name, rows, header)
-        found = labelled_texts.from_files([file], recipe_of(file), train)
-        assert len(found) == len(rows)
-        assert set(found.labels.tolist()) == {-100}
+        source = labelled_texts.from_files([file], make_recipe(file), train)
+        assert len(source) == len(rows)
+        assert set(source.labels.tolist()) == {-100}
 
 
 def test_a_dataset_of_the_hub_is_read_alike(tmp_path):
@@ -153,8 +153,8 @@ def test_a_dataset_of_the_hub_is_read_alike(tmp_path):
     )
     rows = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [1, 0]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train.parquet")
-    found = load_texts(train_file=None, dataset_name=str(tmp_path / "hub"))
-    assert found[:] == {"text": ["a", "b"], "pair": ["c", "d"], "label": ["yes", "no"]}
+    table = load_texts(train_file=None, dataset_name=str(tmp_path / "hub"))
+    assert table[:] == {"text": ["a", "b"], "pair": ["c", "d"], "label": ["yes", "no"]}
     hidden = {"sentence1": ["a"], "sentence2": ["c"], "label": [-1]}
     datasets.Dataset.from_dict(hidden, features=features).to_parquet(tmp_path / "hidden" / "train.parquet")
     with pytest.raises(UsageError, match="row 0: 'label' has no label"):
@@ -200,7 +200,7 @@ def test_classes_are_those_of_the_training_texts():
 
 def test_a_label_that_only_the_held_out_texts_have(tmp_path):
     held_out = write(tmp_path / "held_out.csv", [("x", "y", "c"), ("x", "y", "a"), ("x", "y", "c")])
-    recipe = recipe_of(write(tmp_path / "rows.csv"), validation_file=[held_out])
+    recipe = make_recipe(write(tmp_path / "rows.csv"), validation_file=[held_out])
     with pytest.raises(
         UsageError, match=r"held-out texts: 'c' \(2 of 3 rows\), but the training texts have no such class"
     ):
@@ -209,14 +209,14 @@ def test_a_label_that_only_the_held_out_texts_have(tmp_path):
 
 def test_labels_that_are_numbers(tmp_path):
     rows = [(f"text {place}", "", place / 4) for place in range(20)]
-    train, held_out = labelled_texts.build(recipe_of(write(tmp_path / "rows.jsonl", rows)))
+    train, held_out = labelled_texts.build(make_recipe(write(tmp_path / "rows.jsonl", rows)))
     assert train.classes is None
     assert sorted([*train.labels, *held_out.labels]) == [row[2] for row in rows]
     micro_batch = train.collate([train.draw(0, 3)])
     assert micro_batch["labels"].item() == train.labels[3]
     assert train.collate([])["labels"].isnan().all()
     with pytest.raises(UsageError, match=r"labels of training texts: 'a', 'b' .*not all of them are numbers"):
-        labelled_texts.build(recipe_of(write(tmp_path / "rows.csv"), num_labels=1))
+        labelled_texts.build(make_recipe(write(tmp_path / "rows.csv"), num_labels=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ def test_a_pair_is_both_texts(pairs):
 
 def test_long_texts_are_cut_and_counted(tmp_path):
     rows = [("word " * 30, "other " * 3, "a"), ("word", "other", "b")] * 5
-    named = {"text_column": "text", "text_pair_column": "other", "validation_fraction": 0.0}
-    train, held_out = labelled_texts.build(recipe_of(write(tmp_path / "rows.csv", rows), **named))
+    columns = {"text_column": "text", "text_pair_column": "other", "validation_fraction": 0.0}
+    train, held_out = labelled_texts.build(make_recipe(write(tmp_path / "rows.csv", rows), **columns))
     assert held_out is None
     assert train.num_cut == 5
     assert "5 cut off after 16" in str(train)
@@ -266,11 +266,11 @@ def test_a_micro_batch(pairs):
     samples = [train.draw(0, place) for place in range(3)]
     micro_batch = train.collate(samples)
     num_tokens = sum(sample.length for sample in samples)
-    of = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
-    assert of["input_ids"] == [token for sample in samples for token in sample.tokens.tolist()]
+    row = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
+    assert row["input_ids"] == [token for sample in samples for token in sample.tokens.tolist()]
     kinds = [[0] * sample.first + [1] * (sample.length - sample.first) for sample in samples]
-    assert of["token_type_ids"] == [kind for sample in kinds for kind in sample]
-    assert of["position_ids"] == [place for sample in samples for place in range(sample.length)]
+    assert row["token_type_ids"] == [kind for sample in kinds for kind in sample]
+    assert row["position_ids"] == [place for sample in samples for place in range(sample.length)]
     assert micro_batch["input_ids"][0][micro_batch["queries"][:3]].tolist() == [train.tokenizer.cls_token_id] * 3
     assert micro_batch["query_ends"].tolist() == [0, 1, 2, 3]
     assert micro_batch["is_token"].sum((1, 2, 3)).tolist() == [sample.length for sample in samples]
@@ -289,7 +289,7 @@ def test_the_tokenizer_learns_from_both_texts_of_a_pair(pairs, texts):
 
 def test_fingerprints_tell_texts_from_labels(tmp_path):
     def prints(name, rows, **changes):
-        return labelled_texts.build(recipe_of(write(tmp_path / name, rows), **changes))[0].fingerprints
+        return labelled_texts.build(make_recipe(write(tmp_path / name, rows), **changes))[0].fingerprints
 
     first = prints("rows.csv", ROWS)
     others = [(text, pair, {"a": "b", "b": "a"}[label]) for text, pair, label in ROWS]
@@ -312,6 +312,8 @@ def test_predictions_are_written_in_order(tmp_path, texts):
 
 def test_labels_that_are_numbers_reach_the_loss_as_they_were_written(tmp_path):
     rows = [(text, other, str(0.1 + place)) for place, (text, other, _) in enumerate(ROWS)]
-    texts, _ = labelled_texts.build(recipe_of(write(tmp_path / "rows.csv", rows), num_labels=1, validation_fraction=0))
+    texts, _ = labelled_texts.build(
+        make_recipe(write(tmp_path / "rows.csv", rows), num_labels=1, validation_fraction=0)
+    )
     labels = texts.collate([texts.draw(0, place) for place in range(3)])["labels"]
     assert labels.tolist() == [0.1, 1.1, 2.1]

@@ -94,14 +94,14 @@ sys.exit(exit_code(main))
 
 
 def header(name: str) -> list[str]:
-    """The comment at the head of a launch file, line by line, without its signs."""
+    """Read the comment at the head of a launch file, line by line, without its signs."""
     lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert all(line.startswith("# ") for line in lines)
     return [line[2:] for line in lines]
 
 
 def launch_command(name: str) -> dict[str, str]:
-    """The flags of the launch command in a header."""
+    """Read the flags of the launch command in a header."""
     command = " ".join(line.strip().removesuffix("\\") for line in header(name) if line.startswith("  "))
     words = shlex.split(command)
     assert words[:3:2] == ["accelerate", "--config_file"]
@@ -130,7 +130,7 @@ def run(config: Path, tmp_path: Path, **changes: str | None) -> tuple[subprocess
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No launch variable in the environment, and no `Accelerator` made yet; both as before afterwards."""
+    """Remove launch variables and the state of earlier `Accelerator`s; both are put back afterwards."""
     for key in filter(OURS.match, list(os.environ)):
         monkeypatch.delenv(key)
     states = [AcceleratorState._shared_state, PartialState._shared_state, GradientState._shared_state]
@@ -138,9 +138,9 @@ def bare(monkeypatch):
     for state in states:
         state.clear()
     yield monkeypatch
-    for state, before in zip(states, saved, strict=True):
+    for state, values in zip(states, saved, strict=True):
         state.clear()
-        state.update(before)
+        state.update(values)
 
 
 def test_every_launch_file_is_expected_here():
@@ -151,8 +151,8 @@ def test_every_launch_file_is_expected_here():
 def test_file_loads_and_says_only_what_the_hardware_is(name):
     path = CONFIGS / f"{name}.yaml"
     config = load_config_from_file(str(path))
-    found = (config.distributed_type.value, config.num_processes, config.mixed_precision, config.use_cpu)
-    assert found == EXPECTED[name]
+    actual = (config.distributed_type.value, config.num_processes, config.mixed_precision, config.use_cpu)
+    assert actual == EXPECTED[name]
     text = path.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     assert set(values) <= HARDWARE_KEYS
@@ -183,29 +183,29 @@ def test_header_command_gives_the_layout_it_names(name):
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_2xcpu_is_two_processes_that_agree(tmp_path):
-    done, seen = run(CONFIGS / "2xcpu.yaml", tmp_path)
+    done, reports = run(CONFIGS / "2xcpu.yaml", tmp_path)
     assert done.returncode == 0, done.stderr
-    both = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [True, False]}
-    both |= {"sharded": False}
-    assert seen == [both | {"process_index": 0}, both | {"process_index": 1}]
+    common = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [True, False]}
+    common |= {"sharded": False}
+    assert reports == [common | {"process_index": 0}, common | {"process_index": 1}]
     assert "broadcast_buffers" not in done.stderr
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_fsdp2_2xcpu_is_two_processes_that_shard(tmp_path):
-    done, seen = run(CONFIGS / "fsdp2_2xcpu.yaml", tmp_path)
+    done, reports = run(CONFIGS / "fsdp2_2xcpu.yaml", tmp_path)
     assert done.returncode == 0, done.stderr
-    both = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [None, None]}
-    assert seen == [both | {"process_index": 0, "sharded": True}, both | {"process_index": 1, "sharded": True}]
+    common = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [None, None]}
+    assert reports == [common | {"process_index": 0, "sharded": True}, common | {"process_index": 1, "sharded": True}]
 
 
 def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
-    done, seen = run(CONFIGS / "cpu.yaml", tmp_path, FAKE_GPU="1", OMP_NUM_THREADS=None)
+    done, reports = run(CONFIGS / "cpu.yaml", tmp_path, FAKE_GPU="1", OMP_NUM_THREADS=None)
     assert done.returncode == 0, done.stderr
     cores = psutil.cpu_count(logical=False)
-    found = [(one["num_processes"], one["device"], one["backend"], one["threads"]) for one in seen]
-    assert found == [(1, "cpu", None, cores)]
+    actual = [(report["num_processes"], report["device"], report["backend"], report["threads"]) for report in reports]
+    assert actual == [(1, "cpu", None, cores)]
 
 
 @pytest.mark.distributed
@@ -214,18 +214,18 @@ def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
 def test_processes_that_would_each_train_alone_are_refused(tmp_path):
     config = tmp_path / "alone.yaml"
     config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmain_process_port: 0\n")
-    done, seen = run(config, tmp_path)
+    done, reports = run(config, tmp_path)
     assert done.returncode != 0
-    assert seen == []
+    assert reports == []
     assert done.stderr.count("ERROR: 2 processes were launched, but each would train alone, on cpu") == 1
 
 
 def test_launch_file_for_two_that_starts_one_is_refused(tmp_path):
     config = tmp_path / "one.yaml"
     config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
-    done, seen = run(config, tmp_path)
+    done, reports = run(config, tmp_path)
     assert done.returncode != 0
-    assert seen == []
+    assert reports == []
     assert "ERROR: the launch file has num_processes above 1" in done.stderr
 
 
@@ -275,17 +275,17 @@ def test_cpu_is_not_forced_when_not_asked_for(bare, env):
     for key, value in env.items():
         bare.setenv(key, value)
     made = SimpleNamespace(num_processes=1, mixed_precision="no", device=torch.device("cpu"))
-    given = {}
-    bare.setattr(launch, "Accelerator", lambda **kwargs: given.update(kwargs) or made)
+    settings = {}
+    bare.setattr(launch, "Accelerator", lambda **kwargs: settings.update(kwargs) or made)
     launch.create_accelerator()
-    assert given["cpu"] is False
+    assert settings["cpu"] is False
 
 
-@pytest.mark.parametrize("given", [None, "no"])
-def test_precision_is_the_launchers_unless_given(bare, given):
+@pytest.mark.parametrize("precision", [None, "no"])
+def test_precision_is_the_launchers_unless_given(bare, precision):
     bare.setenv("ACCELERATE_USE_CPU", "true")
     bare.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert launch.create_accelerator(mixed_precision=given).mixed_precision == (given or "bf16")
+    assert launch.create_accelerator(mixed_precision=precision).mixed_precision == (precision or "bf16")
 
 
 def test_worker_without_its_group_is_refused(bare):
@@ -398,9 +398,9 @@ def test_freed_memory_is_kept_on_a_cpu():
     """Pages are handed out once, not for every tensor anew."""
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     measured = {
-        how: int(
-            subprocess.run([sys.executable, "-c", KEEPS, how], env=environment, capture_output=True, check=True).stdout
+        mode: int(
+            subprocess.run([sys.executable, "-c", KEEPS, mode], env=environment, capture_output=True, check=True).stdout
         )
-        for how in ("kept", "not")
+        for mode in ("kept", "not")
     }
     assert measured["kept"] < measured["not"] / 10

@@ -14,7 +14,7 @@ FEW, MANY = 100_000, 1_000_000
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory) -> dict[str, float]:
-    """Kind of samples -> bytes that a loader needs more for one more row."""
+    """Measure kind of samples -> bytes that a loader needs more for one more row."""
     folder = tmp_path_factory.mktemp("rows")
     words = [
         word for kind in COLUMNS for rows in (FEW, MANY) for word in (kind, write(kind, folder / f"{kind}{rows}", rows))

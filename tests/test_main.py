@@ -178,7 +178,7 @@ def test_mistakes(monkeypatch, capsys, tmp_path, line, message):
 # Help
 
 
-def help_of(monkeypatch, capsys, line: str) -> str:
+def read_help(monkeypatch, capsys, line: str) -> str:
     code, out, err = run(monkeypatch, capsys, f"{line} --help")
     assert (code, err) == (0, "")
     return out
@@ -190,13 +190,13 @@ def in_one_line(text: str) -> str:
 
 @pytest.mark.parametrize("command", program.EXAMPLES)
 def test_help_of_a_command(monkeypatch, capsys, command):
-    out = help_of(monkeypatch, capsys, command)
+    out = read_help(monkeypatch, capsys, command)
     assert out.startswith(f"usage: recipes {command}")
     assert "\nexamples:\n" in out
-    shown = [line for line in out.split("\nexamples:\n")[1].splitlines() if line.startswith("  recipes ")]
-    assert shown
-    assert all(line.startswith(f"  recipes {command}") for line in shown)
-    overview = help_of(monkeypatch, capsys, "")
+    examples = [line for line in out.split("\nexamples:\n")[1].splitlines() if line.startswith("  recipes ")]
+    assert examples
+    assert all(line.startswith(f"  recipes {command}") for line in examples)
+    overview = read_help(monkeypatch, capsys, "")
     assert re.search(rf"^    {command}\b", overview, re.MULTILINE)
     assert f"  recipes {program.EXAMPLES[command].splitlines()[0]}" in overview
 
@@ -216,8 +216,8 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
 def test_help_shows_every_flag_with_choices_and_values(monkeypatch, capsys, name):
     recipe = load(name)
     for line, kind in (("plan", program.PlanSettings), ("scale", program.ScaleSettings)):
-        bare = help_of(monkeypatch, capsys, line)
-        out = help_of(monkeypatch, capsys, f"{line} {name}")
+        bare = read_help(monkeypatch, capsys, line)
+        out = read_help(monkeypatch, capsys, f"{line} {name}")
         fields = [(field, bare) for cls in (kind, program.ModelSettings) for field in dataclasses.fields(cls)]
         fields += [(field, out) for cls in (kind, type(recipe)) for field in dataclasses.fields(cls)]
         for field, text in fields:
@@ -261,18 +261,18 @@ def test_help_of_a_script(monkeypatch, capsys):
     ],
 )
 def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
-    def said(*words: str) -> str:
+    def read_output(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", [path, *words])
         exit_code(program.main)
         return "".join(capsys.readouterr())
 
-    assert said("--help").startswith(f"usage: {name} COMMAND")
-    assert f"  {name} list\n" in said()
-    assert said("plan", "--help").startswith(f"usage: {name} plan RECIPE ")
-    assert said("audit-script", "--help").startswith(f"usage: {name} audit-script ")
-    assert said("lits") == f"ERROR: {name} lits: did you mean list?\n"
-    assert f"see {name} plan --help" in said("plan", "bert_base", "--on")
-    assert said("audit-script").startswith(f"ERROR: {name} audit-script: the program is missing")
+    assert read_output("--help").startswith(f"usage: {name} COMMAND")
+    assert f"  {name} list\n" in read_output()
+    assert read_output("plan", "--help").startswith(f"usage: {name} plan RECIPE ")
+    assert read_output("audit-script", "--help").startswith(f"usage: {name} audit-script ")
+    assert read_output("lits") == f"ERROR: {name} lits: did you mean list?\n"
+    assert f"see {name} plan --help" in read_output("plan", "bert_base", "--on")
+    assert read_output("audit-script").startswith(f"ERROR: {name} audit-script: the program is missing")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def build(recipe: Recipe) -> torch.nn.Module:
 
 
 def padded(recipe: Recipe) -> Transformer:
-    """The shape of transformers' own model: its last layer is computed for all tokens."""
+    """Make the shape of transformers' own model: its last layer is computed for all tokens."""
     shape = model_from_recipe(recipe)
     if recipe.task != "bert_pretraining":
         return shape
@@ -41,7 +41,7 @@ def plan(recipe: Recipe, b: int, n: int = 1, **changes) -> Memory:
 
 
 def forward(model: torch.nn.Module, recipe: Recipe, autocast: bool) -> torch.Tensor:
-    """The summed loss of NUM_SAMPLES whole samples, without padding; BERT as transformers computes it."""
+    """Compute the summed loss of NUM_SAMPLES whole samples, without padding; BERT as transformers computes it."""
     shape, device = padded(recipe), model.device
     ids = torch.zeros(NUM_SAMPLES, shape.length, dtype=torch.int64, device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -203,10 +203,10 @@ def test_activation_functions_and_dropout():
         model = model_from_recipe(load("gpt2_124m", {"activation_function": activation, **changes}))
         return model.layer_bytes(autocast=autocast) / model.hidden_size
 
-    assert [units("gelu", on) for on in (False, True)] == [64, 36]
-    assert [units("relu", on) for on in (False, True)] == [48, 28]
-    assert [units("gelu_new", on) for on in (False, True)] == [112, 84]
-    assert [units("gelu", on, resid_pdrop=0.1) for on in (False, True)] == [66, 38]
+    assert [units("gelu", autocast) for autocast in (False, True)] == [64, 36]
+    assert [units("relu", autocast) for autocast in (False, True)] == [48, 28]
+    assert [units("gelu_new", autocast) for autocast in (False, True)] == [112, 84]
+    assert [units("gelu", autocast, resid_pdrop=0.1) for autocast in (False, True)] == [66, 38]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,11 +258,11 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
     }
     field = names.get(recipe.task, "image_height")
     short, long = recipe, dataclasses.replace(recipe, **{field: getattr(recipe, field) + more})
-    of = {"mixed_precision": mixed_precision}
-    assert plan(short, b, n, **of).total <= plan(long, b, n, **of).total
+    settings = {"mixed_precision": mixed_precision}
+    assert plan(short, b, n, **settings).total <= plan(long, b, n, **settings).total
     autocast = mixed_precision != "no"
-    kept = [model_from_recipe(each).saved_bytes(autocast=autocast) for each in (short, long)]
-    assert kept[0] < kept[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
+    sizes = [model_from_recipe(shape).saved_bytes(autocast=autocast) for shape in (short, long)]
+    assert sizes[0] < sizes[1] or (field == "image_height" and more < 2 ** len(recipe.conv_channels))
     assert model_from_recipe(short).flops_per_sample <= model_from_recipe(long).flops_per_sample
 
 
@@ -281,11 +281,11 @@ def test_what_a_layer_saves(kind, activation, autocast):
     def saved(num_layers: int) -> int:
         recipe = small(kind, num_layers, activation)
         model, storages = build(recipe), {}
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(tensor):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in addresses:
                 storages[storage.data_ptr()] = tensor  # kept alive, so that no address comes twice
             return tensor
 
@@ -373,9 +373,9 @@ def test_chunks_save_the_logits_they_avoid(autocast, tmp_path):
     for step in (plain, chunked):
         step()  # so that both gradients exist already
         peaks.append(peak(step, tmp_path))
-    at_once = 2**24 // vocab
-    avoided = (rows - at_once) * vocab * 4
+    chunk_rows = 2**24 // vocab
+    avoided = (rows - chunk_rows) * vocab * 4
     saved = peaks[0] - peaks[1]
-    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {at_once}")
+    print(f"autocast {autocast}: peak {peaks[0] / 1e6:.0f} MB whole, {peaks[1] / 1e6:.0f} MB in chunks of {chunk_rows}")
     assert 2 * avoided < saved < 4 * avoided
     assert peaks[1] < rows * vocab * 4, "below a single copy of the logits"

@@ -16,52 +16,52 @@ import torch
 from samestep.errors import UsageError
 from samestep.training import metrics
 
-DRAWN = np.random.default_rng(0)
-CLASSES = DRAWN.integers(0, 4, (2, 200))  # predictions, references
+RNG = np.random.default_rng(0)
+CLASSES = RNG.integers(0, 4, (2, 200))  # predictions, references
 TWO = (CLASSES > 1).astype(int)
-FLOATS = DRAWN.normal(size=(2, 50)).round(1) + np.linspace(0, 3, 50).round(1)
+FLOATS = RNG.normal(size=(2, 50)).round(1) + np.linspace(0, 3, 50).round(1)
 EMPTY = np.zeros((2, 0), int)
-ALL_OFF = -100 * np.ones(2, int)
+ALL_IGNORED = -100 * np.ones(2, int)
 
 
 def value(name: str, predictions, references, **settings) -> float:
-    """What the metric says, which may not warn."""
+    """Compute a metric, which may not warn."""
     metric, types = metrics.METRICS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = metrics.compute([name], predictions, references)
+        values = metrics.compute([name], predictions, references)
         if settings:  # which names have none of
-            found = {name: metric(*map(np.asarray, (predictions, references), types), **settings)}
-    assert list(found) == [name]
-    assert type(found[name]) is float
-    return found[name]
+            values = {name: metric(*map(np.asarray, (predictions, references), types), **settings)}
+    assert list(values) == [name]
+    assert type(values[name]) is float
+    return values[name]
 
 
 def f1(average):
-    return lambda found, wanted: sklearn.metrics.f1_score(wanted, found, average=average)
+    return lambda a, b: sklearn.metrics.f1_score(b, a, average=average)
 
 
 @pytest.mark.parametrize(
     ("name", "samples", "settings", "expected"),
     [
-        ("accuracy", CLASSES, {}, lambda found, wanted: (found == wanted).mean()),
+        ("accuracy", CLASSES, {}, lambda a, b: (a == b).mean()),
         ("f1", TWO, {}, f1("binary")),
         ("f1", CLASSES, {}, f1("macro")),
         ("f1", CLASSES, {"average": "weighted"}, f1("weighted")),
         ("f1", TWO, {"average": "macro"}, f1("macro")),
-        ("f1", CLASSES, {"average": "binary"}, lambda found, wanted: f1("binary")(found == 1, wanted == 1)),
-        ("matthews_correlation", TWO, {}, lambda found, wanted: np.corrcoef(found, wanted)[0, 1]),
+        ("f1", CLASSES, {"average": "binary"}, lambda a, b: f1("binary")(a == 1, b == 1)),
+        ("matthews_correlation", TWO, {}, lambda a, b: np.corrcoef(a, b)[0, 1]),
         ("matthews_correlation", CLASSES, {}, lambda a, b: sklearn.metrics.matthews_corrcoef(b, a)),
-        ("pearsonr", FLOATS, {}, lambda found, wanted: np.corrcoef(found, wanted)[0, 1]),
-        ("spearmanr", FLOATS, {}, lambda found, wanted: np.corrcoef(*map(scipy.stats.rankdata, (found, wanted)))[0, 1]),
-        ("masked_accuracy", CLASSES, {}, lambda found, wanted: (found == wanted).mean()),
+        ("pearsonr", FLOATS, {}, lambda a, b: np.corrcoef(a, b)[0, 1]),
+        ("spearmanr", FLOATS, {}, lambda a, b: np.corrcoef(*map(scipy.stats.rankdata, (a, b)))[0, 1]),
+        ("masked_accuracy", CLASSES, {}, lambda a, b: (a == b).mean()),
         ("perplexity", (abs(FLOATS[0]), CLASSES[1, :50]), {}, lambda sums, n: np.exp(sums.sum() / n.sum())),
     ],
 )
 def test_values(name, samples, settings, expected):
-    found = value(name, *samples, **settings)
-    assert found == pytest.approx(expected(*samples), rel=1e-12)
-    assert abs(found - 1) > 0.01  # no trivial example
+    actual = value(name, *samples, **settings)
+    assert actual == pytest.approx(expected(*samples), rel=1e-12)
+    assert abs(actual - 1) > 0.01  # no trivial example
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_values(name, samples, settings, expected):
         ("spearmanr", *EMPTY, 0.0),
         ("spearmanr", [1.0, math.nan, 1.0], [1.0, 2.0, 3.0], math.nan),
         ("masked_accuracy", [1, -100, 2, 3, 0], [1, -100, 2, 4, -100], 2 / 3),
-        ("masked_accuracy", ALL_OFF, ALL_OFF, 0.0),
+        ("masked_accuracy", ALL_IGNORED, ALL_IGNORED, 0.0),
         ("masked_accuracy", *EMPTY, 0.0),
         ("perplexity", [3 * math.log(5), 0.0], [2, 1], 5.0),  # not the mean of the samples' perplexities
         ("perplexity", [701.0], [1], math.exp(700)),
@@ -120,10 +120,10 @@ def test_floats_are_not_rounded():
 @pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor], ids=["list", "array", "tensor"])
 def test_several_at_once_in_the_order_of_their_names(kind):
     names = ["masked_accuracy", "f1", "accuracy", "f1"]
-    found = metrics.compute(names, kind([1, 0, 1, 3]), kind([1, 0, 0, -100]))
-    assert list(found) == ["masked_accuracy", "f1", "accuracy"]
-    assert found == pytest.approx({"masked_accuracy": 2 / 3, "f1": (2 / 3 + 2 / 3) / 4, "accuracy": 1 / 2})
-    assert {type(number) for number in found.values()} == {float}
+    values = metrics.compute(names, kind([1, 0, 1, 3]), kind([1, 0, 0, -100]))
+    assert list(values) == ["masked_accuracy", "f1", "accuracy"]
+    assert values == pytest.approx({"masked_accuracy": 2 / 3, "f1": (2 / 3 + 2 / 3) / 4, "accuracy": 1 / 2})
+    assert {type(number) for number in values.values()} == {float}
 
 
 def test_all_are_described():
@@ -158,36 +158,36 @@ def test_a_metric_by_its_path_beside_local_ones(tmp_path):
     folder = tmp_path / "share"
     folder.mkdir()
     (folder / "share.py").write_text(SHARE)
-    asked = [[1, 0], [1, 1]]
-    assert metrics.compute([str(folder)], *asked, trust_code=True) == {"share": 0.5, "f1": 7.0}
+    samples = [[1, 0], [1, 1]]
+    assert metrics.compute([str(folder)], *samples, trust_code=True) == {"share": 0.5, "f1": 7.0}
     expected = {"f1": pytest.approx(2 / 3), "share": 0.5, f"{folder}_f1": 7.0}
-    assert metrics.compute(["f1", str(folder)], *asked, trust_code=True) == expected
-    assert metrics.compute([str(folder), "f1"], *asked, trust_code=True) == expected
+    assert metrics.compute(["f1", str(folder)], *samples, trust_code=True) == expected
+    assert metrics.compute([str(folder), "f1"], *samples, trust_code=True) == expected
     with pytest.raises(UsageError, match="set --trust_metric_code"):
-        metrics.compute(["f1", str(folder)], *asked)
+        metrics.compute(["f1", str(folder)], *samples)
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
-    """Addresses asked for; there is no network."""
-    found = []
+def requested_urls(monkeypatch) -> list[str]:
+    """Record the requested addresses; there is no network."""
+    urls = []
 
     def request(method, url, **settings):
-        found.append(url)
+        urls.append(url)
         raise requests.ConnectionError("no network")
 
     monkeypatch.setattr(requests, "request", request)
-    return found
+    return urls
 
 
-def test_unknown_names_offline(asked):
+def test_unknown_names_offline(requested_urls):
     import evaluate
 
     started = time.monotonic()
     with pytest.raises(UsageError) as caught:
         metrics.compute(["acuracy", "accuracy", "zzz/zzz", ""], [1], [1], trust_code=True)
     assert time.monotonic() - started < 2
-    assert asked == []
+    assert requested_urls == []
     assert not evaluate.config.HF_EVALUATE_OFFLINE
     assert evaluate.is_progress_bar_enabled()
     first, second, _ = caught.value.problems
@@ -198,11 +198,11 @@ def test_unknown_names_offline(asked):
         assert "\n" not in problem
 
 
-def test_other_names_are_asked_for_where_there_is_a_network(asked, monkeypatch):
+def test_other_names_are_asked_for_where_there_is_a_network(requested_urls, monkeypatch):
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     with pytest.raises(UsageError, match="metrics is 'zzz'"):
         metrics.load(["zzz"], trust_code=True)
-    assert {url.split("/resolve/")[0].split("/spaces/")[1] for url in asked if "/spaces/" in url} == {
+    assert {url.split("/resolve/")[0].split("/spaces/")[1] for url in requested_urls if "/spaces/" in url} == {
         "evaluate-metric/zzz"
     }
 

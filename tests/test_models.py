@@ -58,8 +58,8 @@ def test_no_weights(model):
 
 
 def test_a_name_that_is_not_utf8(model):
-    there = model.rename(model.with_name(os.fsdecode(b"mod\xe9l")))
-    assert "is not valid UTF-8" in refused(there)
+    folder = model.rename(model.with_name(os.fsdecode(b"mod\xe9l")))
+    assert "is not valid UTF-8" in refused(folder)
 
 
 @pytest.mark.parametrize(

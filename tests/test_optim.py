@@ -24,12 +24,12 @@ def test_decay_is_for_matrices_only():
 def test_a_step_is_the_published_one():
     """Loshchilov and Hutter 2019, algorithm 2, one step from zero moments: bias correction leaves g / (|g| + eps)."""
     model = nn.Linear(2, 1).double()
-    before = [p.detach().clone() for p in model.parameters()]
+    initial = [p.detach().clone() for p in model.parameters()]
     adamw_step = adamw(model, Hyperparameters(0.01, 0.9, 0.999, 1e-6), weight_decay=0.1)
     model(torch.tensor([[3.0, -2.0]], dtype=torch.float64)).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     adamw_step.step()
-    for p, old, g, decay in zip(model.parameters(), before, gradients, (0.1, 0.0), strict=True):
+    for p, old, g, decay in zip(model.parameters(), initial, gradients, (0.1, 0.0), strict=True):
         expected = old * (1 - 0.01 * decay) - 0.01 * g / (g.abs() + 1e-6)
         assert p.detach().flatten().tolist() == pytest.approx(expected.flatten().tolist(), rel=1e-9)
 
@@ -66,11 +66,11 @@ def test_a_recipe_names_its_optimizer():
 def test_an_update_is_held_back():
     """What `Recovery.skip_update_if_not_finite` sets, fused SGD reads."""
     model = nn.Linear(3, 2)
-    optimizer, before = sgd(model, 0.1, 0.9, 0.01), [p.detach().clone() for p in model.parameters()]
+    optimizer, initial = sgd(model, 0.1, 0.9, 0.01), [p.detach().clone() for p in model.parameters()]
     model(torch.ones(1, 3)).sum().backward()
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), initial, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -78,18 +78,18 @@ def test_an_update_is_held_back():
 
 
 def accumulating(name: str, k: int, **more):
-    """Of a learning rate; its steps take k gradients."""
+    """Make the constructor of an optimizer whose steps take k gradients; it takes parameters and a learning rate."""
     if name == "sgd":
-        return lambda of, lr: AccumulatingSGD(of, lr, gradient_accumulation_steps=k, **more)
+        return lambda p, lr: AccumulatingSGD(p, lr, gradient_accumulation_steps=k, **more)
     more = {"second_moment": name, "weight_decay": 0.0} | more
-    return lambda of, lr: AccumulatingAdamW(of, lr, gradient_accumulation_steps=k, **more)
+    return lambda p, lr: AccumulatingAdamW(p, lr, gradient_accumulation_steps=k, **more)
 
 
 BATTERY = {
-    "torch sgd": (1, lambda of, lr: torch.optim.SGD(of, lr, momentum=0.9)),
-    "torch adamw": (1, lambda of, lr: torch.optim.AdamW(of, lr, weight_decay=0.0)),
-    "ours sgd": (1, lambda of, lr: sgd(module(of), lr, 0.9, 0.0)),
-    "ours adamw": (1, lambda of, lr: adamw(module(of), Hyperparameters(lr, 0.9, 0.999, 1e-8), weight_decay=0.0)),
+    "torch sgd": (1, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)),
+    "torch adamw": (1, lambda p, lr: torch.optim.AdamW(p, lr, weight_decay=0.0)),
+    "ours sgd": (1, lambda p, lr: sgd(module(p), lr, 0.9, 0.0)),
+    "ours adamw": (1, lambda p, lr: adamw(module(p), Hyperparameters(lr, 0.9, 0.999, 1e-8), weight_decay=0.0)),
     "accumulating sgd": (2, accumulating("sgd", 2)),
     "accumulating sgd, substitute": (2, accumulating("sgd", 2, coefficients="substitute")),
     "accumulating sgd, root": (2, accumulating("sgd", 2, coefficients="root")),

@@ -22,8 +22,8 @@ def test_an_epoch_is_a_permutation(n, seed, epoch):
 def test_all_orders_are_equally_likely(n):
     """Chi-square over all n! orders: 100 expected of each; the bound is passed by chance once in 10^6."""
     orders = {4: 24, 5: 120}[n]
-    seen = Counter(tuple(permute(np.arange(n), n, seed, 0)) for seed in range(100 * orders))
-    chi_square = sum((seen[order] - 100) ** 2 / 100 for order in seen) + 100 * (orders - len(seen))
+    counts = Counter(tuple(permute(np.arange(n), n, seed, 0)) for seed in range(100 * orders))
+    chi_square = sum((counts[order] - 100) ** 2 / 100 for order in counts) + 100 * (orders - len(counts))
     assert chi_square < {4: 72, 5: 208}[n]
 
 
@@ -88,12 +88,12 @@ def test_drop_leaves_out_the_rest_of_each_epoch(n, size):
         return
     order = Order(n, size, seed=1, epoch_end="drop")
     per_epoch = n // size
-    left_out = set()
+    remainders = set()
     for epoch in range(20):
         ids = np.concatenate([order.samples(t)[1] for t in range(epoch * per_epoch, (epoch + 1) * per_epoch)]).tolist()
         assert len(ids) == len(set(ids)) == per_epoch * size
-        left_out.add(tuple(sorted(set(range(n)) - set(ids))))
-    assert n % size == 0 or n < 10 or len(left_out) > 1, "other samples must be left out in each epoch"
+        remainders.add(tuple(sorted(set(range(n)) - set(ids))))
+    assert n % size == 0 or n < 10 or len(remainders) > 1, "other samples must be left out in each epoch"
 
 
 def test_captcha_steps_of_the_source_document():

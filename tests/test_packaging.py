@@ -24,7 +24,7 @@ OURS = {"samestep", "stepaudit"}
 
 
 def imported_as(requirements: list[str]) -> set[str]:
-    """Packages as they are imported, of requirements as pip takes them."""
+    """Name packages as they are imported, from requirements as pip takes them."""
     names = [re.match(r"[\w.-]+", line)[0] for line in requirements]
     return {IMPORTED_AS.get(name, name) for name in names}
 
@@ -34,7 +34,7 @@ PACKAGES = {extra: imported_as(lines) for extra, lines in PROJECT["project"]["op
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Packages that a module imports when it is imported itself, and those that it imports later, or with `optional`."""
+    """Collect the packages that a module imports at its own import, and those that it imports later, or with `optional`."""
     first, later = set(), set()
 
     def visit(node: ast.AST, into: set[str]) -> None:
@@ -55,7 +55,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
 
 
 def modules(package: str) -> list[Path]:
-    """Python files that are imported: those in packages, so not metrics, which `evaluate` loads by their path."""
+    """List the Python files that are imported: those in packages, so not metrics, which `evaluate` loads by their path."""
     return [path for path in (ROOT / package).rglob("*.py") if (path.parent / "__init__.py").exists()]
 
 
@@ -80,19 +80,19 @@ def test_every_file_is_a_module_or_data():
     assert [key for key, paths in matched.items() if not paths] == []
     held = {path for paths in matched.values() for path in paths} | {path for name in OURS for path in modules(name)}
     trees = [ROOT / name for name in (*OURS, "recipes/catalog", "accelerate_configs")]
-    there = {path for tree in trees for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert there - held == set()
+    files = {path for tree in trees for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files - held == set()
 
 
 def test_dependencies_cover_every_import():
     """What no extra is needed for is imported at once; the packages of extras later, or with `optional`."""
-    of_extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
+    extras = set().union(*(PACKAGES[extra] for extra in EXTRAS))
     for path in modules("samestep"):
         first, later = imports(path)
         assert first <= BASE, (
             f"{path.relative_to(ROOT)}: {first - BASE} with samestep.recipe.extras.optional, or in a function"
         )
-        assert later <= BASE | of_extras, f"{path.relative_to(ROOT)}: {later - BASE - of_extras} is no dependency"
+        assert later <= BASE | extras, f"{path.relative_to(ROOT)}: {later - BASE - extras} is no dependency"
 
 
 def test_the_audit_needs_little():
@@ -145,7 +145,7 @@ def test_a_task_asks_for_its_extra_before_it_begins(task, monkeypatch):
         run_settings.parse(["--recipe", name], task, "")
 
 
-WITHOUT = """
+HIDDEN_IMPORT = """
 import sys
 for name in {missing!r}:
     sys.modules[name] = None
@@ -165,7 +165,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_a_program_without_its_extra_says_so(words, extra):
     missing = sorted(set().union(*EXTRAS.values()))
-    program = WITHOUT.format(missing=missing, words=words)
+    program = HIDDEN_IMPORT.format(missing=missing, words=words)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
@@ -179,7 +179,7 @@ def test_a_program_without_its_extra_says_so(words, extra):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder that holds what a wheel of this checkout holds."""
+    """Make a folder that holds what a wheel of this checkout holds."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")

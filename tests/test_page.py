@@ -37,7 +37,7 @@ class Page(HTMLParser):
         self.source, self.elements, self.open = source, [], []
         self.feed(source)
         self.close()
-        assert not self.open, f"left open: {[of['tag'] for of in self.open]}"
+        assert not self.open, f"left open: {[element['tag'] for element in self.open]}"
 
     def handle_starttag(self, tag, attrs):
         self.elements.append({"tag": tag, "text": "", **dict(attrs)})
@@ -56,37 +56,37 @@ class Page(HTMLParser):
 
     def all(self, tag: str, **attributes) -> list[dict]:
         attributes = {name.rstrip("_"): value for name, value in attributes.items()}  # class_
-        return [of for of in self.elements if of["tag"] == tag and attributes.items() <= of.items()]
+        return [element for element in self.elements if element["tag"] == tag and attributes.items() <= element.items()]
 
-    def one(self, tag: str, **attributes) -> dict:
+    def single(self, tag: str, **attributes) -> dict:
         (element,) = self.all(tag, **attributes)
         return element
 
     def parts(self, pattern: str) -> list["Page"]:
-        return [Page(found[0]) for found in re.finditer(pattern, self.source, re.DOTALL)]
+        return [Page(match[0]) for match in re.finditer(pattern, self.source, re.DOTALL)]
 
     def section(self, name: str) -> "Page":
-        (found,) = self.parts(rf'<section[^>]*id="{name}">.*?</section>')
-        return found
+        (section,) = self.parts(rf'<section[^>]*id="{name}">.*?</section>')
+        return section
 
 
-def asked(command, *argv: str) -> dict:
-    """What `python -m recipes` prints with --json."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+def query(command, *argv: str) -> dict:
+    """Read what `python -m recipes` prints with --json."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         command(argv[0], [*argv[1:], "--json"])
-    return json.loads(out.getvalue())
+    return json.loads(output.getvalue())
 
 
-def answer_of(name: str, hardware: str, *flags: str, up_to: int = 4096) -> dict:
-    """All that a page can show."""
-    answer = asked(program.plan, name, "--on", hardware, *flags)
-    return answer | {"scale": asked(program.scale, name, "--on", parse(hardware).device.name, "--up_to", str(up_to))}
+def make_answer(name: str, hardware: str, *flags: str, up_to: int = 4096) -> dict:
+    """Make an answer with all that a page can show."""
+    answer = query(program.plan, name, "--on", hardware, *flags)
+    return answer | {"scale": query(program.scale, name, "--on", parse(hardware).device.name, "--up_to", str(up_to))}
 
 
 @pytest.fixture(scope="module")
 def xl() -> dict:
-    return answer_of("gpt2_xl_8xa100", "8xa100-80")
+    return make_answer("gpt2_xl_8xa100", "8xa100-80")
 
 
 def per_cent(text: str) -> float:
@@ -95,18 +95,18 @@ def per_cent(text: str) -> float:
 
 
 def check_it_stands_alone(source: str) -> Page:
-    found = Page(source)
-    for element in found.elements:
+    tree = Page(source)
+    for element in tree.elements:
         assert element["tag"] not in {"link", "img", "iframe", "object", "embed", "base", "a", "use", "image", "form"}
         assert not {"src", "href", "srcset", "style", "xlink:href"} & element.keys()
         assert not [name for name in element if name.startswith("on")]
-    texts = [found.one("style")["text"], *(script["text"] for script in found.all("script"))]
-    assert texts == ([STYLE, SCRIPT] if found.all("button") else [STYLE])
+    texts = [tree.single("style")["text"], *(script["text"] for script in tree.all("script"))]
+    assert texts == ([STYLE, SCRIPT] if tree.all("button") else [STYLE])
     for text in texts:
         assert not re.search(r"url\(|@import|//|http|fetch|src", text)
-    ids = [of["id"] for of in found.elements if "id" in of]
+    ids = [element["id"] for element in tree.elements if "id" in element]
     assert len(ids) == len(set(ids))
-    return found
+    return tree
 
 
 # ------------------------------------------------------------------------------------------------------------- structure
@@ -117,35 +117,35 @@ def check_it_stands_alone(source: str) -> Page:
     [("gpt2_xl_8xa100", "8xa100-80"), ("gpt2_xl_8xa100", "8x3090"), ("bert_large_2080ti", "1x2080ti")],
 )
 def test_it_is_one_sound_page_that_needs_nothing_from_outside(name, hardware):
-    answer = answer_of(name, hardware)
-    found = check_it_stands_alone(page(answer))
-    assert found.source.startswith("<!doctype html>\n")
-    assert found.all("title")[0]["text"] == f"{name} on {hardware}"
-    assert "default-src 'none'" in found.one("meta", **{"http-equiv": "Content-Security-Policy"})["content"]
-    assert "width=device-width" in found.one("meta", name="viewport")["content"]
+    answer = make_answer(name, hardware)
+    tree = check_it_stands_alone(page(answer))
+    assert tree.source.startswith("<!doctype html>\n")
+    assert tree.all("title")[0]["text"] == f"{name} on {hardware}"
+    assert "default-src 'none'" in tree.single("meta", **{"http-equiv": "Content-Security-Policy"})["content"]
+    assert "width=device-width" in tree.single("meta", name="viewport")["content"]
     for section in ("memory", "time", "scaling", "learning-rate"):
-        of = found.section(section)
-        (chart,) = of.parts(r'<svg class="chart.*?</svg>(?=\n)')
+        part = tree.section(section)
+        (chart,) = part.parts(r'<svg class="chart.*?</svg>(?=\n)')
         assert chart.elements[0]["role"] == "img"
         assert chart.elements[1]["tag"] == "title"
         assert chart.all("text", class_="x-label")[0]["text"]
         assert len(chart.all("text", class_="tick")) >= 2
-        assert len(of.all("tr")) >= 3
-        assert [row["scope"] for row in of.all("th")].count("row") == len(of.all("tr")) - 1
-        assert section == "time" or (of.all("ul", class_="legend") and of.all("details"))
+        assert len(part.all("tr")) >= 3
+        assert [row["scope"] for row in part.all("th")].count("row") == len(part.all("tr")) - 1
+        assert section == "time" or (part.all("ul", class_="legend") and part.all("details"))
 
 
 def test_the_headline_says_what_fits_how_it_is_cut_and_how_long_it_takes(xl):
-    said = " ".join(Page(page(xl)).one("p", class_="verdict")["text"].split())
-    needed, there = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
-    assert said == (
-        f"✓ It fits {needed:.1f} of {there:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
+    sentence = " ".join(Page(page(xl)).single("p", class_="verdict")["text"].split())
+    needed, room = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
+    assert sentence == (
+        f"✓ It fits {needed:.1f} of {room:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
         "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours."
     )
     uneven = xl | {"shares": [65, 64], "num_processes": 2, "gradient_accumulation_steps": 1, "global_batch_size": 129}
     assert "2 devices share the 129 samples of a step: 64 to 65 each, in one forward." in page(uneven)
-    one = xl | {"shares": [512], "num_processes": 1}
-    assert "One device computes the 512 samples of a step in 4 micro-batches of at most 16." in page(one)
+    alone = xl | {"shares": [512], "num_processes": 1}
+    assert "One device computes the 512 samples of a step in 4 micro-batches of at most 16." in page(alone)
     too_much = page(xl | {"memory_needed": xl["memory_of_device"] + 1})
     assert "✕ It does not fit" in too_much
     assert "It fits" not in too_much
@@ -188,9 +188,9 @@ def test_what_the_answer_says_is_shown(xl, key, value, text):
 
 def hostile(value):
     if isinstance(value, dict):
-        return {key: hostile(of) for key, of in value.items()}
+        return {key: hostile(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [hostile(of) for of in value]
+        return [hostile(item) for item in value]
     return HOSTILE if isinstance(value, str) else value
 
 
@@ -202,10 +202,10 @@ def test_files_of_others_stay_text(tmp_path):
     recipe, device = tmp_path / "recipe.yaml", tmp_path / "device.yaml"
     program.plan(str(recipe), ["--on", f"2x{device}", "--html", str(tmp_path / "plan.html")])
     source = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    found = check_it_stands_alone(source)
-    assert [script["text"] for script in found.all("script")] == [SCRIPT]
-    assert found.one("p", class_="description")["text"] == f"recipe {HOSTILE}"
-    assert found.one("p", class_="above")["text"] == f"Training plan, predicted · device {HOSTILE}"
+    tree = check_it_stands_alone(source)
+    assert [script["text"] for script in tree.all("script")] == [SCRIPT]
+    assert tree.single("p", class_="description")["text"] == f"recipe {HOSTILE}"
+    assert tree.single("p", class_="above")["text"] == f"Training plan, predicted · device {HOSTILE}"
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in source
 
 
@@ -216,14 +216,14 @@ def test_what_is_missing_is_no_empty_place(xl, key):
 
 
 def test_text_is_never_markup(xl):
-    found = check_it_stands_alone(page(hostile(xl | {"warnings": ["one"]})))
-    assert len(found.all("script")) == 1
-    assert found.all("title")[0]["text"] == f"{HOSTILE} on {HOSTILE}"
-    assert found.one("p", class_="description")["text"] == HOSTILE
-    assert found.one("code", id="command")["text"] == HOSTILE
-    assert found.section("warnings").one("li")["text"] == HOSTILE
-    assert found.section("scaling").all("li")[-1]["text"] == HOSTILE
-    assert found.section("settings").source.count("&lt;script&gt;") == 5  # strategy, reason, precision, source, expect
+    tree = check_it_stands_alone(page(hostile(xl | {"warnings": ["one"]})))
+    assert len(tree.all("script")) == 1
+    assert tree.all("title")[0]["text"] == f"{HOSTILE} on {HOSTILE}"
+    assert tree.single("p", class_="description")["text"] == HOSTILE
+    assert tree.single("code", id="command")["text"] == HOSTILE
+    assert tree.section("warnings").single("li")["text"] == HOSTILE
+    assert tree.section("scaling").all("li")[-1]["text"] == HOSTILE
+    assert tree.section("settings").source.count("&lt;script&gt;") == 5  # strategy, reason, precision, source, expect
     changed = xl | {"time": xl["time"] | {"<img src=x>": 1}}
     assert "&lt;img src=x&gt;" in check_it_stands_alone(page(changed)).section("time").source
 
@@ -251,14 +251,14 @@ def test_text_is_never_markup(xl):
 def test_a_part_is_left_out_where_its_key_is_missing(xl, key, text, is_none):
     whole = xl | {"warmup_epochs": 2.5, "warnings": ["beware"], "steps_per_epoch": 987}
     assert text in page(whole)
-    without = {name: of for name, of in whole.items() if name != key} | ({key: None} if is_none else {})
-    assert text not in check_it_stands_alone(page(without)).source
+    partial = {name: value for name, value in whole.items() if name != key} | ({key: None} if is_none else {})
+    assert text not in check_it_stands_alone(page(partial)).source
 
 
 def test_a_plan_as_it_is_printed_is_enough(xl):
-    printed = asked(program.plan, "bert_base", "--on", "4xt4", "--num_train_epochs", "3")
-    found = check_it_stands_alone(page(printed | {"micro_batches": None}))
-    assert len(found.section("memory").all("g")) == 1
+    printed = query(program.plan, "bert_base", "--on", "4xt4", "--num_train_epochs", "3")
+    tree = check_it_stands_alone(page(printed | {"micro_batches": None}))
+    assert len(tree.section("memory").all("g")) == 1
 
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
@@ -268,9 +268,9 @@ def test_a_launch_file_that_has_to_be_written_is_named(xl):
 
 
 def test_without_a_script_there_is_nothing_to_copy():
-    found = check_it_stands_alone(page(answer_of("resnet50_imagenet_4xt4", "4xt4", up_to=8) | {"command": None}))
-    assert found.section("launch").one("p")["text"] == "No script of this repository trains it yet."
-    assert not found.all("button")
+    tree = check_it_stands_alone(page(make_answer("resnet50_imagenet_4xt4", "4xt4", up_to=8) | {"command": None}))
+    assert tree.section("launch").single("p")["text"] == "No script of this repository trains it yet."
+    assert not tree.all("button")
 
 
 @given(
@@ -282,7 +282,7 @@ def test_without_a_script_there_is_nothing_to_copy():
 @settings(max_examples=15, deadline=None)
 def test_every_plan_has_a_page(name, device, num, up_to):
     try:
-        answer = answer_of(name, f"{num}x{device}", up_to=up_to)
+        answer = make_answer(name, f"{num}x{device}", up_to=up_to)
     except UsageError:
         return
     check_it_stands_alone(page(answer))
@@ -291,20 +291,20 @@ def test_every_plan_has_a_page(name, device, num, up_to):
 # ---------------------------------------------------------------------------------------------------------------- charts
 
 
-def bars_of(section: Page) -> list[Page]:
+def find_bars(section: Page) -> list[Page]:
     return section.parts(r'<g class="bar.*?</g>')
 
 
-def colours_of(bar: Page) -> dict[str, str]:
-    """Class -> name of what is drawn in it."""
+def read_colours(bar: Page) -> dict[str, str]:
+    """Map the class of each colour to the name of what has it."""
     names = [title["text"].partition(":")[0] for title in bar.all("title")]
     return dict(zip([rect["class"] for rect in bar.all("rect")], names, strict=True))
 
 
 def test_bars_are_as_long_as_bytes_are_many(xl):
     section = Page(page(xl)).section("memory")
-    bars, cuts = bars_of(section), xl["micro_batches"]
-    assert [bar.one("text", class_="name")["text"].lstrip("▸ ") for bar in bars] == [
+    bars, cuts = find_bars(section), xl["micro_batches"]
+    assert [bar.single("text", class_="name")["text"].lstrip("▸ ") for bar in bars] == [
         f"b {cut['per_device_train_batch_size']:,}, k {cut['gradient_accumulation_steps']:,}" for cut in cuts
     ]
     scale = per_cent(section.all("line", class_="limit")[0]["x1"]) / xl["memory_of_device"]
@@ -316,26 +316,26 @@ def test_bars_are_as_long_as_bytes_are_many(xl):
         starts = [per_cent(rect["x"]) for rect in bar.all("rect")]
         assert starts == pytest.approx([0, *itertools.accumulate(widths)][:-1], abs=1e-3)
         assert bar.all("rect")[-1]["class"] == "band"
-        assert bar.one("text", class_="note")["text"].startswith("✓" if cut["fits"] else "✕")
+        assert bar.single("text", class_="note")["text"].startswith("✓" if cut["fits"] else "✕")
         assert bool(bar.all("text", class_="more")) == (sum(widths) > 100)
     keys = [Page(entry) for entry in re.findall(r"<li>.*?</li>", section.source) if "<rect" in entry]
-    legend = {key.one("rect")["class"]: key.one("li")["text"].strip().partition(":")[0] for key in keys}
-    assert legend == colours_of(bars[0])
+    legend = {key.single("rect")["class"]: key.single("li")["text"].strip().partition(":")[0] for key in keys}
+    assert legend == read_colours(bars[0])
     assert list(legend.items())[:4] == [
         ("c1", "parameters"),
         ("c2", "gradients"),
         ("c3", "moments"),
         ("c4", "16-bit copies of weights"),
     ]
-    ticks = {float(of["text"].replace(",", "")): per_cent(of["x"]) for of in section.all("text", class_="tick")}
+    ticks = {float(tick["text"].replace(",", "")): per_cent(tick["x"]) for tick in section.all("text", class_="tick")}
     assert list(ticks.values()) == pytest.approx([scale * 1e9 * gigabytes for gigabytes in ticks], abs=1e-3)
     assert [cut["fits"] for cut in cuts] == [True] * 5 + [False] * 2
 
 
 def test_the_chosen_micro_batch_is_marked(xl):
     section = Page(page(xl)).section("memory")
-    (chosen,) = (bar for bar in bars_of(section) if bar.elements[0]["class"] == "bar chosen")
-    assert chosen.one("text", class_="name")["text"] == "▸ b 16, k 4"
+    (marked_bar,) = (bar for bar in find_bars(section) if bar.elements[0]["class"] == "bar chosen")
+    assert marked_bar.single("text", class_="name")["text"] == "▸ b 16, k 4"
     assert [row["text"] for row in section.all("th", scope="row")] == ["1", "2", "4", "8", "16 (chosen)", "32", "64"]
     (row,) = (row["text"] for row in section.parts(r"<tr>.*?</tr>")[5].all("tr"))
     assert row.endswith(f"{xl['memory_needed'] / 1e9:.1f}yes{xl['time']['total']:.2f} s")
@@ -343,10 +343,10 @@ def test_the_chosen_micro_batch_is_marked(xl):
 
 def test_the_time_of_a_step_is_divided_as_predicted(xl):
     time, section = xl["time"], Page(page(xl)).section("time")
-    step, peak = bars_of(section)
-    parts = [of for name, of in time.items() if name not in ("communication", "at_peak", "total") and of]
+    step, peak = find_bars(section)
+    parts = [seconds for name, seconds in time.items() if name not in ("communication", "at_peak", "total") and seconds]
     widths = [per_cent(rect["width"]) for rect in step.all("rect")]
-    scale = per_cent(peak.one("rect")["width"]) / time["at_peak"]
+    scale = per_cent(peak.single("rect")["width"]) / time["at_peak"]
     assert widths == pytest.approx([scale * part for part in parts], abs=2e-4)
     rows = [row.elements for row in section.parts(r"<tr><th scope=.row.*?</tr>")]
     shares = [float(row[-1]["text"].removesuffix(" %")) for row in rows]
@@ -355,7 +355,7 @@ def test_the_time_of_a_step_is_divided_as_predicted(xl):
     assert rows[-1][0]["text"] == "in all3.97 s100.0 %"
     colours = {row[3]["class"]: row[1]["text"].strip() for row in rows[:-1]}
     assert list(colours) == [f"c{number}" for number in range(1, 8)]
-    assert colours_of(step).items() <= colours.items()
+    assert read_colours(step).items() <= colours.items()
 
 
 def test_curves_go_through_their_numbers(xl):
@@ -367,7 +367,7 @@ def test_curves_go_through_their_numbers(xl):
         placed = [row for row in rows if row[kind]]
         points = [tuple(map(float, point.split(","))) for point in curve["points"].split()]
         circles = [
-            (per_cent(of["cx"]), per_cent(of["cy"])) for of in section.all("circle", class_=kind) if "%" in of["cx"]
+            (per_cent(dot["cx"]), per_cent(dot["cy"])) for dot in section.all("circle", class_=kind) if "%" in dot["cx"]
         ]
         assert circles == points
         assert [x for x, _ in points] == pytest.approx([xs[row["num_devices"]] for row in placed], abs=1e-3)
@@ -375,14 +375,14 @@ def test_curves_go_through_their_numbers(xl):
     (low, bottom), (high, top) = min(heights.items()), max(heights.items())
     for speed, height in heights.items():
         assert height == pytest.approx(bottom + (top - bottom) * math.log(speed / low) / math.log(high / low), abs=1e-2)
-    ticks = {int(of["text"].replace(",", "")): per_cent(of["x"]) for of in section.all("text", class_="tick")}
+    ticks = {int(tick["text"].replace(",", "")): per_cent(tick["x"]) for tick in section.all("text", class_="tick")}
     assert ticks == pytest.approx({count: xs[count] for count in ticks}, abs=1e-3)
     ideal = [tuple(map(float, point.split(","))) for point in section.all("polyline")[0]["points"].split()]
     assert ideal[0] == (0, 100 - heights[rows[0]["strong"]["samples_per_second"]])
     assert ideal[1][1] < 100 - top  # nothing is above it
-    here = section.all("line", class_="here")[0]
-    assert (per_cent(here["x1"]), per_cent(here["x2"])) == pytest.approx((xs[8], xs[8]), abs=1e-3)
-    micro_batches = [of["text"] for of in section.parts(r"<tr>.*?</tr>")[4].all("td")]
+    marker = section.all("line", class_="here")[0]
+    assert (per_cent(marker["x1"]), per_cent(marker["x2"])) == pytest.approx((xs[8], xs[8]), abs=1e-3)
+    micro_batches = [cell["text"] for cell in section.parts(r"<tr>.*?</tr>")[4].all("td")]
     assert micro_batches[0] == f"{rows[3]['strong']['samples_per_second']:.0f}"
     assert micro_batches[2] == f"{100 * rows[3]['strong']['efficiency']:.1f} %"
     assert len(section.all("td")) == 8 * len(rows)
@@ -390,12 +390,12 @@ def test_curves_go_through_their_numbers(xl):
 
 def test_the_learning_rate_is_drawn_over_the_steps(xl):
     section, points = Page(page(xl)).section("learning-rate"), xl["learning_rates"]
-    drawn = [tuple(map(float, point.split(","))) for point in section.one("polyline")["points"].split()]
+    curve = [tuple(map(float, point.split(","))) for point in section.single("polyline")["points"].split()]
     highest = max(rate for _, rate in points)
-    top = max(100 - y for _, y in drawn)
-    assert [x for x, _ in drawn] == pytest.approx([100 * step / 64_000 for step, _ in points], abs=1e-3)
-    assert [100 - y for _, y in drawn] == pytest.approx([top * rate / highest for _, rate in points], abs=1e-2)
-    ticks = [(float(of["text"]), 100 - per_cent(of["y"])) for of in section.all("text", class_="y-tick")]
+    top = max(100 - y for _, y in curve)
+    assert [x for x, _ in curve] == pytest.approx([100 * step / 64_000 for step, _ in points], abs=1e-3)
+    assert [100 - y for _, y in curve] == pytest.approx([top * rate / highest for _, rate in points], abs=1e-2)
+    ticks = [(float(tick["text"]), 100 - per_cent(tick["y"])) for tick in section.all("text", class_="y-tick")]
     assert [height for _, height in ticks] == pytest.approx(
         [top * tick * 1e-4 / highest for tick, _ in ticks], abs=1e-2
     )
@@ -406,7 +406,7 @@ def test_the_learning_rate_is_drawn_over_the_steps(xl):
 
 
 def luminance(colour: str) -> float:
-    """Of WCAG 2, relative to white."""
+    """Compute the luminance of WCAG 2, relative to white."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
@@ -421,13 +421,13 @@ def test_both_schemes_have_every_colour_and_can_be_read():
     for colours in schemes:
         shines = {name: luminance(colour) for name, colour in colours.items()}
         for pair in ("text page", "soft page", "accent page", "page c4", "text box"):
-            one, other = sorted(shines[f"--{name}"] for name in pair.split())
-            assert (other + 0.05) / (one + 0.05) >= 4.5, pair
+            darker, lighter = sorted(shines[f"--{name}"] for name in pair.split())
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, pair
         assert (shines["--c7"] + 0.05) / (luminance("#1c2127") + 0.05) >= 4.5
 
 
-def test_growth_is_drawn_into_a_png(xl, drawn):
-    late = asked(program.scale, "gpt2_xl_8xa100", "--on", "3090")  # it fits from 2 on
+def test_growth_is_drawn_into_a_png(xl, real_figures):
+    late = query(program.scale, "gpt2_xl_8xa100", "--on", "3090")  # it fits from 2 on
     pictures = [plot_growth(answer) for answer in (xl["scale"], late)]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 20_000 for picture in pictures)
     assert pictures[0] != pictures[1]
@@ -502,7 +502,7 @@ def test_in_a_browser(xl, browse, tmp_path):
         "warnings": [99 * "w"],
     }
     long |= {"command": xl["command"] + " --output_dir " + 30 * "folder/"}
-    answers = [xl, xl | long, answer_of("bert_large_2080ti", "1x2080ti")]
+    answers = [xl, xl | long, make_answer("bert_large_2080ti", "1x2080ti")]
     cases = list(itertools.product(answers, (360, 768, 1280)))
     frames = FRAMES
     for number, (answer, width) in enumerate(cases):
@@ -511,20 +511,20 @@ def test_in_a_browser(xl, browse, tmp_path):
     (tmp_path / "frames.html").write_text(frames, encoding="utf-8")
     document, console = browse(tmp_path / "frames.html")
     assert console == []
-    found = [json.loads(line["text"]) for line in Page(document.replace("<!DOCTYPE html>", "")).all("pre")]
-    assert len(found) == len(cases)
-    for of in found:
-        assert of["scrolls"] == 0
-        assert of["outside"] == []
-        assert of["overlapping"] == []
-        assert of["small"] >= 11
+    reports = [json.loads(line["text"]) for line in Page(document.replace("<!DOCTYPE html>", "")).all("pre")]
+    assert len(reports) == len(cases)
+    for report in reports:
+        assert report["scrolls"] == 0
+        assert report["outside"] == []
+        assert report["overlapping"] == []
+        assert report["small"] >= 11
     commands = {answer["command"] for answer in answers}
-    assert {of["copied"][0] for of in found} == commands
-    for of in found:
-        command = of["copied"][0]
+    assert {report["copied"][0] for report in reports} == commands
+    for report in reports:
+        command = report["copied"][0]
         last = ["copy", command, "Selected: press Ctrl+C or ⌘C to copy."]
-        assert of["copied"] == [command, "Copied.", "copy", command, "Copied.", *last]
-    assert sorted(of["width"] for of in found) == sorted(width for _, width in cases)
+        assert report["copied"] == [command, "Copied.", "copy", command, "Copied.", *last]
+    assert sorted(report["width"] for report in reports) == sorted(width for _, width in cases)
 
 
 def test_the_browser_would_tell_of_an_error(browse, tmp_path):

@@ -39,8 +39,8 @@ def test_processes_are_balanced(lengths, n):
 @given(lengths=batches, n=st.integers(1, 4), cap=st.integers(1, 16))
 def test_micro_batches_are_sorted_by_length(lengths, n, cap):
     for micro_batches in partition(lengths, n, cap):
-        of_process = [lengths[p] for micro_batch in micro_batches for p in micro_batch]
-        assert of_process == sorted(of_process, reverse=True)
+        process_lengths = [lengths[p] for micro_batch in micro_batches for p in micro_batch]
+        assert process_lengths == sorted(process_lengths, reverse=True)
 
 
 def test_little_is_padded():

@@ -18,8 +18,8 @@ from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
 
-def on(recipe: str, hardware: str, changes: dict | None = None, **asked):
-    return place(from_recipe(load(recipe, changes)), parse(hardware), **asked)
+def plan(recipe: str, hardware: str, changes: dict | None = None, **settings):
+    return place(from_recipe(load(recipe, changes)), parse(hardware), **settings)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def on(recipe: str, hardware: str, changes: dict | None = None, **asked):
     ],
 )
 def test_the_decision_tree(recipe, hardware, strategy, cut):
-    placement = on(recipe, hardware)
+    placement = plan(recipe, hardware)
     layout = placement.layout
     assert placement.strategy == strategy
     assert (layout.num_processes, layout.per_device_train_batch_size, layout.gradient_accumulation_steps) == cut
@@ -45,62 +45,62 @@ def test_the_decision_tree(recipe, hardware, strategy, cut):
 
 def test_a_micro_batch_is_as_large_as_fits_and_evened_out():
     long = {"max_seq_length": 512}
-    placement = on("bert_large_3090", "1x2080ti", long)
+    placement = plan("bert_large_3090", "1x2080ti", long)
     b, k = placement.layout.per_device_train_batch_size, placement.layout.gradient_accumulation_steps
     assert placement.needed_bytes <= placement.hardware.device.memory_bytes
     assert k > 1
     assert b == -(-32 // k)
     with pytest.raises(UsageError, match=r"needs .* GB for 256 samples in a forward.*or set it to \d+ or less"):
-        on("bert_large_3090", "1x2080ti", {"global_batch_size": 256} | long, per_device_train_batch_size=256)
+        plan("bert_large_3090", "1x2080ti", {"global_batch_size": 256} | long, per_device_train_batch_size=256)
 
 
 def test_precision_is_what_the_hardware_has():
-    assert [on("bert_base", name).mixed_precision for name in ("t4", "3090", "v100-32")] == ["fp16", "bf16", "fp16"]
-    assert on("bert_base", "3090", mixed_precision="no").mixed_precision == "no"
+    assert [plan("bert_base", name).mixed_precision for name in ("t4", "3090", "v100-32")] == ["fp16", "bf16", "fp16"]
+    assert plan("bert_base", "3090", mixed_precision="no").mixed_precision == "no"
     with pytest.raises(
         UsageError, match=r"mixed_precision is bf16, which NVIDIA T4.* does not have: it has fp16 and no"
     ):
-        on("bert_base", "4xt4", mixed_precision="bf16")
-    assert any("fp16's loss scaling" in warning for warning in on("bert_base", "4xt4").warnings)
+        plan("bert_base", "4xt4", mixed_precision="bf16")
+    assert any("fp16's loss scaling" in warning for warning in plan("bert_base", "4xt4").warnings)
 
 
 def test_checkpointing_and_sharding_come_only_when_nothing_else_fits():
-    assert not on("gpt2_xl_8xa100", "8xa100-40").sharded
-    placement = on("gpt2_xl_8xa100", "8x3090")
+    assert not plan("gpt2_xl_8xa100", "8xa100-40").sharded
+    placement = plan("gpt2_xl_8xa100", "8x3090")
     assert (placement.gradient_checkpointing, placement.sharded) == (False, True)
     assert placement.reason.endswith("it fits only with sharded weights (FSDP2)")
-    placement = on("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32)
+    placement = plan("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32)
     assert (placement.gradient_checkpointing, placement.sharded) == (True, False)
-    assert on("bert_base", "8xa100-80", sharded=True).sharded
-    kept, recomputed = (on("bert_base", "1x3090", gradient_checkpointing=asked) for asked in (False, True))
+    assert plan("bert_base", "8xa100-80", sharded=True).sharded
+    stored, recomputed = (plan("bert_base", "1x3090", gradient_checkpointing=flag) for flag in (False, True))
     assert recomputed.gradient_checkpointing
-    assert recomputed.time.products == pytest.approx(4 / 3 * kept.time.products)
+    assert recomputed.time.products == pytest.approx(4 / 3 * stored.time.products)
     with pytest.raises(
         UsageError, match=r"for a single sample, of 25.8 GB on 1x3090, at the least: take more or larger"
     ):
-        on("gpt2_xl_8xa100", "1x3090")
+        plan("gpt2_xl_8xa100", "1x3090")
     with pytest.raises(UsageError, match="sharded needs several devices"):
-        on("bert_base", "1x3090", sharded=True)
+        plan("bert_base", "1x3090", sharded=True)
 
 
 def test_warnings():
-    few = on("bert_base", "64xh100", {"global_batch_size": 4})
+    few = plan("bert_base", "64xh100", {"global_batch_size": 4})
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
-    assert any(w.startswith("4 samples in a forward") for w in on("bert_base", "64xh100").warnings)
-    assert not any("samples in a forward" in w for w in on("bert_base", "32xh100").warnings)  # 8
-    assert any("of a step is waiting for PCIe 4.0" in w for w in on("gpt2_xl_8xa100", "8x3090").warnings)
-    assert any("is waiting for the network" in w for w in on("gpt2_xl_8xa100", "4x8xa100-80").warnings)
-    assert on("bert_large_phase1", "8xa100-80").warnings == ()
+    assert any(w.startswith("4 samples in a forward") for w in plan("bert_base", "64xh100").warnings)
+    assert not any("samples in a forward" in w for w in plan("bert_base", "32xh100").warnings)  # 8
+    assert any("of a step is waiting for PCIe 4.0" in w for w in plan("gpt2_xl_8xa100", "8x3090").warnings)
+    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8xa100-80").warnings)
+    assert plan("bert_large_phase1", "8xa100-80").warnings == ()
 
 
 def test_batch_normalisation_is_a_matter_of_micro_steps():
     """Statistics are those of all processes, so that k alone matters."""
-    assert not any("batch normalisation" in warning for warning in on("resnet50_imagenet_4xt4", "4xt4").warnings)
-    cut = on("resnet50_imagenet_4xt4", "4xt4", per_device_train_batch_size=8)
+    assert not any("batch normalisation" in warning for warning in plan("resnet50_imagenet_4xt4", "4xt4").warnings)
+    cut = plan("resnet50_imagenet_4xt4", "4xt4", per_device_train_batch_size=8)
     assert cut.layout.gradient_accumulation_steps == 8
-    said = next(warning for warning in cut.warnings if "batch normalisation" in warning)
-    assert "from the 32 samples of a micro-batch, not from 256" in said
-    assert "--exact_batch_norm" in said
+    message = next(warning for warning in cut.warnings if "batch normalisation" in warning)
+    assert "from the 32 samples of a micro-batch, not from 256" in message
+    assert "--exact_batch_norm" in message
 
 
 @given(
@@ -113,7 +113,7 @@ def test_batch_normalisation_is_a_matter_of_micro_steps():
 def test_what_fits_leaves_its_error_band(name, device, num, batch):
     """And every sample of the step is computed once."""
     try:
-        placement = on(name, f"{num}x{device}", {"global_batch_size": batch})
+        placement = plan(name, f"{num}x{device}", {"global_batch_size": batch})
     except UsageError:
         return
     assert placement.memory.total < placement.needed_bytes <= placement.hardware.device.memory_bytes
@@ -130,7 +130,7 @@ def test_what_fits_leaves_its_error_band(name, device, num, batch):
 def test_a_launch_file_is_read_by_accelerate(recipe, hardware, tmp_path):
     if (recipe, hardware) == ("gpt2_xl_8xa100", "1x4090"):
         recipe = "gpt2_124m"
-    placement = on(recipe, hardware)
+    placement = plan(recipe, hardware)
     file = tmp_path / "written.yaml"
     file.write_text(placement.config)
     config = load_config_from_file(str(file))
@@ -143,11 +143,11 @@ def test_a_launch_file_is_read_by_accelerate(recipe, hardware, tmp_path):
 
 
 def test_files_that_ship_are_named():
-    assert on("bert_base", "4xt4").config_file.name == "4xt4.yaml"
-    assert on("gpt2_xl_8xa100", "8xa100-80").config_file.name == "8xa100.yaml"
-    assert on("gpt2_xl_8xa100", "8xa100-80", sharded=True).config_file.name == "fsdp2_8xa100.yaml"
-    assert on("bert_base", "2x8xa100-80").config_file is None
-    command = on("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32).command()
+    assert plan("bert_base", "4xt4").config_file.name == "4xt4.yaml"
+    assert plan("gpt2_xl_8xa100", "8xa100-80").config_file.name == "8xa100.yaml"
+    assert plan("gpt2_xl_8xa100", "8xa100-80", sharded=True).config_file.name == "fsdp2_8xa100.yaml"
+    assert plan("bert_base", "2x8xa100-80").config_file is None
+    command = plan("gpt2_xl_8xa100", "8xa100-80", per_device_train_batch_size=32).command()
     assert command == (
         "accelerate launch --config_file accelerate_configs/8xa100.yaml scripts/pretrain_gpt2.py --recipe gpt2_xl_8xa100 "
         "--per_device_train_batch_size 32 --gradient_checkpointing"
@@ -155,12 +155,12 @@ def test_files_that_ship_are_named():
 
 
 def test_another_precision_than_the_file_has_is_in_the_command():
-    assert "--mixed_precision" not in on("bert_base", "4xt4").command()
+    assert "--mixed_precision" not in plan("bert_base", "4xt4").command()
     assert (
         "4xt4.yaml --mixed_precision no scripts/pretrain_bert.py"
-        in on("bert_base", "4xt4", mixed_precision="no").command()
+        in plan("bert_base", "4xt4", mixed_precision="no").command()
     )
-    assert "--mixed_precision" not in on("bert_base", "4xt4", mixed_precision="no").command("mine.yaml")
+    assert "--mixed_precision" not in plan("bert_base", "4xt4", mixed_precision="no").command("mine.yaml")
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:

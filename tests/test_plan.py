@@ -29,13 +29,13 @@ WORKED = [
 
 @pytest.mark.parametrize(("b", "k", "n", "batch"), WORKED)
 def test_two_of_b_k_and_the_batch_give_the_third(b, k, n, batch):
-    given_two = [
+    pairs = [
         {"per_device_train_batch_size": b, "gradient_accumulation_steps": k},
         {"global_batch_size": batch, "per_device_train_batch_size": b},
         {"global_batch_size": batch, "gradient_accumulation_steps": k},
         {"global_batch_size": batch, "per_device_train_batch_size": b, "gradient_accumulation_steps": k},
     ]
-    layouts = {solve_layout(num_processes=n, **two) for two in given_two}
+    layouts = {solve_layout(num_processes=n, **two) for two in pairs}
     assert len(layouts) == 1
     layout = layouts.pop()
     assert (layout.global_batch_size, layout.per_device_train_batch_size) == (batch, b)

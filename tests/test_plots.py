@@ -10,12 +10,12 @@ from PIL import Image
 from samestep.training import plots
 from samestep.training.evaluation import predict
 
-pytestmark = pytest.mark.usefixtures("drawn")
+pytestmark = pytest.mark.usefixtures("real_figures")
 
 
 @pytest.fixture
-def figure_of(monkeypatch):
-    """The figure instead of its picture."""
+def make_figure(monkeypatch):
+    """Return the figure instead of its picture."""
     monkeypatch.setattr(plots, "_png", lambda figure: figure)
     return plots.plot_predictions
 
@@ -24,24 +24,24 @@ def titles(figure) -> list[tuple[str, str]]:
     return [(axes.get_title(), axes.title.get_color()) for axes in figure.axes if axes.get_title()]
 
 
-def test_wrong_ones_first_and_at_most_sixteen_of_each(figure_of):
+def test_wrong_ones_first_and_at_most_sixteen_of_each(make_figure):
     pictures = np.linspace(0, 1, 60)[:, None, None, None] * np.ones((60, 4, 6, 3))
-    wanted = [str(number) for number in range(60)]
-    found = ["x" if number % 3 == 0 else name for number, name in enumerate(wanted)]
-    figure = figure_of(pictures, wanted, found)
-    shown = titles(figure)
+    labels = [str(number) for number in range(60)]
+    predictions = ["x" if number % 3 == 0 else name for number, name in enumerate(labels)]
+    figure = make_figure(pictures, labels, predictions)
+    captions = titles(figure)
     assert figure.get_suptitle() == "60 held-out images: 40 right, 20 wrong"
-    assert [text for text, _ in shown[:3]] == ["x (is 0)", "x (is 3)", "x (is 6)"]
-    assert [text for text, _ in shown[16:19]] == ["1", "2", "4"]
-    assert len(shown) == 32
-    assert [colour for _, colour in shown] == [plots.OUTCOMES["wrong"]] * 16 + [plots.OUTCOMES["right"]] * 16
+    assert [text for text, _ in captions[:3]] == ["x (is 0)", "x (is 3)", "x (is 6)"]
+    assert [text for text, _ in captions[16:19]] == ["1", "2", "4"]
+    assert len(captions) == 32
+    assert [colour for _, colour in captions] == [plots.OUTCOMES["wrong"]] * 16 + [plots.OUTCOMES["right"]] * 16
     images = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert np.array_equal(images[1], pictures[3])
 
 
-@pytest.mark.parametrize("found", ["ab", "xx", "ax"])
-def test_all_right_all_wrong_and_grey(found):
-    content = plots.plot_predictions(np.zeros((2, 5, 5, 1)), ["a", "b"], list(found))
+@pytest.mark.parametrize("predictions", ["ab", "xx", "ax"])
+def test_all_right_all_wrong_and_grey(predictions):
+    content = plots.plot_predictions(np.zeros((2, 5, 5, 1)), ["a", "b"], list(predictions))
     assert Image.open(io.BytesIO(content)).format == "PNG"
 
 
@@ -67,14 +67,14 @@ class Reads(torch.nn.Linear):
         return -((torch.arange(20.0) - pixel_values[:, 0, 0, :1]) ** 2)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(4, [0, 3, 6, 9]), (10, list(range(10))), (99, list(range(10)))])
-def test_samples_are_spread_over_the_dataset(most, expected):
-    micro_batch, places = predict(Reads(1, 1).double(), Numbers(), most)
+@pytest.mark.parametrize(("limit", "expected"), [(4, [0, 3, 6, 9]), (10, list(range(10))), (99, list(range(10)))])
+def test_samples_are_spread_over_the_dataset(limit, expected):
+    micro_batch, places = predict(Reads(1, 1).double(), Numbers(), limit)
     assert micro_batch["labels"].tolist() == places.tolist() == expected
 
 
 def confusion(monkeypatch, counts, names):
-    """The axes of the picture, and the title above them."""
+    """Draw a confusion; the axes of the picture, and the title above them."""
     monkeypatch.setattr(plots, "_png", lambda figure: figure)
     figure = plots.plot_confusion(np.asarray(counts), names)
     return figure.axes[0], figure.get_suptitle()

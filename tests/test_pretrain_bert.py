@@ -16,7 +16,7 @@ EPOCHS = "--global_batch_size 64 --max_train_steps none --num_train_epochs 1.5 -
 SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
-def test_what_a_run_leaves_behind(train, capsys, drawn):
+def test_what_a_run_leaves_behind(train, capsys, real_figures):
     output_dir = train("run", SMALL + " --eval_steps 5 --checkpointing_steps 4 --logging_steps 3")
     printed = capsys.readouterr().out
     names = {path.name for path in output_dir.iterdir()}
@@ -133,7 +133,7 @@ def test_text_files_and_validation_files(train, corpus, tmp_path):
 
 
 def bad(tmp_path):
-    """Flags -> part of the one line that they must give."""
+    """Map bad flags to a part of the one line that they must give."""
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "sentence.txt").write_text("One sentence only.")
     data = f"--train_file {tmp_path}"
@@ -174,7 +174,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(script, corpus, tmp_path, c
 
 def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
     output_dir = train("run", SMALL + " --max_train_steps 2")
-    before = {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")}
+    times = {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")}
     for flags in (
         "",
         "--overwrite_output_dir --train_file missing.txt",
@@ -182,7 +182,7 @@ def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
     ):
         with pytest.raises(UsageError):
             train("run", f"{SMALL} {flags}")
-        assert {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")} == before
+        assert {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")} == times
 
 
 def test_dropout_is_said_to_be_inexact(train, capsys):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from common import TINY_GPT2, evaluations, fresh_accelerator, metrics
-from compare import same_weights, without_time
+from compare import same_weights, untimed_metrics
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from samestep.errors import UsageError, exit_code
@@ -21,7 +21,7 @@ def train(train):
     return partial(train, program="pretrain_gpt2")
 
 
-def test_what_a_run_leaves_behind(train, capsys, drawn):
+def test_what_a_run_leaves_behind(train, capsys, real_figures):
     output_dir = train("run", SMALL + " --eval_steps 5 --sample_prompt The --sample_length 90")
     printed = capsys.readouterr().out
     assert {path.name for path in output_dir.iterdir()} == {
@@ -112,7 +112,7 @@ def test_resumed_with_dropout_is_bit_identical(train):
     whole = train("whole", flags)
     parts = train("parts", flags + " --stop_after_step 7")
     train("parts", flags + " --resume_from_checkpoint latest")
-    assert without_time(parts) == without_time(whole)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
     assert same_weights(parts, whole)
 
 
@@ -120,14 +120,14 @@ def test_another_tokenizer_is_refused_when_resuming(train, tmp_path):
     stopped = train("stopped", SMALL + " --stop_after_step 2")
     other = train("other", SMALL + " --max_train_steps 1 --vocab_size 399")
     flags = f"{SMALL} --resume_from_checkpoint latest --tokenizer_name {other}"
-    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")}
+    times = {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")}
     with pytest.raises(UsageError, match=r"fingerprint of the tokenizer .* the same tokenizer"):
         train("stopped", flags)
-    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")} == before
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("[!.]*")} == times
 
 
 def bad(tmp_path):
-    """Flags -> part of the one line that they must give."""
+    """Map bad flags to a part of the one line that they must give."""
     (tmp_path / "words.txt").write_text("a few words\n\nand a few more\n\nand more")
     (tmp_path / "space.txt").write_text("word " * 300 + "\n" * 300)
     words = f"--train_file {tmp_path}/words.txt"

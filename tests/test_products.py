@@ -19,7 +19,7 @@ SHAPES = [(64, 33, 17), (5, 1, 3), (1, 7, 2), (3, 4, 1), (1, 1, 1), (0, 3, 2), (
 
 
 def layouts(number_of_rows: int, number_of_columns: int) -> list[torch.Tensor]:
-    """Matrices that lie by rows, by columns, in part of a larger one, and of one row that is repeated."""
+    """Make matrices stored by rows, by columns, in part of a larger one, and as one repeated row."""
     rows = torch.randn(number_of_rows, number_of_columns)
     columns = torch.randn(number_of_columns, number_of_rows).t()
     part = torch.randn(number_of_rows, 2 * number_of_columns + 2)[:, 1 : number_of_columns + 1]
@@ -28,23 +28,23 @@ def layouts(number_of_rows: int, number_of_columns: int) -> list[torch.Tensor]:
 
 def all_products() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    found = []
+    parts = []
     for m, k, n in SHAPES:
         for a, b in itertools.product(layouts(m, k), layouts(k, n)):
-            found += [a @ b, torch.addmm(torch.randn(m, n), a, b), torch.addmm(torch.randn(n), a, b, beta=0.5)]
-            found += [torch.addmm(torch.randn(of), a, b) for of in (n, 1)] + [
+            parts += [a @ b, torch.addmm(torch.randn(m, n), a, b), torch.addmm(torch.randn(n), a, b, beta=0.5)]
+            parts += [torch.addmm(torch.randn(size), a, b) for size in (n, 1)] + [
                 torch.addmm(torch.randn(n), a, b, alpha=2)
             ]
-            found += [torch.addmm(torch.randn(2 * n)[::2], a, b), torch.addmm(torch.randn(m, 1), a, b)]
+            parts += [torch.addmm(torch.randn(2 * n)[::2], a, b), torch.addmm(torch.randn(m, 1), a, b)]
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-        found += [torch.addmm(*(torch.ones(3, 3, dtype=dtype) * number for number in (1, 2, 3)))]
+        parts += [torch.addmm(*(torch.ones(3, 3, dtype=dtype) * number for number in (1, 2, 3)))]
     layer, x = nn.Linear(8, 4), torch.randn(2, 3, 8, requires_grad=True)
     layer(x).square().sum().backward()
-    return [*found, torch.arange(6).view(2, 3) @ torch.arange(6).view(3, 2), x.grad, layer.weight.grad, layer.bias.grad]
+    return [*parts, torch.arange(6).view(2, 3) @ torch.arange(6).view(3, 2), x.grad, layer.weight.grad, layer.bias.grad]
 
 
 def by_onednn(compute) -> int:
-    """How many products of a computation oneDNN computes."""
+    """Count how many products of a computation oneDNN computes."""
     with torch.profiler.profile() as profile:
         compute()
     return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
@@ -76,8 +76,8 @@ def test_forward_and_gradient_of_inputs_are_by_onednn_until_it_is_given_up():
 def test_what_would_have_to_be_copied_stays_with_torch():
     """Left factors that do not lie by rows, and right ones that lie neither by rows nor by columns."""
     products.use(products.ONEDNN)
-    taken = [[by_onednn(partial(torch.mm, a, b)) for b in layouts(5, 7)] for a in layouts(4, 5)]
-    assert taken == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    choices = [[by_onednn(partial(torch.mm, a, b)) for b in layouts(5, 7)] for a in layouts(4, 5)]
+    assert choices == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (4, 5)), ((2, 3), (3,)), ((0, 3), (4, 0))])
@@ -101,13 +101,13 @@ def test_what_cannot_be_multiplied_is_refused_in_torchs_words(shapes):
     ],
 )
 def test_offered_for_float32_on_a_cpu(device, precision, dtype, offered):
-    taken = []
-    ways = {"first": lambda: taken.append("first"), "second": lambda: taken.append("second")}
-    found = products.add_onednn(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
-    assert list(found) == [*ways, *(f"{name}, oneDNN" for name in ways if offered)]
-    for take in found.values():
+    calls = []
+    ways = {"first": lambda: calls.append("first"), "second": lambda: calls.append("second")}
+    candidates = products.add_onednn(ways, nn.Linear(2, 2).to(dtype), torch.device(device), precision)
+    assert list(candidates) == [*ways, *(f"{name}, oneDNN" for name in ways if offered)]
+    for take in candidates.values():
         take()
-    assert taken == [*ways] * (2 if offered else 1)
+    assert calls == [*ways] * (2 if offered else 1)
 
 
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2", "finetune_classifier"])

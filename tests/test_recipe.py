@@ -18,9 +18,9 @@ def parse(flags: str):
     return run.parse(flags.split(), "bert_pretraining", "")
 
 
-def problems(call, *arguments, **named) -> list[str]:
+def problems(call, *arguments, **keywords) -> list[str]:
     with pytest.raises(UsageError) as error:
-        call(*arguments, **named)
+        call(*arguments, **keywords)
     return error.value.problems
 
 
@@ -56,9 +56,9 @@ def test_published_bert_numbers():
     phase1, phase2 = load("bert_large_phase1"), load("bert_large_phase2")
     assert (phase1.max_seq_length, phase2.max_seq_length) == (128, 512)
     assert phase1.max_train_steps + phase2.max_train_steps == phase1.lr_num_steps == 10**6
-    one, two = (r.schedule(r.max_train_steps, 1e4) for r in (phase1, phase2))
-    assert two(0) == one(900_000) == pytest.approx(1e-4 * 100_000 / 990_000)
-    assert two(99_999) == pytest.approx(1e-4 / 990_000)
+    first, second = (r.schedule(r.max_train_steps, 1e4) for r in (phase1, phase2))
+    assert second(0) == first(900_000) == pytest.approx(1e-4 * 100_000 / 990_000)
+    assert second(99_999) == pytest.approx(1e-4 / 990_000)
     assert (load("bert_large_3090").global_batch_size, load("bert_large_2080ti").global_batch_size) == (32, 128)
     assert load("bert_large_3090").scaled_hyperparameters().learning_rate == pytest.approx(1e-4 / 8**0.5)
     assert load("bert_large_3090").scaled_hyperparameters().adam_beta1 == pytest.approx(1 - 0.1 / 8)
@@ -151,7 +151,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
     values |= {"learning_rte": 1, "seed": "x", "global_batch_size": 0, "hidden_act": 3, "adam_beta1": 1.0}
     del values["weight_decay"], values["learning_rate"]
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
-    found = "\n".join(problems(load, str(tmp_path / "bad.yaml")))
+    text = "\n".join(problems(load, str(tmp_path / "bad.yaml")))
     for part in (
         "unknown key 'learning_rte': did you mean learning_rate",
         "seed is 'x', must be int",
@@ -161,8 +161,8 @@ def test_all_mistakes_of_a_file_are_reported_at_once(tmp_path):
         "weight_decay is missing (decoupled weight decay",
         "learning_rate is missing",
     ):
-        assert part in found
-    assert len(found.splitlines()) == 7
+        assert part in text
+    assert len(text.splitlines()) == 7
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_a_mistake_is_one_clear_line(flags, message):
         recipe, _ = parse(flags)
         recipe.scaled_hyperparameters()
 
-    (found,) = problems(everything)
-    assert message in found
-    assert "\n" not in found
+    (text,) = problems(everything)
+    assert message in text
+    assert "\n" not in text
 
 
 def test_files_that_are_no_recipes(tmp_path):
@@ -254,5 +254,5 @@ def test_the_fingerprint_holds_what_decides_the_steps():
     ],
 )
 def test_mistakes_in_recipes_of_images(name, changes, message):
-    (found,) = problems(lambda: load(name, changes))
-    assert message in found
+    (text,) = problems(lambda: load(name, changes))
+    assert message in text

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from common import ROOT, all_metrics, environment_of, metrics, samples_of_steps, tiny_argv
+from common import ROOT, all_metrics, launch_environment, metrics, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
-from faults import launch_with, memory_for
+from faults import launch_code, limit_memory
 from safetensors.torch import load_file
 
 from samestep.errors import RunError
@@ -33,8 +33,8 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
     kinds = ("forward", "backward", "second", "synchronising")
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
     words = [str(tmp_path), program, "1", json.dumps(runs)]
-    told = environment_of(ROOT / "accelerate_configs" / "2xcpu.yaml")
-    trainings.run(words, 2, timeout=60, environment=told, module="run_with_fault", can_repeat=False)
+    environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
+    trainings.run(words, 2, timeout=60, environment=environment, module="run_with_fault", can_repeat=False)
     begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", (tmp_path / "log-1").read_text())]
     assert begun[:3] == [0, 0, 0]
     assert begun[3] > 2, "DDP was in the middle of it"
@@ -59,10 +59,10 @@ def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     """10 samples at once, then 3, then 1: each time the step is done again, with prepared steps cut anew."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples --dataloader_num_workers 1"
     fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the rehearsal first
-    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
+    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
-    (known,) = json.loads(capacity.FILE.read_text()).values()
-    assert (known["fits"], known["fails"]) == (0, 2), "2 samples at once are known not to fit"
+    (values,) = json.loads(capacity.FILE.read_text()).values()
+    assert (values["fits"], values["fails"]) == (0, 2), "2 samples at once are known not to fit"
     plain = train("plain", flags + " --learning_rate 5e-3")
     assert [event["per_device_train_batch_size"] for event in events(shrinking)] == [5, 3, 2, 1]
     assert samples_of_steps(shrinking) == samples_of_steps(plain)
@@ -84,11 +84,11 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
             self.tensor = tensor.detach()  # which does not know the graph, so that there is no cycle
             saved.add(self)
 
-    def breaking(self, *arguments, **named):
+    def breaking(self, *arguments, **keywords):
         if not torch.is_grad_enabled() or saved or failed:
-            return forward(self, *arguments, **named)
+            return forward(self, *arguments, **keywords)
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda packed: packed.tensor):
-            sums, correct = forward(self, *arguments, **named)
+            sums, correct = forward(self, *arguments, **keywords)
         assert len(saved) > 10
         sums.register_hook(fail)
         return sums, correct
@@ -109,7 +109,7 @@ def test_not_even_one_sample(train, scripts, monkeypatch):
     fits = iter([10] * 4 + [0] * 1000)
     flags = "--global_batch_size 10 --checkpointing_steps 1"
     with (
-        memory_for(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)),
+        limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)),
         pytest.raises(
             RunError, match=r"memory ran out in step 3 with one sample in a micro-batch.*--gradient_checkpointing"
         ),
@@ -150,8 +150,8 @@ def broken_gradient(monkeypatch, scripts):
             steps.append(step)
             seed_noise(accelerator, seed, step)
 
-        def breaking(self, *arguments, **named):
-            sums, correct = forward(self, *arguments, **named)
+        def breaking(self, *arguments, **keywords):
+            sums, correct = forward(self, *arguments, **keywords)
             if torch.is_grad_enabled() and steps and steps[-1] == 3 and steps.count(3) == 1:
                 steps.append(3)  # in the first micro-batch only
                 if in_loss:
@@ -173,20 +173,20 @@ def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gra
     flags = "--global_batch_size 9 --per_device_train_batch_size 4 --record_samples"
     whole = train("whole", flags, program=program)
     broken_gradient(program, float("nan"), in_loss)
-    where = (
+    source = (
         r"loss is not finite \(process 0, micro-batch 0, samples \d+ \(epoch 0\), "
         if in_loss
         else "their gradient is not finite"
     )
-    with pytest.raises(RunError, match=rf"step 4: .*{where}.*those after step 3, and saved"):
+    with pytest.raises(RunError, match=rf"step 4: .*{source}.*those after step 3, and saved"):
         train("run", flags, program=program)
     run = tmp_path / "run"
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     assert max(samples_of_steps(run)) == 3
-    before = train("before", flags + " --stop_after_step 3", program=program)
-    assert same_weights(run / "checkpoint-3", before / "checkpoint-3")
+    earlier = train("before", flags + " --stop_after_step 3", program=program)
+    assert same_weights(run / "checkpoint-3", earlier / "checkpoint-3")
     assert (run / "checkpoint-3" / "optimizer.safetensors").read_bytes() == (
-        before / "checkpoint-3" / "optimizer.safetensors"
+        earlier / "checkpoint-3" / "optimizer.safetensors"
     ).read_bytes()
     assert whole != run
 
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_as_it_was(train, broken_gra
 def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradient, monkeypatch):
     written, original = [], checkpoint.safetensors.torch.save_file
     monkeypatch.setattr(
-        checkpoint.safetensors.torch, "save_file", lambda *given: (written.append(given[1]), original(*given))
+        checkpoint.safetensors.torch, "save_file", lambda *args: (written.append(args[1]), original(*args))
     )
     broken_gradient("pretrain_bert", float("nan"))
     with pytest.raises(RunError, match="those after step 3, and saved"):
@@ -202,12 +202,12 @@ def test_a_state_that_is_saved_already_is_not_written_again(train, broken_gradie
     assert [path.split("/")[-1] for path in written] == ["model.safetensors", "optimizer.safetensors"]
 
 
-def test_such_steps_are_left_out_and_counted(train, broken_gradient, drawn):
+def test_such_steps_are_left_out_and_counted(train, broken_gradient, real_figures):
     flags = "--global_batch_size 9 --per_device_train_batch_size 4 --on_nonfinite skip --checkpointing_steps 3"
-    before = train("before", flags + " --stop_after_step 3")
+    earlier = train("before", flags + " --stop_after_step 3")
     broken_gradient("pretrain_bert", float("inf"))
     run = train("run", flags + " --stop_after_step 4")
-    states = [folder / name for folder, name in ((run, "checkpoint-4"), (before, "checkpoint-3"))]
+    states = [folder / name for folder, name in ((run, "checkpoint-4"), (earlier, "checkpoint-3"))]
     assert same_weights(*states)
     ours, theirs = (load_file(state / "optimizer.safetensors") for state in states)
     assert all(ours[name].equal(theirs[name]) for name in theirs)
@@ -225,7 +225,7 @@ def test_such_steps_are_left_out_and_counted(train, broken_gradient, drawn):
 @pytest.mark.timeout(120)
 def test_a_process_that_hangs_is_named(corpus, tmp_path):
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --ddp_timeout 5")
-    finished = launch_with("signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)", argv, tmp_path)
+    finished = launch_code("signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(60)", argv, tmp_path)
     assert finished.returncode == 1
     errors = [line for line in finished.stderr.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1
@@ -238,12 +238,12 @@ def test_a_process_that_hangs_is_named(corpus, tmp_path):
 def test_an_owner_of_a_part_that_cannot_write_it(corpus, tmp_path, more):
     """With sharded weights process 0 hears of process 1's full disk, and makes no checkpoint of what it lacks."""
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --checkpointing_steps 2" + more)
-    what = (
+    code = (
         "from samestep.training import checkpoint\n        def full(*_): raise OSError(28, 'No space left on device')\n"
         "        checkpoint.safetensors.torch.save_file = full"
     )
     sharded = ("--config_file", str(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml"))
-    finished = launch_with(what, argv, tmp_path, *sharded)
+    finished = launch_code(code, argv, tmp_path, *sharded)
     assert finished.returncode == 1
     assert "exitcode  : 1 " in finished.stderr
     for step in (4, 6, 8, 10):
@@ -259,13 +259,13 @@ def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tm
     """The README's command: a worker kills itself in two different steps; the curve is that of an undisturbed run."""
     flags = "--global_batch_size 8 --checkpointing_steps 2 --resume_from_checkpoint latest --dtype float64"
     marks = [(3, tmp_path / "once"), (6, tmp_path / "twice")]
-    what = "pass\n" + "".join(
+    code = "pass\n" + "".join(
         f"    if step == {step} and accelerator.process_index == {step % 2} and not os.path.exists({str(mark)!r}):\n"
         f"        open({str(mark)!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)\n"
         for step, mark in marks
     )
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
-    finished = launch_with(what, argv, tmp_path, "--max_restarts", "2", "--monitor_interval", "0.5", timeout=170)
+    finished = launch_code(code, argv, tmp_path, "--max_restarts", "2", "--monitor_interval", "0.5", timeout=170)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert all(mark.exists() for _, mark in marks)
     whole = train("whole", flags)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import all_metrics, fresh_accelerator, samples_of_steps
-from compare import check, same_weights, without_time
-from faults import memory_for
+from compare import check, same_weights, untimed_metrics
+from faults import limit_memory
 
 from samestep.errors import RunError
 from samestep.training import capacity, launch, rehearsal
@@ -15,7 +15,7 @@ from samestep.training import capacity, launch, rehearsal
 
 @pytest.fixture
 def tries(monkeypatch):
-    """The numbers of samples that were tried."""
+    """Record the numbers of samples that were tried."""
     tried, original = [], rehearsal._try
 
     def noting(recovery, forward_backward, num_samples):
@@ -45,22 +45,22 @@ def largest_micro_batch(output_dir) -> int:
 def test_the_fewest_micro_steps_that_fit(train, scripts, monkeypatch, tries, holds, tried, cap, program):
     """Nothing of the result depends on it, and the second start tries nothing."""
     flags = "--global_batch_size 20 --record_samples --dtype float64"
-    with memory_for(monkeypatch, scripts, program, lambda: holds):
-        found = train("found", flags, program=program)
+    with limit_memory(monkeypatch, scripts, program, lambda: holds):
+        automatic = train("found", flags, program=program)
         assert tries == tried
-        assert largest_micro_batch(found) == cap
+        assert largest_micro_batch(automatic) == cap
         again = train("again", flags, program=program)
     assert tries == tried
-    assert without_time(again) == without_time(found)
-    assert not [line for line in all_metrics(found) if "event" in line], "memory never ran out in a step"
-    given = train("given", flags + f" --per_device_train_batch_size {cap}", program=program)
-    check(found, given, "float64")
-    assert same_weights(found, given)
+    assert untimed_metrics(again) == untimed_metrics(automatic)
+    assert not [line for line in all_metrics(automatic) if "event" in line], "memory never ran out in a step"
+    manual = train("given", flags + f" --per_device_train_batch_size {cap}", program=program)
+    check(automatic, manual, "float64")
+    assert same_weights(automatic, manual)
 
 
 def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tries, capsys):
     flags = "--global_batch_size 20 --record_samples --per_device_train_batch_size "
-    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 5):
+    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 5):
         assert largest_micro_batch(train("eight", flags + "8")) == 4
         assert tries == [8, 4]
         assert (
@@ -76,14 +76,14 @@ def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tri
 def test_with_a_cap_on_tokens(train, scripts, monkeypatch, tries):
     """At most 240 tokens are 5 of the longest samples, and many more short ones."""
     flags = "--global_batch_size 20 --record_samples --per_device_train_tokens 240"
-    with memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 8):
+    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 8):
         assert largest_micro_batch(train("run", flags)) <= 8
     assert tries == [5]
 
 
 def test_not_even_one_sample_fits(train, scripts, monkeypatch):
     with (
-        memory_for(monkeypatch, scripts, "pretrain_bert", lambda: 0),
+        limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 0),
         pytest.raises(RunError, match="not one sample of 48 tokens fits into the memory of cpu: try --gradient_ch"),
     ):
         train("run", "--global_batch_size 4")
@@ -98,14 +98,14 @@ def test_the_rehearsal_leaves_no_trace(train, monkeypatch):
     not_rehearsed = train("not_rehearsed", flags + " --logging_steps 10")
     capacity.FILE.unlink()
     bare = train("bare", flags)
-    assert without_time(rehearsed) == without_time(not_rehearsed) == without_time(bare)
+    assert untimed_metrics(rehearsed) == untimed_metrics(not_rehearsed) == untimed_metrics(bare)
     assert same_weights(rehearsed, bare)
 
 
 def test_the_rehearsal_leaves_running_statistics_alone():
     fresh_accelerator()
     model = torch.nn.BatchNorm1d(3)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     source = SimpleNamespace(
         longest=lambda: 0, collate=lambda rows: {"x": torch.randn(len(rows), 3), "counts": torch.tensor([len(rows)])}
     )
@@ -118,25 +118,25 @@ def test_the_rehearsal_leaves_running_statistics_alone():
         folding=None,
     )
     assert rehearsal._try(recovery, lambda micro_batch, counts: model(micro_batch["x"]).sum().backward(), 4)
-    assert all(buffer.equal(before[name]) for name, buffer in model.named_buffers())
+    assert all(buffer.equal(buffers[name]) for name, buffer in model.named_buffers())
     assert model.weight.grad is None
 
 
 def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
     """Two micro-batches of samples of the greatest length, while AdamW's moments are taken."""
-    seen, forward, empty = [], scripts["pretrain_gpt2"].PretrainingSums.forward, torch.empty_like
+    calls, forward, empty = [], scripts["pretrain_gpt2"].PretrainingSums.forward, torch.empty_like
     moments = []
     monkeypatch.setattr(rehearsal.torch, "empty_like", lambda p: moments.append(p) or empty(p))
 
-    def noting(self, input_ids, *arguments, **named):
-        if torch.is_grad_enabled() and len(seen) < 2:
-            seen.append((tuple(input_ids.shape), len(moments), next(self.parameters()).grad is not None))
-        return forward(self, input_ids, *arguments, **named)
+    def noting(self, input_ids, *arguments, **keywords):
+        if torch.is_grad_enabled() and len(calls) < 2:
+            calls.append((tuple(input_ids.shape), len(moments), next(self.parameters()).grad is not None))
+        return forward(self, input_ids, *arguments, **keywords)
 
     monkeypatch.setattr(scripts["pretrain_gpt2"].PretrainingSums, "forward", noting)
     train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
     num_parameters = len(set(map(id, moments)))
-    assert seen == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
+    assert calls == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', '{"a": {"fits": "b"}}', "\x00"])
@@ -144,8 +144,8 @@ def test_a_cache_that_cannot_be_read_is_done_without(train, tries, text):
     capacity.FILE.write_text(text)
     train("run", "--global_batch_size 4 --stop_after_step 1")
     assert tries == [4]
-    (known,) = json.loads(capacity.FILE.read_text()).values()
-    assert known == {"fits": 4, "fails": None, "way": None, "at_once": None}
+    (values,) = json.loads(capacity.FILE.read_text()).values()
+    assert values == {"fits": 4, "fails": None, "way": None, "at_once": None}
 
 
 def test_another_recipe_precision_or_kernel_is_another_question(train, tries):

@@ -22,7 +22,7 @@ def reliability():
 
 
 def flip_a_bit(file: Path) -> None:
-    """The lowest bit of one of a file's numbers."""
+    """Flip the lowest bit of one of a file's numbers."""
     tensors = load_file(file)
     tensors[min(tensors)].view(-1).view(torch.int32)[0] ^= 1
     save_file(tensors, str(file))
@@ -55,8 +55,8 @@ def test_killed_runs_end_like_undisturbed_ones(
         lines = [json.loads(line) for line in (theirs / name).read_text().splitlines()]
         lines[-2][key] = -1
         (theirs / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = reliability.differences_at_the_end(ours, theirs)
-    assert found == [
+    differences = reliability.differences_at_the_end(ours, theirs)
+    assert differences == [
         f"{last}/optimizer.safetensors is not the undisturbed run's",
         *("the final weights differ", "metrics.jsonl differs", "samples.jsonl differs"),
     ]

@@ -68,8 +68,8 @@ def test_sqrt_at_a_ratio_without_an_exact_root():
 
 @given(batch=st.integers(1, 2559), other=st.integers(1, 2559))
 def test_sqrt_in_two_strides_is_sqrt_in_one(batch, other):
-    there = scale("sqrt", ADAM, 256, batch)
-    assert astuple(scale("sqrt", there, batch, other))[:4] == pytest.approx(
+    middle = scale("sqrt", ADAM, 256, batch)
+    assert astuple(scale("sqrt", middle, batch, other))[:4] == pytest.approx(
         astuple(scale("sqrt", ADAM, 256, other))[:4], rel=1e-9, abs=1e-12
     )
 

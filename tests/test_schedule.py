@@ -16,12 +16,12 @@ def schedules(draw):
     num_steps = draw(st.integers(1, 2000))
     kind = draw(st.sampled_from(sorted(SHAPES)))
     decay_ratio = draw(st.floats(0.01, 0.5))
-    most = num_steps - max(1, math.ceil(decay_ratio * num_steps)) if kind == "warmup_stable_decay" else num_steps
+    largest = num_steps - max(1, math.ceil(decay_ratio * num_steps)) if kind == "warmup_stable_decay" else num_steps
     return Schedule(
         kind,
         peak=draw(st.floats(1e-6, 10)),
         num_steps=num_steps,
-        num_warmup_steps=draw(st.integers(0, most)),
+        num_warmup_steps=draw(st.integers(0, largest)),
         min_ratio=draw(st.floats(0, 1)),
         power=draw(st.floats(0.25, 4)),
         decay_ratio=decay_ratio,
@@ -144,11 +144,11 @@ def test_every_schedule_rises_to_its_peak_then_never_rises_and_ends_at_its_floor
     floor = peak if schedule.lr_scheduler_type == "constant" else peak * schedule.min_ratio
     rates = [schedule(step) for step in range(num_steps + 3)]
     rise, fall = rates[:num_warmup_steps], rates[num_warmup_steps:]
-    assert all(0 < before < after for before, after in pairwise(rise))
+    assert all(0 < first < second for first, second in pairwise(rise))
     assert rise[-1:] == [peak][: len(rise)]
     if num_warmup_steps < num_steps:
         assert fall[0] == pytest.approx(peak, rel=1e-12)
-    assert all(before >= after for before, after in pairwise(fall))
+    assert all(first >= second for first, second in pairwise(fall))
     assert rates[num_steps:] == [floor] * 3
 
 
@@ -227,12 +227,12 @@ def test_all_problems_are_raised_at_once():
     ]
 
 
-NOT_GIVEN = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": None}
-RUN = {**NOT_GIVEN, "num_steps": 1000, "steps_per_epoch": 16}
+NO_WARMUP = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": None}
+RUN = {**NO_WARMUP, "num_steps": 1000, "steps_per_epoch": 16}
 
 
 @pytest.mark.parametrize(
-    ("given_as", "expected"),
+    ("warmup", "expected"),
     [
         ({"num_warmup_steps": 7}, 7),
         ({"num_warmup_steps": 0}, 0),
@@ -248,12 +248,12 @@ RUN = {**NOT_GIVEN, "num_steps": 1000, "steps_per_epoch": 16}
         ({"warmup_ratio": 0.0014}, 1),
     ],
 )
-def test_the_warmup_in_steps(given_as, expected):
-    assert warmup_steps(**{**RUN, **given_as}) == expected
+def test_the_warmup_in_steps(warmup, expected):
+    assert warmup_steps(**{**RUN, **warmup}) == expected
 
 
 @pytest.mark.parametrize(
-    ("given_as", "found"),
+    ("warmup", "fields"),
     [
         ({}, "none of them"),
         ({"num_warmup_steps": 0, "warmup_ratio": 0.0}, "num_warmup_steps 0, warmup_ratio 0.0"),
@@ -261,11 +261,11 @@ def test_the_warmup_in_steps(given_as, expected):
         ({"warmup_epochs": 5, "warmup_ratio": 0.1}, "warmup_epochs 5, warmup_ratio 0.1"),
     ],
 )
-def test_the_warmup_is_given_in_exactly_one_way(given_as, found):
+def test_the_warmup_is_given_in_exactly_one_way(warmup, fields):
     with pytest.raises(UsageError) as error:
-        warmup_steps(**{**RUN, **given_as})
+        warmup_steps(**{**RUN, **warmup})
     assert "exactly one of num_warmup_steps, warmup_epochs, warmup_ratio" in str(error.value)
-    assert f"found {found}: " in str(error.value)
+    assert f"found {fields}: " in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def rebuilt(pairs: SentencePairs, texts: list[str], **changes) -> SentencePairs:
     return SentencePairs(Dataset.from_dict({"text": texts}), pairs.tokenizer, **(SETTINGS | changes))
 
 
-def where(row: np.ndarray, segment: np.ndarray) -> int | None:
-    """Place of `segment` in `row`, by identity of memory: segments are views, nothing is copied."""
+def find_place(row: np.ndarray, segment: np.ndarray) -> int | None:
+    """Find the place of `segment` in `row`, by identity of memory: segments are views, nothing is copied."""
     place = (segment.__array_interface__["data"][0] - row.__array_interface__["data"][0]) // row.itemsize
     return place if 0 <= place <= len(row) - len(segment) else None
 
@@ -41,8 +41,8 @@ def where(row: np.ndarray, segment: np.ndarray) -> int | None:
 def test_b_follows_a_or_comes_from_another_document(pairs):
     for sample_id in range(len(pairs)):
         pair = pairs.draw(0, sample_id)
-        own, _ = pairs.cuts.find_gap(sample_id)
-        a, b = (where(pairs.tokens[own], segment) for segment in (pair.first, pair.second))
+        rows, _ = pairs.cuts.find_gap(sample_id)
+        a, b = (find_place(pairs.tokens[rows], segment) for segment in (pair.first, pair.second))
         assert a is not None
         if pair.is_random:
             assert b is None, "a random B must not be of the same document"
@@ -53,14 +53,14 @@ def test_b_follows_a_or_comes_from_another_document(pairs):
 
 
 def test_lengths_and_shares(pairs):
-    drawn = [pairs.draw(epoch, sample_id) for epoch in range(6) for sample_id in range(len(pairs))]
-    lengths = np.array([pair.length for pair in drawn])
+    samples = [pairs.draw(epoch, sample_id) for epoch in range(6) for sample_id in range(len(pairs))]
+    lengths = np.array([pair.length for pair in samples])
     assert lengths.max() == 48
-    assert all(len(pair.first) and len(pair.second) for pair in drawn)
-    labels = np.array([pair.is_random for pair in drawn])
-    assert abs(labels.mean() - 0.5) < 4 * 0.5 / len(drawn) ** 0.5
+    assert all(len(pair.first) and len(pair.second) for pair in samples)
+    labels = np.array([pair.is_random for pair in samples])
+    assert abs(labels.mean() - 0.5) < 4 * 0.5 / len(samples) ** 0.5
     # A random B is about as long as the true one.
-    second = np.array([len(pair.second) for pair in drawn])
+    second = np.array([len(pair.second) for pair in samples])
     assert abs(second[labels == 0].mean() - second[labels == 1].mean()) < 2
 
 
@@ -104,8 +104,8 @@ def test_masks(pairs):
             assert np.array_equal(tokens[untouched], true[untouched])
             is_mask = tokens[places] == ids.mask_token_id
             assert not special[tokens[places]][~is_mask].any()
-            kept = tokens[places] == labels
-            kinds += [is_mask.sum(), (~is_mask & ~kept).sum(), kept.sum()]
+            is_unchanged = tokens[places] == labels
+            kinds += [is_mask.sum(), (~is_mask & ~is_unchanged).sum(), is_unchanged.sum()]
     assert kinds / kinds.sum() == pytest.approx([0.8, 0.1, 0.1], abs=0.02)
 
 
@@ -116,28 +116,28 @@ def test_special_tokens_inside_a_text_are_not_masked(pairs):
 
 
 def test_collate(pairs):
-    drawn = [pairs.draw(0, sample_id) for sample_id in range(7)]
-    micro_batch = pairs.collate(drawn)
-    lengths = [pair.length for pair in drawn]
+    samples = [pairs.draw(0, sample_id) for sample_id in range(7)]
+    micro_batch = pairs.collate(samples)
+    lengths = [pair.length for pair in samples]
     starts = np.cumsum(lengths) - lengths
     num_tokens = sum(lengths)
     assert micro_batch["input_ids"].shape == micro_batch["token_type_ids"].shape == (1, round_up(num_tokens, 6))
     assert micro_batch["is_token"].sum((1, 2, 3)).tolist() == lengths
-    of = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
-    assert of["position_ids"] == [place for length in lengths for place in range(length)]
-    second = [[place >= len(pair.first) + 2 for place in range(pair.length)] for pair in drawn]
-    assert of["token_type_ids"] == np.concatenate(second).tolist()
+    row = {name: micro_batch[name][0, :num_tokens].tolist() for name in ("input_ids", "token_type_ids", "position_ids")}
+    assert row["position_ids"] == [place for length in lengths for place in range(length)]
+    second = [[place >= len(pair.first) + 2 for place in range(pair.length)] for pair in samples]
+    assert row["token_type_ids"] == np.concatenate(second).tolist()
     assert micro_batch["queries"][micro_batch["first_index"]].tolist() == starts.tolist()
-    masked = [pairs.mask(pair) for pair in drawn]
-    places = np.concatenate([of + start for (_, of, _), start in zip(masked, starts, strict=True)])
+    masked = [pairs.mask(pair) for pair in samples]
+    places = np.concatenate([positions + start for (_, positions, _), start in zip(masked, starts, strict=True)])
     assert micro_batch["counts"].tolist() == [len(places), 7]
     assert micro_batch["queries"][micro_batch["masked_index"]][: len(places)].tolist() == places.tolist()
     assert len(micro_batch["masked_index"]) == len(micro_batch["masked_labels"]) == round_up(len(places), 6)
-    assert micro_batch["query_ends"].diff().tolist() == [1 + len(of) for _, of, _ in masked]
-    assert of["input_ids"] == np.concatenate([tokens for tokens, _, _ in masked]).tolist()
+    assert micro_batch["query_ends"].diff().tolist() == [1 + len(positions) for _, positions, _ in masked]
+    assert row["input_ids"] == np.concatenate([tokens for tokens, _, _ in masked]).tolist()
     labels = np.concatenate([labels for _, _, labels in masked]).tolist()
     assert micro_batch["masked_labels"].tolist() == labels + [-100] * (len(micro_batch["masked_labels"]) - len(labels))
-    assert micro_batch["next_sentence_label"].tolist() == [pair.is_random for pair in drawn]
+    assert micro_batch["next_sentence_label"].tolist() == [pair.is_random for pair in samples]
 
 
 def test_an_empty_micro_batch_has_zero_loss_and_zero_gradients(pairs):
@@ -158,18 +158,18 @@ def test_masked_places_alone_give_the_published_model_its_own_loss(pairs):
     recipe, _ = run.parse(TINY, "bert_pretraining", "")
     torch.manual_seed(0)
     bert = bert_pretraining.build_model(recipe).double().train()
-    drawn = [pairs.draw(0, sample_id) for sample_id in range(9)]
-    shape = (9, max(pair.length for pair in drawn))
+    samples = [pairs.draw(0, sample_id) for sample_id in range(9)]
+    shape = (9, max(pair.length for pair in samples))
     ids, kinds, is_token = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     labels = torch.full(shape, -100)
-    for row, pair in enumerate(drawn):
+    for row, pair in enumerate(samples):
         tokens, places, targets = pairs.mask(pair)
         ids[row, : pair.length], is_token[row, : pair.length] = torch.from_numpy(tokens), 1
         kinds[row, len(pair.first) + 2 : pair.length] = 1
         labels[row, places] = torch.from_numpy(targets)
-    next_sentence = torch.tensor([pair.is_random for pair in drawn])
+    next_sentence = torch.tensor([pair.is_random for pair in samples])
     theirs = bert(ids, is_token, kinds, labels=labels, next_sentence_label=next_sentence).loss
-    micro_batch = pairs.collate(drawn)
+    micro_batch = pairs.collate(samples)
     counts = micro_batch.pop("counts")
     sums, _ = bert_pretraining.PretrainingSums(bert)(**micro_batch)
     assert (sums / counts).sum().item() == pytest.approx(theirs.item(), rel=1e-12)

@@ -26,10 +26,10 @@ class Ragged:
 
 
 def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, num_steps: int) -> dict[int, list]:
-    """step -> sorted (epoch, sample id) over all processes and micro-batches, checked against the counts."""
+    """List step -> sorted (epoch, sample id) over all processes and micro-batches, checked against the counts."""
     order = Order(n, batch, seed=5, epoch_end=policy)
     layout = solve_layout(num_processes=num_processes, global_batch_size=batch, per_device_train_batch_size=cap)
-    found = {}
+    steps = {}
     for step in range(num_steps):
         parts = [Steps(Ragged(), order, layout, process_index=rank)[step] for rank in range(num_processes)]
         keys = sorted(key for part in parts for micro_batch in part.samples for key in micro_batch)
@@ -37,8 +37,8 @@ def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, nu
         assert sum(part.counts for part in parts).tolist() == [tokens, len(keys)]
         assert all(part.num_samples == len(keys) and part.num_tokens == tokens for part in parts)
         assert all(len(micro_batch) <= cap for part in parts for micro_batch in part.samples)
-        found[step] = keys
-    return found
+        steps[step] = keys
+    return steps
 
 
 @pytest.mark.parametrize("policy", ["carry", "keep", "drop"])
@@ -47,11 +47,11 @@ def everything(n: int, batch: int, num_processes: int, cap: int, policy: str, nu
 def test_prime_lengths_on_a_prime_number_of_processes(n, batch, policy):
     per_epoch = {"carry": -(-2 * n // batch), "keep": 2 * -(-n // batch), "drop": 2 * (n // batch)}[policy]
     layouts = [(1, 12), (2, 3), (3, 2), (5, 1), (7, 2)]
-    one, *others = (everything(n, batch, *layout, policy, per_epoch) for layout in layouts)
-    assert all(other == one for other in others)
+    first, *others = (everything(n, batch, *layout, policy, per_epoch) for layout in layouts)
+    assert all(other == first for other in others)
     for epoch in range(2):
-        used = [sample for keys in one.values() for e, sample in keys if e == epoch]
-        assert len(used) == len(set(used)) == (n // batch * batch if policy == "drop" else n)
+        ids = [sample for keys in first.values() for e, sample in keys if e == epoch]
+        assert len(ids) == len(set(ids)) == (n // batch * batch if policy == "drop" else n)
 
 
 def test_the_loader_prepares_the_same_steps_in_workers():
@@ -71,11 +71,11 @@ def test_small_steps_are_prepared_several_at_a_time(at_once, ends, monkeypatch):
     monkeypatch.setattr(
         Steps, "__getitem__", lambda self, step, get=Steps.__getitem__: prepared.append(step) or get(self, step)
     )
-    found = []
+    events = []
     for data in steps.stream(3, 15, 0, torch.device("cpu")):
-        found.append((data.step, prepared[-1]))
-    assert [last for _, last in found[:4]] == ends
-    assert [step for step, _ in found] == prepared == list(range(3, 15))
+        events.append((data.step, prepared[-1]))
+    assert [last for _, last in events[:4]] == ends
+    assert [step for step, _ in events] == prepared == list(range(3, 15))
 
 
 def test_any_step_at_once():

@@ -43,9 +43,9 @@ def step(hardware: str | Hardware, b: int = 8, k: int | None = None, batch: int 
     return step_time(work, layout, hardware, options.pop("mixed_precision", "fp16"), software, **options)
 
 
-def on(hardware: str, **changes) -> Hardware:
-    of = parse(hardware)
-    return dataclasses.replace(of, device=dataclasses.replace(of.device, **changes))
+def change_device(hardware: str, **changes) -> Hardware:
+    machine = parse(hardware)
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, **changes))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_rounds_of_recursive_doubling(p, rounds):
 
 
 def test_the_fastest_algorithm_is_taken():
-    hardware = on("8xh100", link_latency_us=10.0)
+    hardware = change_device("8xh100", link_latency_us=10.0)
     bandwidth = hardware.device.link_gb_per_s * 1e9 * CALIBRATION.reachable_link
     assert all_reduce(hardware, 1) == pytest.approx(timing.recursive_doubling(8, 1, bandwidth, 1e-5))
     assert all_reduce(hardware, 1e9) == pytest.approx(timing.ring(8, 1e9, bandwidth, 1e-5))
@@ -80,8 +80,8 @@ def test_the_fastest_algorithm_is_taken():
 def test_several_nodes_sum_inside_and_between():
     device = load_device("h100")
     inside = all_reduce(parse("8xh100"), 1e9)
-    between = timing.ring(4, 1e9, device.network_gb_per_s * 1e9 * CALIBRATION.reachable_link, 20e-6)
-    assert all_reduce(parse("4x8xh100"), 1e9) == pytest.approx(inside + between)
+    network = timing.ring(4, 1e9, device.network_gb_per_s * 1e9 * CALIBRATION.reachable_link, 20e-6)
+    assert all_reduce(parse("4x8xh100"), 1e9) == pytest.approx(inside + network)
     slowest = timing.ring(32, 1e9, device.network_gb_per_s * 1e9 * CALIBRATION.reachable_link, 20e-6)
     assert all_gather(parse("4x8xh100"), 1e9) == pytest.approx(slowest / 2)
 
@@ -129,7 +129,7 @@ def test_communication_hides_behind_the_backward_but_its_last_bucket():
     ours = step("8xa100-80", b=64, k=1)
     bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
     assert ours.exposed_communication == pytest.approx(bucket)
-    slow = on("8xa100-80", link_gb_per_s=5.0)
+    slow = change_device("8xa100-80", link_gb_per_s=5.0)
     ours = step(slow, b=64, k=1)
     backward = 2 / 3 * (ours.products + ours.memory_traffic + ours.weights + ours.launches)
     bucket = ours.communication / -(-4 * BERT.num_parameters // BUCKET)
@@ -155,7 +155,7 @@ def test_sharding_gathers_weights_in_every_micro_step():
     assert ours.communication == pytest.approx(4 * once)
     assert ours.optimizer == pytest.approx(step(hardware, k=4).optimizer / 8)
     assert ours.exposed_communication == pytest.approx(4 * once * 2 / 3 / 24)
-    slow = on("8xa100-80", link_gb_per_s=5.0)
+    slow = change_device("8xa100-80", link_gb_per_s=5.0)
     ours = step(slow, b=64, k=4, sharded=True)
     computing = ours.products + ours.memory_traffic + ours.weights + ours.launches
     assert ours.exposed_communication == pytest.approx(ours.communication * (1 + 2 / 3 / 24) - computing)
@@ -171,10 +171,10 @@ def test_photographs_must_be_loaded_in_time():
 
 
 def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fused():
-    without = dataclasses.replace(CALIBRATION, stall=0.0)
-    assert step("1xt4", k=1) == step("1xt4", k=1, calibration=without)
+    no_stall = dataclasses.replace(CALIBRATION, stall=0.0)
+    assert step("1xt4", k=1) == step("1xt4", k=1, calibration=no_stall)
     convolutional = timing.Software("channels_last", 30, 20)
-    stalled, free = (step("1xt4", k=1, software=convolutional, calibration=of) for of in (CALIBRATION, without))
+    stalled, free = (step("1xt4", k=1, software=convolutional, calibration=value) for value in (CALIBRATION, no_stall))
     assert stalled.memory_traffic - free.memory_traffic == pytest.approx(8 * BERT.saved_bytes * CALIBRATION.stall)
     compiled = step("1xt4", k=1, software=default_software("fp16", kernels="compiled"))
     assert compiled.launches == 0 < step("1xt4", k=1).launches
@@ -224,17 +224,17 @@ def test_more_of_anything_is_never_slower(name, nodes, count, b, k, sharded, fas
 
 @given(**sizes, batch=st.integers(1, 4096))
 def test_twice_the_devices_lengthen_nothing_but_communication(name, nodes, count, b, k, sharded, batch):
-    one = step(Hardware(load_device(name), count, nodes), b, batch=batch, sharded=sharded)
+    base = step(Hardware(load_device(name), count, nodes), b, batch=batch, sharded=sharded)
     for two in (Hardware(load_device(name), 2 * count, nodes), Hardware(load_device(name), count, 2 * nodes)):
         more = step(two, b, batch=batch, sharded=sharded)
-        limit = (one.total - one.exposed_communication) * (1 + 1e-9)
+        limit = (base.total - base.exposed_communication) * (1 + 1e-9)
         assert more.total - more.exposed_communication <= limit
 
 
 @given(**sizes)
 def test_time_grows_with_the_micro_batch(name, nodes, count, b, k, sharded):
     hardware = Hardware(load_device(name), count, nodes)
-    ours, larger = (step(hardware, of, k, sharded=sharded) for of in (b, b + 1))
+    ours, larger = (step(hardware, size, k, sharded=sharded) for size in (b, b + 1))
     assert larger.products > ours.products
     assert larger.memory_traffic > ours.memory_traffic
     assert larger.total >= ours.total * (1 - 1e-9)
@@ -244,7 +244,7 @@ def test_time_grows_with_the_micro_batch(name, nodes, count, b, k, sharded):
 @given(**sizes)
 def test_communication_is_once_per_step_or_k_times(name, nodes, count, b, k, sharded):
     hardware = Hardware(load_device(name), count, nodes)
-    once, every = (step(hardware, b, k, reduce_every_micro_batch=of) for of in (False, True))
+    once, every = (step(hardware, b, k, reduce_every_micro_batch=flag) for flag in (False, True))
     assert once.communication == step(hardware, b, 1).communication
     assert every.communication == pytest.approx(k * once.communication)
     assert once.exposed_communication <= once.communication
@@ -252,7 +252,7 @@ def test_communication_is_once_per_step_or_k_times(name, nodes, count, b, k, sha
 
 
 def test_no_sync_at_k_4_saves_three_quarters_against_every_micro_step_and_nothing_against_itself():
-    every, once = (step("4xt4", k=4, reduce_every_micro_batch=of).communication for of in (True, False))
+    every, once = (step("4xt4", k=4, reduce_every_micro_batch=flag).communication for flag in (True, False))
     assert 1 - once / every == pytest.approx(0.75)
     assert once == step("4xt4", k=1).communication
 

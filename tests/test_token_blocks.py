@@ -101,9 +101,9 @@ def test_a_micro_batch(blocks):
     assert micro_batch["counts"].tolist() == [sum(run.length for run in runs)] == [len(micro_batch["labels"])]
     assert micro_batch["position_ids"] is None
     for row, sample in enumerate(runs):
-        mine = micro_batch["label_index"] // longest == row
-        assert (micro_batch["label_index"][mine] % longest).tolist() == list(range(sample.length))
-        assert micro_batch["labels"][mine].tolist() == sample.tokens[1:].tolist()
+        is_in_row = micro_batch["label_index"] // longest == row
+        assert (micro_batch["label_index"][is_in_row] % longest).tolist() == list(range(sample.length))
+        assert micro_batch["labels"][is_in_row].tolist() == sample.tokens[1:].tolist()
         assert micro_batch["input_ids"][row, : sample.length].tolist() == sample.tokens[:-1].tolist()
     assert source.collate(runs[1:2])["label_index"] is None, "nothing is padded"
 
@@ -150,8 +150,8 @@ def test_the_loss_is_the_published_models_own(blocks, corpus):
     recipe, _ = run.parse(tiny_argv("pretrain_gpt2", corpus, "unused", ""), "gpt2_pretraining", "")
     torch.manual_seed(0)
     gpt2 = gpt2_pretraining.build_model(recipe, blocks.end_of_text).double().train()
-    drawn = [blocks.draw(0, sample_id) for sample_id in range(5)]
-    micro_batch = blocks.collate(drawn)
+    samples = [blocks.draw(0, sample_id) for sample_id in range(5)]
+    micro_batch = blocks.collate(samples)
     counts = micro_batch.pop("counts")
     sums, _ = gpt2_pretraining.PretrainingSums(gpt2)(**micro_batch)
     logits = gpt2(micro_batch["input_ids"]).logits

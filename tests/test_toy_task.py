@@ -16,7 +16,7 @@ RECIPE = str(FOLDER / "curve.yaml")
 
 @pytest.fixture
 def script(monkeypatch):
-    """The program, whose task is known while a test lasts."""
+    """Load the program; its task is registered while a test lasts."""
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", ["train_curve.py"])
     sys.modules.pop("train_curve", None)

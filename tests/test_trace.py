@@ -51,7 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_cpu(recipe: Recipe, mixed_precision: str = "no", gradient_checkpointing: bool = False) -> Trace:
-    """As a CPU allocates, without `imitate_cuda`."""
+    """Trace as a CPU allocates, without `imitate_cuda`."""
     return trace_step(
         lambda: build(recipe),
         lambda model, num_samples: loss(model, recipe, num_samples),
@@ -114,7 +114,7 @@ def test_states_are_those_of_the_real_model():
 
 
 def test_the_optimizers_own_temporaries_are_counted():
-    one, two = (
+    plain, large = (
         trace_step(
             lambda: nn.Linear(1000, 1000, bias=False),
             lambda model, num_samples: model(torch.ones(num_samples, 1000)).sum(),
@@ -125,9 +125,9 @@ def test_the_optimizers_own_temporaries_are_counted():
         )
         for fused in (True, False)
     )
-    assert one.optimizer_step == 16_000_004
-    assert two.optimizer_step >= 20_000_004
-    assert two.peak == two.optimizer_step
+    assert plain.optimizer_step == 16_000_004
+    assert large.optimizer_step >= 20_000_004
+    assert large.peak == large.optimizer_step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_the_optimizers_own_temporaries_are_counted():
 
 
 def saved_bytes(function) -> int:
-    """Bytes of distinct storages that a function keeps for its backward, its input's not counted."""
+    """Count bytes of distinct storages that a function saves for its backward, its input's not counted."""
     inputs, saved = torch.ones(2, 4, 64, 16, requires_grad=True), {}
 
     def pack(tensor):
@@ -174,24 +174,24 @@ def test_what_cuda_keeps_otherwise():
 
 def test_dropout_is_the_same_when_it_is_recomputed():
     changes = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    without, kept = (
+    plain, dropout = (
         trace_recipe(small("bert"), 4, mixed_precision="no"),
         trace_recipe(small("bert", **changes), 4, mixed_precision="no"),
     )
     tokens, h, layers = 4 * 128, 128, 5
-    wanted = 4 * 20  # the first and the masked ones, for which the last layer is computed
+    num_selected = 4 * 20  # the first and the masked ones, for which the last layer is computed
     # After attention, after the feed-forward layer; of the embeddings.
-    masks = (2 * (layers - 1) + 1) * tokens * h + 2 * wanted * h
-    assert kept.forward - without.forward == masks
+    masks = (2 * (layers - 1) + 1) * tokens * h + 2 * num_selected * h
+    assert dropout.forward - plain.forward == masks
     recomputed = trace_recipe(small("bert", **changes), 4, mixed_precision="no", gradient_checkpointing=True)
-    assert recomputed.peak < kept.peak
+    assert recomputed.peak < dropout.peak
 
 
 def test_a_document_mask_keeps_a_matrix_for_each_sample():
-    one, several = (
-        trace_recipe(small("gpt2", document_mask=on), 4, mixed_precision="no").forward for on in (False, True)
+    single, several = (
+        trace_recipe(small("gpt2", document_mask=flag), 4, mixed_precision="no").forward for flag in (False, True)
     )
-    assert several - one == pytest.approx(5 * 4 * 4 * 128**2, rel=0.01)
+    assert several - single == pytest.approx(5 * 4 * 4 * 128**2, rel=0.01)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def test_the_formula_meets_the_trace(name):
 def test_the_formula_of_group_normalisation():
     recipe = load("resnet50_1xv100", {"depths": (1, 1, 1, 1), "normalization": "group"})
     batch, group = (
-        trace_recipe(of, 16, mixed_precision="bf16")
-        for of in (dataclasses.replace(recipe, normalization="batch"), recipe)
+        trace_recipe(variant, 16, mixed_precision="bf16")
+        for variant in (dataclasses.replace(recipe, normalization="batch"), recipe)
     )
     assert group.forward > 1.5 * batch.forward  # float32 under autocast
     layout = solve_layout(num_processes=1, global_batch_size=16, per_device_train_batch_size=16)
@@ -296,7 +296,7 @@ LARGER = {
 
 
 def larger(kind: str) -> dict:
-    return {key: of for key, of in LARGER.items() if key in SMALL_CONFIGS[kind][1]}
+    return {key: value for key, value in LARGER.items() if key in SMALL_CONFIGS[kind][1]}
 
 
 @pytest.mark.parametrize("kind", SMALL_CONFIGS)
@@ -339,7 +339,7 @@ def test_a_traced_model_is_planned_for(tmp_path):
         assert (ours.forward, ours.optimizer_step) == pytest.approx((traced.forward, traced.optimizer_step), rel=0.02)
     shape = model_from_config(read_config(str(tmp_path)), 96, name="it")
     assert (model.num_parameters, model.flops_per_sample) == (shape.num_parameters, shape.flops_per_sample)
-    ours, by_formula = (count_work(each, "bf16") for each in (model, shape))
+    ours, by_formula = (count_work(item, "bf16") for item in (model, shape))
     assert ours.kernels_per_layer == pytest.approx(by_formula.num_layers * by_formula.kernels_per_layer, rel=0.5)
     with pytest.raises(ValueError, match="not recomputed"):
         model.peaks(1, autocast=True, gradient_checkpointing=True)
@@ -375,8 +375,8 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
         patch.setattr(trace, "imitate_cuda", contextlib.nullcontext)
         options = {"mixed_precision": mixed_precision, "gradient_checkpointing": recomputed}
         traced = trace_config(str(tmp_path), 4, 128, **options)
-    before = traced.parameters + traced.gradients + traced.moments
-    assert traced.peak - before == pytest.approx(measured, rel=0.01)
+    state = traced.parameters + traced.gradients + traced.moments
+    assert traced.peak - state == pytest.approx(measured, rel=0.01)
 
 
 def test_keys_and_values_are_not_cached(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from common import all_metrics, evaluations, fresh_accelerator, metrics
-from compare import same_weights, without_time
+from compare import same_weights, untimed_metrics
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -32,7 +32,7 @@ def read(train):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of eight images of different sizes: dark and bright."""
+    """Write two classes of eight images of different sizes: dark and bright."""
     rng = np.random.default_rng(0)
     for number in range(16):
         path = tmp_path / "images" / ("bright" if number % 2 else "dark") / f"{number}.png"
@@ -42,14 +42,14 @@ def folder(tmp_path):
     return tmp_path / "images"
 
 
-def of_folder(folder) -> str:
+def folder_flags(folder) -> str:
     return (
         f"--global_batch_size 4 --train_dir {folder} --num_labels 2 --num_channels 3 --image_mean 0 0 0 --image_std 1 1 1 "
         "--num_train_samples 12 --validation_fraction 0.25"
     )
 
 
-def test_what_a_run_leaves_behind(classify, capsys, drawn):
+def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     output_dir = classify("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
         *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "loss.png", "metrics.jsonl"),
@@ -61,10 +61,10 @@ def test_what_a_run_leaves_behind(classify, capsys, drawn):
     assert results["images_per_second"] > 0
     assert results["peak_memory_gb"] > 0.1
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
-    said = capsys.readouterr()
-    assert "1438 images of 10 classes; random weights; global batch 8" in said.out
-    assert "images/s=" in said.err
-    assert "peak=" in said.err
+    output = capsys.readouterr()
+    assert "1438 images of 10 classes; random weights; global batch 8" in output.out
+    assert "images/s=" in output.err
+    assert "peak=" in output.err
     card = (output_dir / "README.md").read_text()
     assert "![predictions](predictions.png)" in card
     assert f'AutoModelForImageClassification.from_pretrained("{output_dir}", trust_remote_code=True)' in card
@@ -88,17 +88,17 @@ def test_the_saved_classifier_is_the_trained_one(classify, normalization):
     assert model.config.id2label == {place: str(place) for place in range(10)}
 
 
-def test_the_saved_reader_is_the_trained_one(read, drawn):
+def test_the_saved_reader_is_the_trained_one(read, real_figures):
     output_dir = read("run", SMALL)
     reader = CaptchaReader.from_pretrained(output_dir).eval()
     flags = {"num_train_samples": 61, "num_validation_samples": 20, "image_height": 40, "image_width": 96}
     _, held_out = captchas.build(load("captcha_cpu", flags))
     texts = reader.read(torch.from_numpy(np.array(held_out.rows["image"])))
-    wanted = reader.texts(torch.from_numpy(np.array(held_out.rows["label"])))
+    labels = reader.texts(torch.from_numpy(np.array(held_out.rows["label"])))
     last = evaluations(output_dir)[-1]
-    characters = np.mean([a == b for x, y in zip(texts, wanted, strict=True) for a, b in zip(x, y, strict=True)])
+    characters = np.mean([a == b for x, y in zip(texts, labels, strict=True) for a, b in zip(x, y, strict=True)])
     assert characters == pytest.approx(last["eval_character_accuracy"])
-    assert np.mean([x == y for x, y in zip(texts, wanted, strict=True)]) == pytest.approx(last["eval_string_accuracy"])
+    assert np.mean([x == y for x, y in zip(texts, labels, strict=True)]) == pytest.approx(last["eval_string_accuracy"])
     assert all(len(text) == 4 and text.isdigit() for text in texts)
     assert 'CaptchaReader.from_pretrained("' in (output_dir / "README.md").read_text()
     assert Image.open(output_dir / "predictions.png").size[0] > 1000
@@ -117,7 +117,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(train, program, more):
     whole = run("whole", SMALL + more)
     parts = run("parts", f"{SMALL}{more} --stop_after_step 4")
     run("parts", f"{SMALL}{more} --resume_from_checkpoint latest", output_dir=parts)
-    assert without_time(parts) == without_time(whole)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
     assert same_weights(parts, whole)
 
 
@@ -129,7 +129,7 @@ def test_in_channels_last_too(train, program, monkeypatch):
     whole = run("whole", SMALL)
     parts = run("parts", f"{SMALL} --stop_after_step 4")
     run("parts", f"{SMALL} --resume_from_checkpoint latest", output_dir=parts)
-    assert without_time(parts) == without_time(whole)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
     assert same_weights(parts, whole)
 
 
@@ -150,18 +150,18 @@ def test_label_smoothing_changes_the_loss(classify):
 
 
 def test_images_are_in_channels_last_where_that_is_faster(classify, monkeypatch):
-    seen = []
+    layouts = []
     forward = GroupNorm.forward
-    monkeypatch.setattr(GroupNorm, "forward", lambda self, x: seen.append(x.is_contiguous()) or forward(self, x))
+    monkeypatch.setattr(GroupNorm, "forward", lambda self, x: layouts.append(x.is_contiguous()) or forward(self, x))
     flags = SMALL + " --max_train_steps 1 --validation_fraction 0"
     classify("float32", flags)
-    assert seen
-    assert all(seen), "channels first"
-    seen.clear()
+    assert layouts
+    assert all(layouts), "channels first"
+    layouts.clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     classify("bf16", flags)
-    assert seen
-    assert not any(seen), "channels_last"
+    assert layouts
+    assert not any(layouts), "channels_last"
 
 
 def test_batch_normalisation_says_by_how_much_the_cut_matters(classify, read, capsys):
@@ -182,8 +182,8 @@ def test_batch_normalisation_says_by_how_much_the_cut_matters(classify, read, ca
 def test_frozen_statistics_stay(classify):
     trained = classify("trained", f"{SMALL} --normalization batch")
     frozen = classify("frozen", f"{SMALL} --normalization frozen --model_name_or_path {trained}")
-    before, after = (AutoModelForImageClassification.from_pretrained(folder) for folder in (trained, frozen))
-    ours, theirs = before.state_dict(), after.state_dict()
+    initial, final = (AutoModelForImageClassification.from_pretrained(folder) for folder in (trained, frozen))
+    ours, theirs = initial.state_dict(), final.state_dict()
     statistics = [name for name in ours if "running" in name]
     assert statistics
     assert all(torch.equal(ours[name], theirs[name]) for name in statistics)
@@ -207,20 +207,20 @@ def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
     with pytest.raises(
         UsageError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"
     ):
-        classify("stop", of_folder(folder))
-    output_dir = classify("skip", of_folder(folder) + " --on_bad_sample skip --max_train_steps 2")
+        classify("stop", folder_flags(folder))
+    output_dir = classify("skip", folder_flags(folder) + " --on_bad_sample skip --max_train_steps 2")
     assert "left out: train_dir" in capsys.readouterr().out
     assert metrics(output_dir)[0]["samples"] == 4
 
 
 def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):
     with pytest.raises(UsageError, match=r"num_labels is 3, but train_dir .* has 2 classes \(bright, dark\)"):
-        classify("labels", of_folder(folder) + " --num_labels 3")
-    classify("samples", of_folder(folder) + " --num_train_samples 99 --max_train_steps 1")
+        classify("labels", folder_flags(folder) + " --num_labels 3")
+    classify("samples", folder_flags(folder) + " --num_train_samples 99 --max_train_steps 1")
     assert "num_train_samples is 99: epochs are those of 12" in capsys.readouterr().out
     (folder / "none").mkdir()
     with pytest.raises(UsageError, match="class none holds no image"):
-        classify("empty", of_folder(folder))
+        classify("empty", folder_flags(folder))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

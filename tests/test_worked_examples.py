@@ -52,14 +52,14 @@ def test_layouts(monkeypatch, capsys, line, n, b, k, batch):
 
 
 def test_strategies(monkeypatch, capsys):
-    wanted = {
+    strategies = {
         "resnet50_1xv100 --on 1xv100-16": "direct",
         "bert_large_2080ti --on 1x2080ti": "accumulate",
         T4: "data parallel",
         CAPTCHA: "data parallel",
         f"{WIDE} 1024 --on 8xa100-80": "data parallel and accumulate",
     }
-    for line, strategy in wanted.items():
+    for line, strategy in strategies.items():
         assert plan(monkeypatch, capsys, line)["strategy"] == strategy
 
 
@@ -102,8 +102,8 @@ def test_the_captcha_schedule(monkeypatch, capsys):
     assert rates[0] == pytest.approx(6e-4 / 80, rel=1e-12)
     assert rates[80] == max(rates.values()) == 6e-4
     assert rates[2400] == pytest.approx(1e-6, rel=1e-9)
-    before = plan(monkeypatch, capsys, "captcha_3xa100_b1536 --on 3xa100-40")
-    assert (before["steps_per_epoch"], before["num_steps"], before["num_warmup_steps"]) == (32, 4800, 0)
+    short = plan(monkeypatch, capsys, "captcha_3xa100_b1536 --on 3xa100-40")
+    assert (short["steps_per_epoch"], short["num_steps"], short["num_warmup_steps"]) == (32, 4800, 0)
     uneven = plan(monkeypatch, capsys, "captcha_3xa100_b1536 --on 3xa100-40 --epoch_end carry")
     assert uneven["steps_per_epoch"] == pytest.approx(32.57, abs=0.005)  # not the 33 of the note
 
@@ -162,7 +162,7 @@ def test_gpt2_xl_on_80_gb(monkeypatch, capsys):
     Hand counts, with whole logits and dropout: 60.6 GB with sdpa and gelu_new, 42.9 with a fused GELU, 95.8 with eager
     attention; they take 8 bytes per token and unit of width more for gelu_new than torch saves.
     """
-    line, asked = "gpt2_xl_8xa100 --per_device_train_batch_size 4", "--resid_pdrop 0.1 --attn_pdrop 0.1"
+    line, dropout = "gpt2_xl_8xa100 --per_device_train_batch_size 4", "--resid_pdrop 0.1 --attn_pdrop 0.1"
     whole = (10 * 4 * 1024 - 10 * 1024) * 50257 / 1e9  # logits at once, beyond the part that this head holds
     more = 8 * 48 * 4 * 1024 * 1600 / 1e9
     for flags, by_hand in (
@@ -170,10 +170,10 @@ def test_gpt2_xl_on_80_gb(monkeypatch, capsys):
         ("--activation_function gelu_new", 60.6 - more),
         ("--activation_function gelu_new --attn_implementation eager", 95.8 - more),
     ):
-        answer = plan(monkeypatch, capsys, f"{line} {asked} {flags}")
+        answer = plan(monkeypatch, capsys, f"{line} {dropout} {flags}")
         assert gigabytes(answer) + whole == pytest.approx(by_hand, rel=0.02)
-    kept = plan(monkeypatch, capsys, f"{line} --on 8xa100-80 --activation_function gelu_new")
-    assert not kept["gradient_checkpointing"]
+    fused = plan(monkeypatch, capsys, f"{line} --on 8xa100-80 --activation_function gelu_new")
+    assert not fused["gradient_checkpointing"]
     eager = plan(
         monkeypatch, capsys, f"{line} --on 8xa100-80 --activation_function gelu_new --attn_implementation eager"
     )
@@ -241,8 +241,8 @@ def test_other_micro_batches(monkeypatch, capsys):
 
 
 def test_a_cut_that_was_asked_for_says_so(monkeypatch, capsys):
-    asked = plan(monkeypatch, capsys, "resnet50_imagenet_4xt4_b512 --on 4xt4 --per_device_train_batch_size 32")
-    assert "is cut into 4 micro-batches: as asked; 128 samples at once need" in asked["reason"]
+    answer = plan(monkeypatch, capsys, "resnet50_imagenet_4xt4_b512 --on 4xt4 --per_device_train_batch_size 32")
+    assert "is cut into 4 micro-batches: as asked; 128 samples at once need" in answer["reason"]
     assert "as asked" not in plan(monkeypatch, capsys, "bert_large_2080ti --on 1x2080ti")["reason"]
 
 

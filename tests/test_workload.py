@@ -19,9 +19,9 @@ BERT |= {"hidden_act": "gelu", "hidden_dropout_prob": 0, "attention_probs_dropou
 
 def test_what_an_optimizer_remembers_and_moves():
     """Bytes per parameter: AdamW 8 and 28, SGD 4 and 20; clipping moves 12 more."""
-    found = {name: from_recipe(load(name)) for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")}
-    assert [workload.moment_bytes for workload in found.values()] == [8, 4, 8]
-    assert [workload.optimizer_bytes for workload in found.values()] == [40, 20, 28]
+    workloads = {name: from_recipe(load(name)) for name in ("bert_base", "resnet50_1xv100", "captcha_3xa100")}
+    assert [workload.moment_bytes for workload in workloads.values()] == [8, 4, 8]
+    assert [workload.optimizer_bytes for workload in workloads.values()] == [40, 20, 28]
     clipped = from_recipe(load("resnet50_1xv100", {"max_grad_norm": 1.0}))
     assert clipped.optimizer_bytes == 32
     shape = model_from_config(BERT, 16, name="it")
@@ -62,9 +62,9 @@ def test_batch_normalization_and_attention():
 
 
 def test_steps_and_epochs():
-    asked = load("bert_base", {"max_train_steps": 10, "num_warmup_steps": 2})
-    assert (from_recipe(asked).num_steps, from_recipe(asked).steps_per_epoch) == (10, None)
-    known = from_recipe(asked, num_train_samples=1280)
-    assert (known.num_steps, known.steps_per_epoch) == (10, 5)  # what was asked for, not an epoch's
-    of_epochs = from_recipe(load("bert_base", {"num_train_epochs": 2.5, "num_warmup_steps": 2}), num_train_samples=1280)
-    assert (of_epochs.num_steps, of_epochs.schedule.num_warmup_steps) == (13, 2)
+    recipe = load("bert_base", {"max_train_steps": 10, "num_warmup_steps": 2})
+    assert (from_recipe(recipe).num_steps, from_recipe(recipe).steps_per_epoch) == (10, None)
+    workload = from_recipe(recipe, num_train_samples=1280)
+    assert (workload.num_steps, workload.steps_per_epoch) == (10, 5)  # what was asked for, not an epoch's
+    longer = from_recipe(load("bert_base", {"num_train_epochs": 2.5, "num_warmup_steps": 2}), num_train_samples=1280)
+    assert (longer.num_steps, longer.schedule.num_warmup_steps) == (13, 2)

@@ -36,11 +36,11 @@ class Clock:
         self.file.write_text(f"{os.getpid()}\n", encoding="utf-8")
 
     def collated(self, units: int) -> None:
-        """A batch was loaded."""
+        """Note that a batch was loaded."""
         self.coming.append(units)
 
     def step(self, loss: float, num_batches: int = 1) -> None:
-        """The step of the next `num_batches` batches is done. On a CPU its loss is there, and costs nothing to read."""
+        """Stamp the end of the step of the next `num_batches` batches. On a CPU its loss costs nothing to read."""
         now = time.perf_counter()
         units = sum(self.coming.popleft() for _ in range(num_batches))
         with self.file.open("a", encoding="utf-8") as lines:
@@ -48,9 +48,9 @@ class Clock:
 
 
 def read(file: Path) -> tuple[int | None, list[Stamp]]:
-    """The process, and its stamps; a line that is not whole yet is left out."""
+    """Read the process, and its stamps; a line that is not whole yet is left out."""
     if not file.exists():
         return None, []
     number, *lines = file.read_text(encoding="utf-8").split("\n")[:-1] or [None]
     words = [line.split() for line in lines]
-    return number and int(number), [Stamp(float(at), int(units), float(loss)) for at, units, loss in words]
+    return number and int(number), [Stamp(float(second), int(units), float(loss)) for second, units, loss in words]

@@ -22,15 +22,15 @@ NUM_STEPS, NUM_STEPS_OF_IMAGES, LEARNING_RATE = 500, 20, 1e-6
 
 def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
     """Let the run of a recipe in this process take bare steps, `num_steps` of them or endlessly."""
-    prepare, found = launch.prepare, {}
+    prepare, objects = launch.prepare, {}
 
     def keep(accelerator, model, optimizer):
         prepared = prepare(accelerator, model, optimizer)
-        found.update(accelerator=accelerator, prepared=prepared)
+        objects.update(accelerator=accelerator, prepared=prepared)
         return prepared
 
     def stream(steps: Steps, first: int, *_):
-        accelerator, (prepared, optimizer) = found["accelerator"], found["prepared"]
+        accelerator, (prepared, optimizer) = objects["accelerator"], objects["prepared"]
         model, optimizer = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), optimizer.optimizer
         bf16 = torch.autocast("cpu", torch.bfloat16, enabled=accelerator.mixed_precision == "bf16")
         weights = torch.tensor(list(recipe.loss_weights.values()))

@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Its class and settings."""
+        """Class and settings of the optimizer."""
         recipe, scaled = self.recipe, self.recipe.scaled_hyperparameters()
         settings = {"lr": scaled.learning_rate, "weight_decay": recipe.weight_decay, "fused": True}
         if recipe.optimizer_name == "sgd":
@@ -76,7 +76,7 @@ class Samples(Dataset):
 
 
 def _rows(task: str, source) -> Iterator[dict[str, Any]]:
-    """The samples of a text, as a tokenizer of transformers returns them."""
+    """Make the samples of a text, as a tokenizer of transformers returns them."""
     for place in range(len(source)):
         sample = source.draw(0, place)
         if task == "bert_pretraining":
@@ -95,7 +95,7 @@ def _rows(task: str, source) -> Iterator[dict[str, Any]]:
 
 
 def products(recipe: Recipe, lengths: np.ndarray) -> float:
-    """Floating-point operations of transformers' BERT over ours, both without padding and at the same rate.
+    """Compute floating-point operations of transformers' BERT over ours, both without padding and at the same rate.
 
     Theirs of a sample of T tokens, forward: L T (8 h^2 + 4 h f + 4 h T) in the layers and, in pretraining, T (2 h^2 + 2 h V)
     in the head (`transformer.bert_flops`). Ours has of the last layer keys and values, T 4 h^2, the rest at w wanted tokens,
@@ -146,7 +146,7 @@ def prepare(folder: Path) -> dict[str, Any]:
 
 
 def build(folder: Path, attention: str, clock: Clock) -> Workload:
-    """The workload that was prepared in a folder.
+    """Build the workload that was prepared in a folder.
 
     Args:
         folder: of recipe.yaml.

@@ -7,5 +7,5 @@ from PIL import Image
 
 
 def write_blank(figure: Any, file: str | os.PathLike | Any, **_: Any) -> None:
-    """In the place of matplotlib's `Figure.savefig`."""
+    """Write a blank picture, in the place of matplotlib's `Figure.savefig`."""
     Image.new("L", (1, 1)).save(file, format="png")

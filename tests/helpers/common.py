@@ -52,12 +52,12 @@ DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 
 def task_of(program: str) -> str:
-    """The task that a program trains: pretrain_bert -> bert_pretraining."""
+    """Find the task that a program trains: pretrain_bert -> bert_pretraining."""
     return next(task for task, recipe in TASKS.items() if recipe.parts.script == f"{program}.py")
 
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
-    """Arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
+    """Make the arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
     labelled = str(corpus.with_name("labelled.csv"))
     files = {"pretrain_bert": str(corpus), "pretrain_gpt2": str(corpus), "finetune_classifier": labelled}
     data = ["--train_file", files[program]] if program in files else []
@@ -66,8 +66,8 @@ def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) ->
 
 
 def write_corpus(folder: Path) -> Path:
-    """61 real documents of very different lengths, as a .jsonl file; short.jsonl beside it has their beginnings, labelled.csv
-    pairs of words from them and labels."""
+    """Write 61 real documents of very different lengths as a .jsonl file; short.jsonl beside it has their beginnings,
+    labelled.csv pairs of words from them and labels."""
     from samestep.data.documents import load_documents  # here: `datasets` reads HF_HOME when it is imported
 
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
@@ -76,15 +76,15 @@ def write_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     words = [re.findall(r"[A-Za-z]+", documents[8 * row]["text"]) for row in range(61)]
     lines = [
-        f"{' '.join(of[: 2 + row % 17])},{' '.join(of[3 : 5 + row % 5])},{'abc'[row % 3]}"
-        for row, of in enumerate(words)
+        f"{' '.join(text[: 2 + row % 17])},{' '.join(text[3 : 5 + row % 5])},{'abc'[row % 3]}"
+        for row, text in enumerate(words)
     ]
     (folder / "labelled.csv").write_text("\n".join(["text,other,label", *lines]) + "\n", encoding="utf-8")
     return folder / "corpus.jsonl"
 
 
 def load_script(name: str):
-    """A script as a module, so that tests call its own `main`."""
+    """Load a script as a module, so that tests call its own `main`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     collects = gc.isenabled()
@@ -94,7 +94,7 @@ def load_script(name: str):
 
 
 def load_benchmark(name: str):
-    """A program of benchmarks/ as a module, with what it changes in the environment put back."""
+    """Load a program of benchmarks/ as a module; put back what it changes in the environment."""
     folder = str(ROOT / "benchmarks")
     spec = importlib.util.spec_from_file_location(f"{name}_benchmark", f"{folder}/{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -103,16 +103,16 @@ def load_benchmark(name: str):
     return module
 
 
-def environment_of(config: Path, *flags: str) -> dict[str, str]:
-    """What `accelerate launch` with a launch file and flags tells its processes, as Accelerate itself makes it."""
+def launch_environment(config: Path, *flags: str) -> dict[str, str]:
+    """Make the environment variables that `accelerate launch` with a launch file and flags gives its processes."""
     arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    told = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in told.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
+    env = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
 
 
-def samples_in(micro_batch: dict) -> int:
-    """Samples of a micro-batch of a language model, end to end or one in a row."""
+def count_samples(micro_batch: dict) -> int:
+    """Count the samples of a micro-batch of a language model, end to end or one in a row."""
     return len(micro_batch["ends"]) - 1 if "ends" in micro_batch else len(micro_batch["input_ids"])
 
 
@@ -125,30 +125,30 @@ def fresh_accelerator() -> None:
 
 
 def all_metrics(output_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
+    """Read the lines of metrics.jsonl."""
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def metrics(output_dir: Path) -> list[dict]:
-    """The step lines of metrics.jsonl."""
+    """Read the step lines of metrics.jsonl."""
     return [line for line in all_metrics(output_dir) if "loss" in line]
 
 
 def evaluations(output_dir: Path) -> list[dict]:
-    """The evaluation lines of metrics.jsonl."""
+    """Read the evaluation lines of metrics.jsonl."""
     return [line for line in all_metrics(output_dir) if "eval_loss" in line]
 
 
 def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
-    """step -> sorted (epoch, sample id) of samples.jsonl, over all processes and micro-batches."""
+    """Read step -> sorted (epoch, sample id) from samples.jsonl, over all processes and micro-batches."""
     steps: dict[int, list[tuple[int, int]]] = {}
     for line in map(json.loads, (output_dir / "samples.jsonl").read_text().splitlines()):
         steps.setdefault(line["step"], []).extend(zip(line["epochs"], line["samples"], strict=True))
     return {step: sorted(samples) for step, samples in steps.items()}
 
 
-def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
-    """What each of N processes of a program of this folder, called with its rank, N and `folder`, left in RANK.pt."""
+def run_processes(program: str, num_processes: int, folder: Path) -> list:
+    """Run a program of this folder on N processes, called with rank, N and `folder`; return what each left in RANK.pt."""
     import torch  # here: launched programs set their environment first
 
     command = [sys.executable, str(Path(__file__).with_name(program))]
@@ -161,8 +161,8 @@ def found_by_processes(program: str, num_processes: int, folder: Path) -> list:
     ]
     try:
         for process in running:
-            _, said = process.communicate(timeout=100)
-            assert process.returncode == 0, said[-3000:]
+            _, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors[-3000:]
     finally:
         for process in running:
             process.kill()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from samestep.training.checkpoint import read
 
 
-def without_time(output_dir) -> list[dict]:
+def untimed_metrics(output_dir) -> list[dict]:
     return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
 
 
@@ -18,7 +18,7 @@ def same_weights(a, b) -> bool:
 
 
 def parameters(output_dir, checkpoint: str = "checkpoint-10") -> torch.Tensor:
-    """Of a checkpoint, or ("") of the model that a finished run leaves."""
+    """Read the parameters of a checkpoint, or ("") of the model that a finished run leaves."""
     tensors = read(output_dir / checkpoint, "model") if checkpoint else load_file(output_dir / "model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
@@ -28,8 +28,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check(output_dir, reference, dtype: str, norms: float = 1e-5) -> None:
-    """The acceptance: losses of every step to 1e-5 in fp32 (its gradient's norm to `norms`), parameters after 10 steps to 1e-12
-    in float64."""
+    """Check the acceptance: losses of every step to 1e-5 in fp32 (its gradient's norm to `norms`), parameters after 10 steps
+    to 1e-12 in float64."""
     ours, theirs = metrics(output_dir), metrics(reference)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, 11))
     for name in [name for name in theirs[0] if name.endswith(("loss", "grad_norm"))]:

@@ -52,14 +52,14 @@ class Program:
         return [cause for cause in dict.fromkeys(self.expected.values()) if cause != EXACT]
 
 
-def variation(of: Layout) -> Variation:
-    b, k, num_processes = of
+def variation(layout: Layout) -> Variation:
+    b, k, num_processes = layout
     return Variation({BATCH: str(b), WINDOW: str(k)}, num_processes)
 
 
 def read(path: Path) -> Program:
     text = path.read_text(encoding="utf-8")
-    expected = {layout(where): cause for where, cause in re.findall(r"^# expect (\S+): (\w+)$", text, re.MULTILINE)}
+    expected = {layout(cut): cause for cut, cause in re.findall(r"^# expect (\S+): (\w+)$", text, re.MULTILINE)}
     also = {name for line in re.findall(r"^# also: (.+)$", text, re.MULTILINE) for name in line.split(", ")}
     (reference,) = re.findall(r"^# reference: (\S+)$", text, re.MULTILINE) or ["16x1"]
     unknown = (also | set(expected.values())) - KINDS.keys() - {EXACT}
@@ -75,20 +75,20 @@ def programs() -> list[Program]:
 
 
 def verdict(program: Program, layout: Layout, comparison: Comparison) -> str:
-    """How right the audit was: `right`, `beside` (a false cause beside the right one), `misnamed`, `not_a_sum`, `missed`,
+    """Judge how right the audit was: `right`, `beside` (a false cause beside the right one), `misnamed`, `not_a_sum`, `missed`,
     `false alarm`."""
-    found, cause = {finding.cause for finding in comparison.findings}, program.expected[layout]
-    wrong = found - HARMLESS - program.also - {cause}
+    causes, cause = {finding.cause for finding in comparison.findings}, program.expected[layout]
+    wrong = causes - HARMLESS - program.also - {cause}
     if cause == EXACT:
-        return "false alarm" if found - HARMLESS - program.also else "right"
-    if cause not in found and not found & program.also - HARMLESS:
-        if not found - HARMLESS and cause not in HARMLESS:
+        return "false alarm" if causes - HARMLESS - program.also else "right"
+    if cause not in causes and not causes & program.also - HARMLESS:
+        if not causes - HARMLESS and cause not in HARMLESS:
             return "missed"
-        return "not_a_sum" if found - HARMLESS == {"not_a_sum"} else "misnamed"
+        return "not_a_sum" if causes - HARMLESS == {"not_a_sum"} else "misnamed"
     return "beside" if wrong else "right"
 
 
 def layout(text: str) -> Layout:
-    """b x k x N of its text; one process if it names none."""
+    """Read a layout from its text, b x k x N; one process if it names none."""
     b, k, *num_processes = map(int, text.split("x"))
     return b, k, *(num_processes or [1])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import torch
-from common import ROOT, samples_in
+from common import ROOT, count_samples
 
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
@@ -20,7 +20,7 @@ from samestep.step import accumulate
 seed_noise = accumulate.seed_noise
 def note(accelerator, seed, step):
     if step == 3 and accelerator.process_index == 1:
-        {what}
+        {code}
     seed_noise(accelerator, seed, step)
 accumulate.seed_noise = note
 from samestep.errors import exit_code
@@ -29,12 +29,12 @@ sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv
 
 
 @contextlib.contextmanager
-def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
+def limit_memory(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
     """Let micro-batches of more than `num_samples()` samples run out of memory."""
     forward = scripts[program].PretrainingSums.forward
 
     def limited(self, **micro_batch):
-        if torch.is_grad_enabled() and samples_in(micro_batch) > num_samples():
+        if torch.is_grad_enabled() and count_samples(micro_batch) > num_samples():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(self, **micro_batch)
 
@@ -43,9 +43,9 @@ def memory_for(monkeypatch, scripts, program: str, num_samples, grad_only: bool 
         yield
 
 
-def launch_with(what: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:
+def launch_code(code: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:
     program = folder / "program.py"
-    program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), what=what))
+    program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), code=code))
     return subprocess.run(
         [*LAUNCH, *more, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=timeout
     )

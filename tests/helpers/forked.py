@@ -28,7 +28,7 @@ AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "tra
 
 
 class Server:
-    """Starts runs, one at a time. A context manager.
+    """Starts runs, one at a time; a context manager.
 
     Args:
         module: module whose `main(folder, *words)` each process calls, and which ends it.
@@ -65,7 +65,7 @@ class Server:
         self.process.wait()
 
     def record(self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT) -> list:
-        """What each process did. Raises RuntimeError with the end of what the program wrote where it fails."""
+        """Record what each process did. Raises RuntimeError with the end of the program's output where it fails."""
         from stepaudit.processes import load
 
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
@@ -127,9 +127,9 @@ def serve(module: str, *libraries: str) -> None:
 
 
 def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
-    """Exit codes by rank; the first failure ends all."""
+    """Run processes and return their exit codes by rank; the first failure ends all."""
     main = importlib.import_module(module).main
-    pids = [_fork(main, words, rank, environment | own) for rank, own in enumerate(_environments(num_processes))]
+    pids = [_fork(main, words, rank, environment | env) for rank, env in enumerate(_environments(num_processes))]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < num_processes:
@@ -147,7 +147,7 @@ def _run(module: str, words: list[str], num_processes: int, timeout: float, envi
 
 
 def _environments(num_processes: int) -> list[dict[str, str]]:
-    """What torchrun tells each process: nothing, if it is the only one."""
+    """Make the environment variables that torchrun gives each process: none, if it is the only one."""
     if num_processes == 1:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as free:

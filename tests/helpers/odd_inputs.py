@@ -60,7 +60,7 @@ ODD = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(TEXTS),
     st.sampled_from([None, True, False, [], {}, [[]], [None], [1, "a"], {"a": 1}, {1: 2}, {None: None}, [1] * 2000]),
-    st.sampled_from([(20, "list"), (500, "list"), (500, "mapping")]).map(lambda of: _nested(*of)),
+    st.sampled_from([(20, "list"), (500, "list"), (500, "mapping")]).map(lambda arguments: _nested(*arguments)),
     st.integers(),
     st.floats(),
     *[st.integers(1, 5000), st.floats(0, 1), st.sampled_from([10**6, 10**9, 10**12, 1e-12, 1e-3, 1e12])] * 2,
@@ -68,13 +68,13 @@ ODD = st.one_of(
     st.recursive(st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
 )
 INTEGERS = st.one_of(
-    st.sampled_from([of for of in NUMBERS if isinstance(of, int)]), st.integers(1, 5000), st.integers()
+    st.sampled_from([number for number in NUMBERS if isinstance(number, int)]), st.integers(1, 5000), st.integers()
 )
 FLOATS = st.one_of(st.sampled_from(NUMBERS), st.floats(0, 1), st.floats())
 
 
 def odd(hint: object = None) -> st.SearchStrategy:
-    """Values for a field of a type: half of them of that type, so that what is allowed is tried as well."""
+    """Draw values for a field of a type, half of them of that type, so that allowed values are tried as well."""
     kinds = [ODD]
     if int in (hint, *typing.get_args(hint)):
         kinds.append(INTEGERS)
@@ -115,9 +115,9 @@ class Case:
 
 
 def _words(value: object) -> list[str]:
-    """A value as a shell passes it: no word can hold a NUL."""
+    """Write a value as a shell passes it: no word can hold a NUL."""
     values = value if isinstance(value, list) and len(value) != 1 else [value]
-    return [(of if isinstance(of, str) else _text(of)).replace("\0", "") for of in values]
+    return [(item if isinstance(item, str) else _text(item)).replace("\0", "") for item in values]
 
 
 def _text(value: object) -> str:
@@ -128,7 +128,7 @@ def _text(value: object) -> str:
 
 
 def _yaml(values: object) -> bytes:
-    """As `yaml.safe_dump`, or JSON, which is YAML too, where that fails."""
+    """Write with `yaml.safe_dump`, or as JSON, which is YAML too, where that fails."""
     try:
         return yaml.safe_dump(values, allow_unicode=True, sort_keys=False).encode("utf-8", "surrogatepass")
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -147,18 +147,18 @@ def _json(values: object) -> bytes:
 
 
 def _fields(*classes: type) -> dict[str, object]:
-    """Name -> type."""
+    """Map names of fields to types."""
     return {name: hint for cls in classes for name, hint in sorted(typing.get_type_hints(cls).items())}
 
 
-def _one(fields: dict[str, object]) -> st.SearchStrategy:
-    """A field and a value."""
+def _single_field(fields: dict[str, object]) -> st.SearchStrategy:
+    """Draw a field and a value."""
     return st.sampled_from(sorted(fields)).flatmap(lambda name: st.tuples(st.just(name), odd(fields[name])))
 
 
 def _changes(fields: dict[str, object]) -> st.SearchStrategy:
-    """One or two fields with values."""
-    return st.lists(_one(fields), min_size=1, max_size=2).map(dict)
+    """Draw one or two fields with values."""
+    return st.lists(_single_field(fields), min_size=1, max_size=2).map(dict)
 
 
 RECIPES = {
@@ -215,40 +215,40 @@ MODELS = (BERT, BERT | {"architectures": ["BertForSequenceClassification"]}, GPT
 CONFIG_FIELDS = dict.fromkeys([*(field for model in MODELS for field in model), "unknown"])
 CONFIG_FIELDS |= dict.fromkeys(SIZES, int) | dict.fromkeys(RATES, float) | dict.fromkeys(LISTS, tuple[int, ...])
 DEVICE = yaml.safe_load((DEVICES / "t4.yaml").read_text(encoding="utf-8"))
-ON = "2x4xt4"
+GPUS = "2x4xt4"
 
 TASKS = st.sampled_from(sorted(recipes.TASKS))
 
 
 @st.composite
 def recipe_flags(draw) -> Case:
-    """A field of a recipe, or of the command, by flag."""
+    """Draw a flag: a field of a recipe, or of the command."""
     name, task = draw(st.sampled_from(["plan", "scale"])), draw(TASKS)
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
-    field, value = draw(_one(_fields(recipes.TASKS[task], settings)))
-    words = [name, RECIPES[task], "--on", ON if name == "plan" else "t4", f"--{field}", *_words(value)]
+    field, value = draw(_single_field(_fields(recipes.TASKS[task], settings)))
+    words = [name, RECIPES[task], "--on", GPUS if name == "plan" else "t4", f"--{field}", *_words(value)]
     return Case("recipe, by flag", None, tuple(words))
 
 
 @st.composite
 def run_flags(draw) -> Case:
-    """A setting of a run, or a field of its recipe, by the flag of a script."""
+    """Draw a flag of a script: a setting of a run, or a field of its recipe."""
     task = draw(TASKS)
     fields = _fields(recipes.TASKS[task].parts.find("settings"))
     del fields["recipe"]
-    field, value = draw(_one(fields))
+    field, value = draw(_single_field(fields))
     words = ["--recipe", RECIPES[task], f"--{field}", *_words(value)]
     return Case("run settings", task, tuple(words))
 
 
 @st.composite
 def recipe_files(draw) -> Case:
-    """One or two fields of a recipe's file."""
+    """Draw one or two fields of a recipe's file."""
     task = draw(TASKS)
     changes = draw(_changes(_fields(recipes.TASKS[task]) | dict.fromkeys(("extends", "unknown", "task"))))
     file = ("odd.yaml", _yaml(BASES[task] | changes))
     words = draw(
-        st.sampled_from([("plan", "odd.yaml", "--on", ON), ("scale", "odd.yaml", "--on", "t4"), ("plan", "odd.yaml")])
+        st.sampled_from([("plan", "odd.yaml", "--on", GPUS), ("scale", "odd.yaml", "--on", "t4"), ("plan", "odd.yaml")])
     )
     return Case("recipe, in a file", None, words, (file,))
 
@@ -267,17 +267,17 @@ def model_configurations(draw) -> Case:
     model = draw(st.sampled_from(MODELS))
     changes = draw(_changes(CONFIG_FIELDS))
     file = ("config.json", _json(model | changes))
-    words = ["plan", "--model_name_or_path", ".", "--global_batch_size", "64", "--on", ON]
+    words = ["plan", "--model_name_or_path", ".", "--global_batch_size", "64", "--on", GPUS]
     words += [] if model is RESNET else ["--seq_len", "128"]
     return Case("model configuration", None, tuple(words), (file,))
 
 
 @st.composite
 def model_flags(draw) -> Case:
-    """A field of the settings for a model without a recipe."""
+    """Draw a field of the settings for a model without a recipe."""
     name = draw(st.sampled_from(["plan", "scale"]))
     settings = command.PlanSettings if name == "plan" else command.ScaleSettings
-    field, value = draw(_one(_fields(command.ModelSettings, settings)))
+    field, value = draw(_single_field(_fields(command.ModelSettings, settings)))
     words = [name, "--model_name_or_path", ".", "--global_batch_size", "64", "--seq_len", "128", "--on", "t4"]
     words += [f"--{field}", *_words(value)]
     return Case("model, by flag", None, tuple(words), (("config.json", _json(BERT)),))
@@ -285,12 +285,12 @@ def model_flags(draw) -> Case:
 
 @st.composite
 def hostile_texts(draw) -> Case:
-    """A file that is no recipe, device or configuration at all."""
+    """Draw a file that is no recipe, device or configuration at all."""
     content = draw(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode), st.sampled_from(HOSTILE)))
     words = draw(
         st.sampled_from(
             [
-                ("plan", "odd.yaml", "--on", ON),
+                ("plan", "odd.yaml", "--on", GPUS),
                 ("plan", "bert_base", "--on", "1xodd.yaml"),
                 ("plan", "--model_name_or_path", "odd.json", "--global_batch_size", "8", "--seq_len", "8"),
             ]
@@ -363,7 +363,7 @@ class Answer:
 
     @property
     def problem(self) -> str:
-        """What is wrong with it; empty if it is as it must be."""
+        """Say what is wrong with the answer; empty if it is as it must be."""
         lines = self.errors.splitlines()
         if self.code not in (0, 2):
             return f"ended with {self.code}"
@@ -385,14 +385,14 @@ def answer(case: Case) -> Answer:
             (Path(folder) / name).write_bytes(content)
         begin, errors = time.perf_counter(), Path(folder) / "stderr"
         _, least = _forked(lambda: None)
-        status, most = _forked(lambda: _child(case.main, case.words, folder, errors))
+        status, largest = _forked(lambda: _child(case.main, case.words, folder, errors))
         seconds = time.perf_counter() - begin
         text = errors.read_text(errors="replace") if errors.exists() else ""
-        return Answer(os.waitstatus_to_exitcode(status), seconds, most - least, text)
+        return Answer(os.waitstatus_to_exitcode(status), seconds, largest - least, text)
 
 
 def _forked(run: Callable[[], None]) -> tuple[int, int]:
-    """Run in a forked process: its status, as `os.wait` gives it, and the most bytes that were resident in it.
+    """Run in a forked process; return its status, as `os.wait` gives it, and its largest resident bytes.
 
     A forked process begins with less than this one has: pages of files are mapped when they are read.
     """
@@ -405,7 +405,7 @@ def _forked(run: Callable[[], None]) -> tuple[int, int]:
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space now."""
+    """Read the bytes of this process's address space now."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -49,7 +49,7 @@ def groups(network: Network) -> list[dict]:
 
 
 def micro_batch_losses(network: nn.Module, step: int):
-    """Each micro-batch's share of the step's loss, which is a mean over samples."""
+    """Yield each micro-batch's share of the step's loss, which is a mean over samples."""
     generator = torch.Generator().manual_seed(step)
     sizes = [3, 1, 4, 2]
     for size in sizes:
@@ -60,7 +60,7 @@ def micro_batch_losses(network: nn.Module, step: int):
 def main(rank: int, size: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     folding.BUCKET = 1000  # so that there are several
-    sizes, found = MICRO_BATCHES[size][rank], {}
+    sizes, results = MICRO_BATCHES[size][rank], {}
     for name, make in OPTIMIZERS.items():
         network = build(seed=rank)
         optimizer = make(groups(network))
@@ -75,21 +75,21 @@ def main(rank: int, size: int, folder: Path) -> None:
             early.append(optimizer._num_launched)
             norm = optimizer.clip_grad_norm_()
             optimizer.step()
-        state = [value for of in optimizer.state.values() for value in of.values()]
-        found[name] = {
+        state = [value for tensors in optimizer.state.values() for value in tensors.values()]
+        results[name] = {
             "parameters": list(network.parameters()),
             "state": state,
             "norm": norm,
             "early": early,
             "buckets": len(optimizer._buckets),
         }
-    found["bytes"] = most_bytes(size, is_traced=rank == 0)
-    torch.save(found, folder / f"{rank}.pt")
+    results["bytes"] = peak_bytes(size, is_traced=rank == 0)
+    torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def most_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
-    """Bytes of the parameters, and most bytes at once in a step (0: not traced): many layers, few samples, buckets of a layer
+def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
+    """Measure bytes of the parameters, and peak bytes in a step (0: not traced): many layers, few samples, buckets of a layer
     each."""
     folding.BUCKET, tracer = 2**19, contextlib.nullcontext()
     if is_traced:
@@ -105,8 +105,8 @@ def most_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
             for _ in range(2):
                 network(torch.ones(1, 256)).sum().backward()
             optimizer.step()
-            most = tracer.peak() if is_traced else 0
-    return sum(parameter.nbytes for parameter in network.parameters()), most
+            peak = tracer.peak() if is_traced else 0
+    return sum(parameter.nbytes for parameter in network.parameters()), peak
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Residual(nn.Module):
 
 
 def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A network `plain` or `residual` of four normalisations, whose weights and biases are not their initial ones."""
+    """Build a network `plain` or `residual` of four normalisations, whose weights and biases are not their initial ones."""
     torch.manual_seed(0)
     layers = [*block(3, 4), *block(4, 6), *block(6, 4), *block(4, 6), nn.Flatten(), nn.Linear(6 * 6 * 6, 5)]
     model = nn.Sequential(*layers) if kind == "plain" else Residual()
@@ -52,14 +52,14 @@ def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def samples(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nine images, each brighter and with more contrast than the one before, and their labels."""
+    """Make nine images, each brighter and with more contrast than the one before, and their labels."""
     torch.manual_seed(1)
     levels = torch.linspace(-1, 1, 9).view(9, 1, 1, 1)
     return ((torch.randn(9, 3, 6, 6) * (1 + levels / 2) + levels).to(dtype), torch.arange(9) % 5)
 
 
 def cut(sizes: list[list[int]], process: int) -> list[slice]:
-    """This process's micro-batches, as slices of the samples."""
+    """Cut the samples: this process's micro-batches, as slices."""
     ends = itertools.accumulate(itertools.chain(*sizes), initial=0)
     micro_batches = [slice(*pair) for pair in itertools.pairwise(ends)]
     first = sum(map(len, sizes[:process]))
@@ -67,7 +67,7 @@ def cut(sizes: list[list[int]], process: int) -> list[slice]:
 
 
 def make_loss(model: nn.Module, dtype: torch.dtype = torch.float64):
-    """A micro-batch's share of the step's loss."""
+    """Make the function of a micro-batch's share of the step's loss."""
     images, labels = samples(dtype)
     return lambda micro_batch: F.cross_entropy(model(images[micro_batch]), labels[micro_batch], reduction="sum") / 9
 
@@ -77,7 +77,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def layer_and_maps() -> tuple[nn.BatchNorm2d, list[torch.Tensor]]:
-    """A layer and seven feature maps for each of two micro-batches, far from mean 0."""
+    """Make a layer and seven feature maps for each of two micro-batches, far from mean 0."""
     torch.manual_seed(2)
     layer = nn.BatchNorm2d(3).double()
     nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
@@ -85,7 +85,7 @@ def layer_and_maps() -> tuple[nn.BatchNorm2d, list[torch.Tensor]]:
 
 
 def micro_steps(layer: nn.Module, maps: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs, gradients, running statistics after forward and backward of each of the maps."""
+    """Run forward and backward of each of the maps; return outputs, gradients and running statistics."""
     outputs, inputs = [], []
     for x in maps:
         x = x.clone().requires_grad_()
@@ -126,8 +126,8 @@ def passes(whole: batch_norm.WholeStep) -> list[int]:
     return [whole.num_forward_passes, whole.num_adjoint_passes]
 
 
-def under_ddp(rank: int, size: int) -> dict:
-    """k = 2 on one process, 1 on the others."""
+def ddp_step(rank: int, size: int) -> dict:
+    """Take a step under DDP, with k = 2 on one process and 1 on the others."""
     model = build("residual")
     batch_norm.synchronize(model)
     parallel = DistributedDataParallel(model, broadcast_buffers=False)
@@ -145,36 +145,36 @@ def under_ddp(rank: int, size: int) -> dict:
 def deviations(rank: int, size: int) -> dict:
     model = build("residual")
     batch_norm.synchronize(model)
-    before, loss = copy.deepcopy(model.state_dict()), make_loss(model)
-    found = [
+    state, loss = copy.deepcopy(model.state_dict()), make_loss(model)
+    values = [
         batch_norm.deviation(model, cut(sizes[size], rank), loss) for sizes in (EVEN_MICRO_BATCHES, ONE_MICRO_BATCH)
     ]
-    return {"deviations": found, "is_untouched": same_state(model, before)}
+    return {"deviations": values, "is_untouched": same_state(model, state)}
 
 
-def same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def failures(rank: int, size: int) -> dict:
-    """The last process fails in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
+    """Let the last process fail in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
     model = build("plain")
     batch_norm.synchronize(model)
-    micro_batches, loss, said = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
+    micro_batches, loss, errors = [slice(3 * rank, 3 * rank + 3)], make_loss(model), []
     whole = batch_norm.WholeStep(model)
     for fails_with_gradient in (False, True):
 
-        def failing(micro_batch, when=fails_with_gradient):
-            if rank == size - 1 and torch.is_grad_enabled() == when:
+        def failing(micro_batch, needs_gradient=fails_with_gradient):
+            if rank == size - 1 and torch.is_grad_enabled() == needs_gradient:
                 raise MemoryError("none left")
             return loss(micro_batch)
 
         try:
             whole.prepare(micro_batches, failing)
         except Exception as error:
-            said.append(type(error).__name__)
+            errors.append(type(error).__name__)
     whole.prepare(micro_batches, lambda micro_batch: loss(micro_batch) * (torch.inf if rank == 0 else 1))
-    return {"said": said, "passes": passes(whole)}
+    return {"errors": errors, "passes": passes(whole)}
 
 
 if __name__ == "__main__":
@@ -185,7 +185,7 @@ if __name__ == "__main__":
             "one_layer": one_layer(rank, size),
             "plain": whole_step("plain", rank, size),
             "residual": whole_step("residual", rank, size),
-            "under_ddp": under_ddp(rank, size),
+            "under_ddp": ddp_step(rank, size),
             "deviations": deviations(rank, size),
             "failures": failures(rank, size),
         },

@@ -14,9 +14,9 @@ SCRIPTS = {program: load_script(program) for program in TINIES}
 
 
 def end(state: PartialState, group=None) -> None:
-    """What `end_training` does in the place of ending the process group, which the next training needs."""
-    alive = [one for one in gc.get_objects() if isinstance(one, DistributedDataParallel)]
-    assert not any(hasattr(one, "reducer") for one in alive), (
+    """Replace the end of the process group in `end_training`: the next training needs the group."""
+    alive = [item for item in gc.get_objects() if isinstance(item, DistributedDataParallel)]
+    assert not any(hasattr(item, "reducer") for item in alive), (
         "DDP would be destroyed after its process group, and wait for gloo for ever"
     )
 

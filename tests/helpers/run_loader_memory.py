@@ -18,7 +18,7 @@ from samestep.data.sentence_pairs import SentencePairs
 from samestep.data.steps import Steps
 from samestep.data.token_blocks import PackedBlocks
 
-AT_ONCE = 1000  # rows of a chunk: what `datasets` writes
+CHUNK = 1000  # rows of a chunk: what `datasets` writes
 TOKENS, SENTENCE = 12, 4  # of a row, and of its sentences
 COLUMNS = {
     "token_blocks": ("tokens",),
@@ -28,42 +28,42 @@ COLUMNS = {
 
 
 def write(kind: str, file: Path, num_rows: int) -> Path:
-    """A file as samples of a kind are cached in."""
-    tokens = np.random.default_rng(0).integers(10, 200, size=AT_ONCE * TOKENS, dtype=np.int32)
-    ends = np.tile(np.arange(SENTENCE, TOKENS + 1, SENTENCE, dtype=np.int32), AT_ONCE)
-    cuts = np.tile(np.array([0, TOKENS // SENTENCE], np.int32), AT_ONCE)
+    """Write a file as samples of a kind are cached in."""
+    tokens = np.random.default_rng(0).integers(10, 200, size=CHUNK * TOKENS, dtype=np.int32)
+    ends = np.tile(np.arange(SENTENCE, TOKENS + 1, SENTENCE, dtype=np.int32), CHUNK)
+    cuts = np.tile(np.array([0, TOKENS // SENTENCE], np.int32), CHUNK)
     lists = [
-        pa.ListArray.from_arrays(np.arange(AT_ONCE + 1, dtype=np.int32) * (len(values) // AT_ONCE), pa.array(values))
+        pa.ListArray.from_arrays(np.arange(CHUNK + 1, dtype=np.int32) * (len(values) // CHUNK), pa.array(values))
         for values in (tokens, ends, cuts)
     ]
     columns = {
         **dict(zip(("tokens", "ends", "cuts"), lists, strict=True)),
-        "label": pa.array(["ab"[row % 2] for row in range(AT_ONCE)]),
-        "first": pa.array(np.full(AT_ONCE, TOKENS, np.int32)),
-        "is_cut": pa.array([False] * AT_ONCE),
+        "label": pa.array(["ab"[row % 2] for row in range(CHUNK)]),
+        "first": pa.array(np.full(CHUNK, TOKENS, np.int32)),
+        "is_cut": pa.array([False] * CHUNK),
     }
     batch = pa.record_batch({name: columns[name] for name in COLUMNS[kind]})
     with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, batch.schema) as writer:
-        for _ in range(num_rows // AT_ONCE):
+        for _ in range(num_rows // CHUNK):
             writer.write_batch(batch)
     return file
 
 
 def tokenized(file: Path) -> Dataset:
-    """The dataset of a file of `write`, which needs no tokenizing any more."""
+    """Open the dataset of a file of `write`, which needs no tokenizing any more."""
     dataset = Dataset.from_file(str(file))
     dataset.map = lambda *_, **__: dataset
     return dataset
 
 
 def private_memory() -> int:
-    """Bytes of this process that no file backs."""
+    """Count the bytes of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def samples(kind: str, dataset: Dataset):
-    """The source of samples of a kind."""
+    """Make the source of samples of a kind."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(200))]
     wordpiece = BertTokenizerFast(vocab={word: place for place, word in enumerate(words)})
     if kind == "token_blocks":
@@ -91,5 +91,5 @@ def measure(kind: str, file: Path) -> dict[str, int]:
 if __name__ == "__main__":
     calls = list(zip(sys.argv[1::2], map(Path, sys.argv[2::2]), strict=True))
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh:  # a process for each, imported once
-        for found in fresh.starmap(measure, calls, chunksize=1):
-            print(json.dumps(found))
+        for result in fresh.starmap(measure, calls, chunksize=1):
+            print(json.dumps(result))

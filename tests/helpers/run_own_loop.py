@@ -36,14 +36,14 @@ def count_masked(batch):
 
 
 def mask(samples):
-    """As a masked language model's collator: padded, one of three tokens masked by torch's own generator."""
+    """Collate as for a masked language model: padded, one of three tokens masked by torch's own generator."""
     ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     is_masked = (torch.rand(ids.shape) < 1 / 3) & (ids != 0)
     return {"input_ids": ids.masked_fill(is_masked, 1), "labels": ids.where(is_masked, -100)}
 
 
 class Stream(IterableDataset):
-    """POINTS, of which a process takes every size-th, or all."""
+    """Streams POINTS, of which a process takes every size-th, or all."""
 
     def __init__(self, first=0, size=1):
         self.first, self.size = first, size
@@ -85,8 +85,8 @@ def cases(accelerator):
 
     def steps(kind, data, collate, B, b, loss, count, **more):
         model, optimizer = build(accelerator, kind)
-        given = {"global_batch_size": B, "per_device_batch_size": b, "targets": count}
-        return train(accelerator, model, optimizer, exact_steps(accelerator, data, collate, **given, **more), loss)
+        settings = {"global_batch_size": B, "per_device_batch_size": b, "targets": count}
+        return train(accelerator, model, optimizer, exact_steps(accelerator, data, collate, **settings, **more), loss)
 
     k = 6 // size
     # A full last window, read ahead from a prepared loader; a last window of 2 samples
@@ -99,11 +99,11 @@ def cases(accelerator):
     yield "others have none", lambda: windows(alone, 1, 1)
     yield "idle", lambda: steps("points", POINTS, stack, 2, 1, squares, points)
     yield "resumed", lambda: steps("points", POINTS, stack, 7, 2, squares, points, num_steps=5, first_step=3)
-    drawn = per_sample(mask, seed=3)
-    yield "masks", lambda: steps("texts", TEXTS, drawn, 6, 2, masked, count_masked, num_epochs=2)
+    collate = per_sample(mask, seed=3)
+    yield "masks", lambda: steps("texts", TEXTS, collate, 6, 2, masked, count_masked, num_epochs=2)
     yield (
         "by length",
-        lambda: steps("texts", TEXTS, drawn, 6, 4, masked, count_masked, length=len, max_tokens=24, epoch_end="keep"),
+        lambda: steps("texts", TEXTS, collate, 6, 4, masked, count_masked, length=len, max_tokens=24, epoch_end="keep"),
     )
     model, _ = build(accelerator, "points")
     for name, data in {"26": POINTS, "2": POINTS[:2]}.items():
@@ -121,7 +121,7 @@ def stack(samples):
 
 def main(folder: str) -> None:
     accelerator = Accelerator()
-    found = {name: case() for name, case in cases(accelerator)}
-    (Path(folder) / f"{accelerator.process_index}.json").write_text(json.dumps(found))
+    results = {name: case() for name, case in cases(accelerator)}
+    (Path(folder) / f"{accelerator.process_index}.json").write_text(json.dumps(results))
     accelerator.wait_for_everyone()
     os._exit(0)

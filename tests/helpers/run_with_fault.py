@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import GradientState
 from blank import write_blank
-from common import fresh_accelerator, load_script, samples_in
+from common import count_samples, fresh_accelerator, load_script
 
 from samestep.step import accumulate
 from samestep.training import capacity, launch, recovery
@@ -43,7 +43,7 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
             torch.is_grad_enabled()
             and is_late
             and PartialState().process_index == process
-            and samples_in(micro_batch) > MAX_SAMPLES
+            and count_samples(micro_batch) > MAX_SAMPLES
         )
         if too_big and kind in ("forward", "second", "always"):
             fail()
@@ -51,7 +51,7 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
         if too_big and kind == ("synchronising" if GradientState().sync_gradients else "backward"):
             # The first layers are the last in the backward.
             layer = [module for module in self.modules() if isinstance(module, torch.nn.LayerNorm)][1]
-            hook = layer.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+            hook = layer.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
         result = forward(self, **micro_batch)
         if hook is not None:
             hook.remove()

@@ -46,13 +46,13 @@ def small(kind: str, num_layers: int = 5, activation: str | None = None, **chang
 
 
 def peak(step, folder) -> int:
-    """Most bytes allocated at once by `step`, over those allocated before it: exact, from the profiler's events."""
+    """Measure the peak bytes that `step` allocates, over those allocated before it: exact, from the profiler's events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    total = most = 0
+    total = largest = 0
     for event in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"]):
         total += event["args"]["Bytes"]
-        most = max(most, total)
-    return most
+        largest = max(largest, total)
+    return largest
