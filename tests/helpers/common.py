@@ -13,6 +13,7 @@ from unittest import mock
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_multi_gpu_env
+from forked import CRASHES
 
 from samestep.recipe.recipe import TASKS
 
@@ -148,22 +149,26 @@ def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
 
 
 def run_processes(program: str, num_processes: int, folder: Path) -> list:
-    """Run a program of this folder on N processes, called with rank, N and `folder`; return what each left in RANK.pt."""
+    """Run a program of this folder on N processes, called with rank, N and `folder`; return what each left in RANK.pt.
+
+    A run that ends by one of `forked.CRASHES` is done again once.
+    """
     import torch  # here: launched programs set their environment first
 
     command = [sys.executable, str(Path(__file__).with_name(program))]
     env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_processes), str(folder)], stderr=subprocess.PIPE, text=True, env=env
-        )
-        for rank in range(num_processes)
-    ]
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=100)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
+    for attempt in range(2):
+        results = folder / f"attempt-{attempt}"  # of its own, for processes meet there
+        results.mkdir()
+        words = [[*command, str(rank), str(num_processes), str(results)] for rank in range(num_processes)]
+        running = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True, env=env) for each in words]
+        try:
+            errors = [process.communicate(timeout=100)[1] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        codes = {process.returncode for process in running}
+        if attempt or not codes & CRASHES:
+            break
+    assert codes == {0}, "\n".join(errors)[-3000:]
+    return [torch.load(results / f"{rank}.pt") for rank in range(num_processes)]
