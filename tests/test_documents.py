@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from samestep.data import documents
 from samestep.data.documents import load_documents, split_documents, split_sentences
 from samestep.errors import UsageError
+from samestep.recipe.recipe import load as load_recipe
 
 # Commas, quotes, line ends inside, a line separator that is no line end, letters beyond ASCII, spaces at both ends.
 TEXTS = ["Plain.", 'A "quoted", comma.\nSecond line.', " Ünïcödé 漢字 😀 \u2028 kept. ", "x" * 200_000]
@@ -281,7 +283,30 @@ def test_faulty_paths_are_collected(tmp_path):
     assert missing.startswith("data file gone.txt: no such file in ")
     assert missing.endswith(". Check the path.")
     assert none.startswith("data file none/*.txt: no file matches it in ")
-    assert folder == "data file folder is a directory. Name its files: folder/*.txt"
+    assert folder.startswith("data folder folder holds no file of .txt, .jsonl")
+
+
+def test_a_folder_is_all_of_its_texts(tmp_path):
+    """Those inside it, too; other kinds and hidden files are left out, and files come in the order of their paths."""
+    for name in ("texts/b.txt", "texts/a.jsonl", "texts/deep/er/c.txt", "texts/.hidden/d.txt", "texts/deep/.e.txt"):
+        write(tmp_path / name, [name])
+    (tmp_path / "texts/picture.png").write_bytes(b"\x89PNG")
+    assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
+
+
+def test_several_txt_files_are_a_document_each(tmp_path, capsys):
+    for name in "abc":
+        write(tmp_path / f"{name}.txt", [f"{name} one", f"{name} two"])
+    (tmp_path / "mine.yaml").write_text("extends: bert_base\ntrain_file: '*.txt'\nvalidation_fraction: 0.0\n")
+
+    def counts(**changes) -> tuple[int, list[str]]:
+        train, held_out = documents.load_split(load_recipe("mine.yaml", changes))
+        assert not len(held_out)
+        return len(train), re.findall(r"(\d+) (?:files?|documents?)\b", capsys.readouterr().out)[:2]
+
+    assert counts() == (3, ["3", "3"])
+    assert counts(train_file=["a.txt"]) == (2, ["1", "2"])
+    assert counts(txt_documents="blocks") == (6, ["3", "6"])
 
 
 @pytest.mark.parametrize(

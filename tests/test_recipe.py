@@ -235,6 +235,34 @@ def test_a_file_that_extends_another(tmp_path):
     assert deeper.hidden_size == load("bert_small_cpu").hidden_size
 
 
+@pytest.mark.parametrize("name", catalog_names())
+def test_own_data_takes_the_place_of_the_recipes(name):
+    """Nothing that names a part of the recipe's own data stays; what decides the steps does."""
+    recipe = load(name)
+    if recipe.task == "captcha_recognition":
+        return  # draws its own images
+    field, value = ("train_dir", "images") if hasattr(recipe, "train_dir") else ("train_file", ("a.txt", "b.txt"))
+    mine = load(name, {field: value})
+    names = ("dataset_name", "dataset_config_name", "validation_split_name", "validation_file", "validation_dir")
+    assert {getattr(mine, name, None) for name in names} == {None}
+    assert (getattr(mine, field), mine.fingerprint) == (value, recipe.fingerprint)
+    if hasattr(recipe, "txt_documents"):
+        assert mine.txt_documents == ("auto" if recipe.train_file is None else recipe.txt_documents)
+    hub = load(name, {"dataset_name": "someone/else", "dataset_config_name": "part"})
+    assert (hub.dataset_name, hub.dataset_config_name, getattr(hub, field)) == ("someone/else", "part", None)
+
+
+def test_data_that_is_named_again_keeps_its_parts(tmp_path):
+    glue = load("finetune_glue_bert_base", {"dataset_name": "nyu-mll/glue"})
+    assert (glue.dataset_config_name, glue.validation_split_name) == ("sst2", "validation")
+    assert load("bert_base", {"dataset_name": "someone/else"}).dataset_config_name is None
+    (tmp_path / "mine.yaml").write_text("extends: bert_base\ntrain_file: a.txt\nvalidation_file: [b.txt, c.txt]\n")
+    mine = load(str(tmp_path / "mine.yaml"))
+    assert (mine.train_file, mine.validation_file) == (("a.txt",), ("b.txt", "c.txt"))
+    assert load(str(tmp_path / "mine.yaml"), {"train_file": ["d.txt"]}).validation_file == mine.validation_file
+    assert parse(f"--recipe {tmp_path / 'mine.yaml'} --validation_file none")[0].validation_file is None
+
+
 def test_the_fingerprint_holds_what_decides_the_steps():
     small = load("bert_small_cpu")
     for changes in ({"seed": 1}, {"learning_rate": 2e-3}, {"max_seq_length": 40}, {"max_train_steps": 7}):

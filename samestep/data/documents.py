@@ -48,8 +48,9 @@ def load_documents(
     Documents without a visible character are dropped; the others are kept as they are.
 
     Args:
-        train_file: paths and globs (`data/*.txt`, `data/**/*.jsonl`), read in the order given, each glob sorted by
-            path; a file named twice is read once. Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
+        train_file: paths, globs (`data/*.txt`, `data/**/*.jsonl`) and folders, of which all files of these kinds are read, also
+            those in folders inside; in the order given, each glob and folder sorted by path; a file named twice is read once.
+            Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
 
             - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
               needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
@@ -63,7 +64,7 @@ def load_documents(
         dataset_config_name: the configuration of a dataset on the hub.
         split: the split of a dataset on the hub, slices included (`train[:10%]`). Everything else has only `train`.
         text_column: the column that holds the document. Text files and built-in documents have no columns.
-        txt_documents: blocks, or files.
+        txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
 
     Returns:
@@ -71,8 +72,9 @@ def load_documents(
         by `datasets`, under a key of paths, sizes and modification times: a changed file is read again.
 
     Raises:
-        UsageError: neither or both sources; a file that is missing, a directory, of unknown kind, without a document,
-            not UTF-8 or malformed; no such column; a dataset that cannot be reached or has no such configuration.
+        UsageError: neither or both sources; a file that is missing, of unknown kind, without a document, not UTF-8 or
+            malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
+            configuration.
     """
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
@@ -92,7 +94,7 @@ def load_documents(
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
-        options = {"text_column": text_column, "txt_documents": txt_documents}
+        options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
         return cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
@@ -158,12 +160,48 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     Raises:
         UsageError: data that cannot be used.
     """
-    source = {"text_column": recipe.text_column, "txt_documents": recipe.txt_documents, "num_proc": num_proc}
+    files = find_files(recipe.train_file, READERS)[0] if recipe.train_file else []
+    txt_documents = split_txt(recipe.txt_documents, files)
+    source = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
     hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     documents = load_documents(train_file=recipe.train_file, **hub, **source)
     if recipe.validation_file is None:
-        return split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
-    return documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
+        train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+    else:
+        train, held_out = documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
+    if files and os.environ.get("RANK", "0") == "0":
+        print(f"{describe_files(files, len(documents), txt_documents)}; {len(held_out)} held out", flush=True)
+    return train, held_out
+
+
+def split_txt(txt_documents: str, files: Sequence[str]) -> str:
+    """Decide how `.txt` files are split into documents.
+
+    Args:
+        txt_documents: blocks, files, or auto: files where several `.txt` files are given, else blocks.
+        files: as `find_files` returned them.
+
+    Returns:
+        blocks (blank lines separate documents), or files (a file is a document).
+    """
+    num_txt = sum(Path(file).suffix.lower() == ".txt" for file in files)
+    return ("files" if num_txt > 1 else "blocks") if txt_documents == "auto" else txt_documents
+
+
+def describe_files(files: Sequence[str], num_documents: int, txt_documents: str) -> str:
+    """Say how many files and documents there are, and what a document is where it can be chosen.
+
+    >>> describe_files(["a.txt", "b.txt"], 2, "files")
+    '2 files, 2 documents (a .txt file is one; --txt_documents blocks: blank lines separate them)'
+    >>> describe_files(["a.csv"], 9, "blocks")
+    '1 file, 9 documents'
+    """
+    text = f"{len(files)} file{'s' * (len(files) > 1)}, {num_documents} document{'s' * (num_documents > 1)}"
+    if not any(file.lower().endswith(".txt") for file in files):
+        return text
+    if txt_documents == "files":
+        return f"{text} (a .txt file is one; --txt_documents blocks: blank lines separate them)"
+    return f"{text} (blank lines separate those of .txt; --txt_documents files: a file is one)"
 
 
 # A segment starts after a blank line and at a list item; it ends after a full stop (not after an initial's), with its
@@ -293,29 +331,36 @@ def shorten(text: str) -> str:
 
 
 def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[list[str], list[tuple[str, int, int]]]:
-    """Find the files that paths and globs name, in order, each once; and the key for the cache: their paths, sizes and times.
+    """Find the files that paths, globs and folders name, in order, each once.
 
     Args:
-        patterns: each glob is sorted by path.
-        kinds: suffixes (`.csv`) that can be read.
+        patterns: each glob is sorted by path, and so are the files of a folder and of those inside it.
+        kinds: suffixes (`.csv`) that can be read; of a folder's files the others are left out.
+
+    Returns:
+        The files; and the key for the cache: their paths, sizes and times.
 
     Raises:
-        UsageError: a file that is missing, a directory, or of unknown kind; all of them at once.
+        UsageError: a file that is missing or of unknown kind, a folder that holds none; all of them at once.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     files, problems = [], []
     for pattern in map(os.path.expanduser, patterns):
         matches = [pattern]
-        if not os.path.exists(pattern):  # so that a bracket or a star in an existing file's name is no pattern
+        if os.path.isdir(pattern):
+            matches = _list_folder(pattern, kinds)
+            if not matches:
+                problems.append(
+                    f"data folder {pattern} holds no file of {', '.join(kinds)}. Name the folder of the data."
+                )
+        elif not os.path.exists(pattern):  # so that a bracket or a star in an existing file's name is no pattern
             matches = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
             if not matches:
                 rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
                 problems.append(f"data file {pattern}: {rule} in {os.getcwd()}. Check the path.")
         for file in matches:
             kind = Path(file).suffix.lower()
-            if os.path.isdir(file):
-                problems.append(f"data file {file} is a directory. Name its files: {os.path.join(file, '*.txt')}")
-            elif kind not in kinds:
+            if kind not in kinds:
                 problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
             elif problem := _not_regular(file):
                 problems.append(f"data file {file} {problem}")
@@ -324,6 +369,16 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
         raise UsageError(problems)
     files = list(dict.fromkeys(files))
     return files, [(os.path.abspath(file), (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
+
+
+def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
+    """List the files of these kinds in a folder and in those inside it, sorted by path; hidden ones are left out."""
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        visible = [name for name in names if not name.startswith(".") and Path(name).suffix.lower() in kinds]
+        files += [os.path.join(place, name) for name in visible]
+    return sorted(files)
 
 
 def _not_regular(file: str) -> str | None:

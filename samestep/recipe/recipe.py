@@ -46,6 +46,11 @@ ALTERNATIVES = (
     ("num_warmup_steps", "warmup_epochs", "warmup_ratio"),
     ("train_file", "train_dir", "dataset_name"),
 )
+SOURCES = ALTERNATIVES[-1]
+PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name")
+"""Fields that name a part of `dataset_name`; another source has no such part."""
+HELD_OUT = ("validation_file", "validation_dir")
+"""Fields that name held-out data of the same kind as the training data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,8 +253,9 @@ class TextPretraining(Recipe):
     dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
     text_column: str = setting("column that holds a document's text (not for txt)", decides=False)
     txt_documents: str = setting(
-        "documents of a txt file: blocks (blank lines separate them) or files (it is one)",
-        choice("blocks", "files"),
+        "documents of a txt file: blocks (blank lines separate them), files (it is one) or auto (files where several txt files "
+        "are given, else blocks)",
+        choice("auto", "blocks", "files"),
         decides=False,
     )
     validation_fraction: float = setting("fraction of the text held out, unless validation_file is set", FRACTION)
@@ -678,10 +684,22 @@ def catalog_names() -> list[str]:
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lay `changes` over `values`; a value for one of several alternatives clears the others.
 
+    Other training data clears the fields that name parts of the old data: the configuration and the held-out split of another
+    dataset; for data of another kind, files instead of a dataset, also the held-out data, and how documents are told apart.
+
     >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
     {'max_train_steps': None, 'num_train_epochs': 2}
+    >>> overlay({"dataset_name": "wiki", "dataset_config_name": "en", "train_file": None}, {"train_file": ["a.txt"]})
+    {'dataset_name': None, 'dataset_config_name': None, 'train_file': ['a.txt']}
     """
     merged = dict(values)
+    for name in SOURCES:
+        if changes.get(name) is not None and changes[name] != values.get(name):
+            is_other_kind = values.get(name) is None and any(values.get(source) is not None for source in SOURCES)
+            cleared = PARTS_OF_A_DATASET + (HELD_OUT if is_other_kind else ())
+            merged.update({field: None for field in cleared if field in merged})
+            if is_other_kind and "txt_documents" in merged:
+                merged["txt_documents"] = "auto"
     for group in ALTERNATIVES:
         if any(changes.get(name) is not None for name in group):
             merged.update({name: None for name in group if name in merged})

@@ -87,12 +87,12 @@ def _type_name(hint: Any) -> str:
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """Convert `value` to the type `hint`. Nothing is guessed, but for one trap: YAML reads 1e-4 as a string.
+    """Convert `value` to the type `hint`. Nothing is guessed; YAML reads 1e-4 as a string, and a text is a list of one text.
 
     Raises:
         TypeError: `value` is not of that type.
-    >>> coerce("1e-4", float), coerce(1, float), coerce(["a"], tuple[str, ...])
-    (0.0001, 1.0, ('a',))
+    >>> coerce("1e-4", float), coerce(1, float), coerce(["a"], tuple[str, ...]), coerce("a", tuple[str, ...])
+    (0.0001, 1.0, ('a',), ('a',))
     >>> coerce(True, int)
     Traceback (most recent call last):
     TypeError: True
@@ -107,8 +107,11 @@ def coerce(value: Any, hint: Any) -> Any:
         if value is None:
             return None
     elif typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
         if isinstance(value, list | tuple):
-            return tuple(coerce(item, typing.get_args(hint)[0]) for item in value)
+            return tuple(coerce(part, item) for part in value)
+        if item is str and isinstance(value, str):
+            return (value,)
     elif hint is float:
         if isinstance(value, int | float) and not isinstance(value, bool):
             try:
@@ -354,9 +357,15 @@ def _format_flag_value(value: Any) -> str:
 
 
 def _from_words(value: str | list[str], hint: Any) -> Any:
-    """Convert a flag's word, or its list of words, to the flag's value."""
+    """Convert a flag's word, or its list of words, to the flag's value.
+
+    >>> _from_words(["none"], tuple[str, ...] | None), _from_words(["a", "none"], tuple[str, ...] | None)
+    (None, ['a', 'none'])
+    """
     if not isinstance(value, list):
         return from_text(value, hint)
     parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+    if len(value) == 1 and type(None) in parts and value[0].lower() in ("none", "null"):
+        return None
     item_type = next(typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple)
     return [from_text(word, item_type) for word in value]

@@ -72,6 +72,10 @@ class Run:
         with self.accelerator.local_main_process_first():
             train, self.held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
         recipe = self.recipe
+        if self.held_out is None:
+            self.accelerator.print(
+                "nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth"
+            )
         self.order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
         self.num_steps = recipe.max_train_steps or self.order.num_steps(recipe.num_train_epochs)
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
