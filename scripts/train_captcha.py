@@ -10,6 +10,12 @@ import sys
 
 gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
 
+from samestep.recipe.run_settings import answer_early
+
+TASK = "captcha_recognition"
+if __name__ == "__main__":
+    answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
+
 from samestep.data import captchas
 from samestep.errors import exit_code
 from samestep.models.captcha_recognition import ReadingSums
@@ -25,7 +31,7 @@ reader.read(images)  # uint8 [images, height, width, 3]"""
 
 def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
-    run = Run(argv, "captcha_recognition", description=__doc__)
+    run = Run(argv, TASK, description=__doc__)
     recipe, accelerator = run.recipe, run.accelerator
 
     # The model returns summed losses, one per term: means of micro-batches must not be added up

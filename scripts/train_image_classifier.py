@@ -10,6 +10,12 @@ import sys
 
 gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
 
+from samestep.recipe.run_settings import answer_early
+
+TASK = "image_classification"
+if __name__ == "__main__":
+    answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
+
 from samestep.data import images
 from samestep.errors import exit_code
 from samestep.models.image_classification import ClassificationSums
@@ -27,7 +33,7 @@ model.config.id2label[model(**image).logits.argmax().item()]"""
 
 def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
-    run = Run(argv, "image_classification", description=__doc__)
+    run = Run(argv, TASK, description=__doc__)
     recipe, accelerator = run.recipe, run.accelerator
 
     # The model returns the summed loss: means of micro-batches must not be added up

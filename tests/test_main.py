@@ -309,7 +309,7 @@ def test_strict(monkeypatch, capsys, line, message):
 def test_the_precision_of_a_script_is_the_launchers():
     for word in ("--bf16", "--mixed_precision"):
         with pytest.raises(
-            UsageError, match="precision is the launch file's, or accelerate launch --mixed_precision's"
+            UsageError, match="precision is the launch file's: accelerate launch --mixed_precision bf16"
         ):
             run_settings.parse([word], "bert_pretraining", "")
 

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
 from typing import Any
 
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.settings import (
@@ -229,6 +230,20 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     if cls.extra is not None:
         require(cls.extra, f"the task {task}")
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+def answer_early(argv: Sequence[str], task: str, description: str) -> None:
+    """Answer `--help` and mistakes in the flags, and end the program then: before it imports torch, in a tenth of the time.
+
+    Arguments are those of `parse`.
+
+    Raises:
+        SystemExit: the flags were answered; else the program goes on.
+    """
+    parsed: list[Any] = []
+    code = exit_code(lambda: parsed.append(parse(argv, task, description)))
+    if not parsed:
+        sys.exit(code)
 
 
 def _load_help_recipe(argv: Sequence[str], task: str) -> recipes.Recipe | None:

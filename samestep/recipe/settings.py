@@ -9,10 +9,12 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError, is_utf8, nearest
+from samestep.recipe.other_names import explain
 from samestep.recipe.reading import format_name, format_value
 
 
@@ -215,32 +217,6 @@ ACTIVATIONS = tuple(
 """Activations of transformers, by its own names."""
 
 
-SYNONYMS = {
-    "batch_size": "global_batch_size per_device_train_batch_size",
-    "bf16": "mixed_precision",
-    "clip_grad_norm": "max_grad_norm",
-    "config": "recipe",
-    "epochs": "num_train_epochs",
-    "fp16": "mixed_precision",
-    "gradient_clipping": "max_grad_norm",
-    "hardware": "on",
-    "lr": "learning_rate",
-    "max_len": "max_seq_length block_size",
-    "max_length": "max_seq_length block_size",
-    "max_steps": "max_train_steps",
-    "model": "model_name_or_path",
-    "num_epochs": "num_train_epochs",
-    "optim": "optimizer",
-    "precision": "mixed_precision",
-    "resume": "resume_from_checkpoint",
-    "save_steps": "checkpointing_steps",
-    "save_total_limit": "checkpoints_total_limit",
-    "test_file": "validation_file",
-    "warmup_steps": "num_warmup_steps",
-}
-"""Flag of another program -> flags that mean the same here, and are spelt too differently to be found as the nearest one."""
-
-
 def program_name() -> str:
     """Return what was called, as it is typed: `python -m recipes`, `accelerate-recipes`, `pretrain_bert.py`."""
     path = Path(sys.argv[0])
@@ -331,16 +307,9 @@ class Parser(argparse.ArgumentParser):
         if re.match(r"-(\d|\.\d|inf|nan)", word):
             return f"unexpected argument {format_value(word)}: a value below 0 is written --FIELD={format_name(word)}"
         name = word.split("=")[0].lstrip("-")[:60]
-        synonyms = SYNONYMS.get(name.replace("-", "_"), "").split()
-        if valid := [f"--{synonym}" for synonym in synonyms if synonym in self.hints]:
-            hint = f"did you mean {' or '.join(valid)}?"
-        elif "mixed_precision" in (name, *synonyms):
-            hint = "precision is the launch file's, or accelerate launch --mixed_precision's"
-        else:
-            hint = nearest(f"--{name}", [f"--{flag}" for flag in self.hints])
-        return (
-            f"unknown flag --{format_name(name)}: {hint if not hint.startswith('valid') else f'see {self.prog} --help'}"
-        )
+        close = [f"--{flag}" for flag in get_close_matches(name.replace("-", "_"), self.hints, n=3)]
+        hint = explain(name, self.hints) or (close and f"did you mean {' or '.join(close)}?")
+        return f"unknown flag --{format_name(name)}: {hint or f'see {self.prog} --help'}"
 
 
 def _format_flag_value(value: Any) -> str:
