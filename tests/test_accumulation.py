@@ -84,7 +84,7 @@ def test_adamw_is_near_the_exact_one(train):
 
 
 def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
-    """After the rehearsal, in the third micro-batch of the second step: what is folded cannot be taken back."""
+    """After the sizes were tried, in the third micro-batch of the second step: what is folded cannot be taken back."""
     calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
 
     def limited(self, *arguments, **keywords):

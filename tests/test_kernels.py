@@ -98,7 +98,7 @@ def test_a_way_that_is_another_step_is_not_taken(capsys, factor, problem):
 
 
 @pytest.mark.parametrize("moment", ["always", "training"])
-def test_memory_that_runs_out_leaves_the_first_way_to_the_rehearsal(moment):
+def test_memory_that_runs_out_leaves_the_first_way_to_the_trial_of_sizes(moment):
     """Which cuts the step into smaller micro-batches."""
     model = Model()
     forward = Model.forward

@@ -12,7 +12,7 @@ from faults import launch_code, limit_memory
 from safetensors.torch import load_file
 
 from samestep.errors import RunError
-from samestep.training import capacity, checkpoint, recovery, rehearsal
+from samestep.training import capacity, checkpoint, micro_batch_size, recovery
 
 
 def events(output_dir) -> list[dict]:
@@ -26,7 +26,7 @@ def events(output_dir) -> list[dict]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, corpus, tmp_path, program):
-    """In a forward, a backward, the synchronising backward, the rehearsal: the same steps, and nobody waits for ever."""
+    """In a forward, a backward, the synchronising backward, the trial of sizes: the same steps, and nobody waits for ever."""
     flags = (
         "--global_batch_size 22 --per_device_train_batch_size 4 --max_train_steps 7 --record_samples --dtype float64"
     )
@@ -58,7 +58,7 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
 def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
     """10 samples at once, then 3, then 1: each time the step is done again, with prepared steps cut anew."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples --dataloader_num_workers 1"
-    fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the rehearsal first
+    fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the trial of sizes first
     with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
     (values,) = json.loads(capacity.FILE.read_text()).values()
@@ -100,7 +100,7 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
 
     monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", breaking)
     monkeypatch.setattr(recovery.Recovery, "agree", note)
-    monkeypatch.setattr(rehearsal, "_try", lambda *_: True)
+    monkeypatch.setattr(micro_batch_size, "_try", lambda *_: True)
     train("run", "--global_batch_size 8")
     assert failed == [0]
 

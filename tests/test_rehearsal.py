@@ -1,165 +1,102 @@
-"""What fits into memory is found before the first step, the same on every process, and remembered."""
+"""--rehearse: a whole run in small, in a folder of its own; and runs on CPUs that their memory does not hold."""
 
-import json
-from types import SimpleNamespace
+import os
+import re
+import shlex
+import subprocess
+import sys
 
 import pytest
-import torch
-from common import all_metrics, fresh_accelerator, samples_of_steps
-from compare import check, same_weights, untimed_metrics
-from faults import limit_memory
+from common import ROOT
 
-from samestep.errors import RunError
-from samestep.training import capacity, launch, rehearsal
+from samestep.errors import UsageError
+from samestep.recipe import rehearsal
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import catalog_names, load
+from samestep.training import host_memory
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_a_rehearsal_changes_the_model_only(name):
+    """Its step is the recipe's: same batch, order, optimizer, schedule, lengths; and it is small."""
+    recipe, settings = load(name), f"--recipe {name} --rehearse"
+    small, _ = run.parse(settings.split(), recipe.task, "")
+    shape = {*recipe.architecture, "normalization", "model_name_or_path", "tokenizer_name", "freeze_embeddings"}
+    shape -= {"vocab_size", "num_labels", "image_height", "image_width"}
+    changed = {field for field, value in vars(small).items() if value != getattr(recipe, field)}
+    assert changed <= shape
+    assert small.parts.find("shape")(small).num_parameters < 20e6
+    assert rehearsal.describe_changes(recipe, small).count("(not ") == len(changed)
+
+
+def test_a_rehearsal_goes_through_a_whole_run(tmp_path, corpus):
+    """Two steps, a checkpoint, the third step after resuming, the results; the last line's command is the real run."""
+    flags = f"--recipe bert_small_cpu --train_file {corpus} --vocab_size 600 --max_seq_length 32 --output_dir {tmp_path}/mine"
+    command = [sys.executable, str(ROOT / "scripts/pretrain_bert.py"), *flags.split(), "--rehearse"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("rehearsed: ")
+    words = shlex.split(last.split("the real run is: ")[1])
+    assert words[-len(flags.split()) :] == flags.split()
+    assert "from_pretrained" not in done.stdout
+    folder = tmp_path / "mine-rehearsal"
+    assert not (tmp_path / "mine").exists()
+    assert {"checkpoint-2", "checkpoint-3", "all_results.json", "model.safetensors"} <= {
+        p.name for p in folder.iterdir()
+    }
+    assert re.findall(r"steps (\d) to (\d) of (\d)", done.stdout) == [("0", "2", "3"), ("2", "3", "3")]
+
+
+def test_a_failed_session_ends_the_rehearsal(tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text("import sys; print('said'); sys.exit(7 if 'true' in sys.argv else 0)")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "program.py")])
+    recipe = load("bert_small_cpu")
+    assert rehearsal.rehearse(["--rehearse"], recipe, recipe.rehearsed(), str(tmp_path / "mine")) == 7
+
+
+class _Cpu:
+    """As much of an Accelerator as the check of memory looks at."""
+
+    num_processes, mixed_precision, distributed_type = 1, "bf16", "NO"
+    device = type("Device", (), {"type": "cpu"})
+
+    def print(self, text: str) -> None:
+        print(text)
 
 
 @pytest.fixture
-def tries(monkeypatch):
-    """Record the numbers of samples that were tried."""
-    tried, original = [], rehearsal._try
-
-    def noting(recovery, forward_backward, num_samples):
-        tried.append(num_samples)
-        return original(recovery, forward_backward, num_samples)
-
-    monkeypatch.setattr(rehearsal, "_try", noting)
-    return tried
+def free(monkeypatch):
+    """Give the machine so many free bytes."""
+    monkeypatch.setattr(host_memory, "broadcast_object_list", lambda values: values)
+    return lambda size: monkeypatch.setattr(host_memory, "read_free_bytes", lambda: size)
 
 
-def largest_micro_batch(output_dir) -> int:
-    return max(len(json.loads(line)["samples"]) for line in (output_dir / "samples.jsonl").open())
+def test_what_memory_does_not_hold_is_refused_on_a_cpu(free):
+    recipe = load("bert_large_phase1")
+
+    def choose(flags: str = "") -> int | None:
+        settings = run.parse(["--recipe", recipe.name, *flags.split()], recipe.task, "")[1]
+        return host_memory.choose_batch_size(_Cpu(), recipe, settings)
+
+    states = 16 * 336_226_108
+    free(100 * states)
+    assert (choose(), choose("--per_device_train_batch_size 7")) == (None, 7)
+    free(None)
+    assert choose() is None
+    free(2 * states)
+    chosen = choose()
+    assert 1 <= chosen < recipe.global_batch_size
+    free(round(1.3 * states))
+    assert 1 <= choose() < chosen
+    with pytest.raises(UsageError, match=r"needs .* GB .* give a smaller --per_device_train_batch_size, --rehearse"):
+        choose("--per_device_train_batch_size 200")
+    free(states // 2)
+    with pytest.raises(UsageError, match=r"one sample, by its plan, .* free: give --rehearse"):
+        choose()
 
 
-@pytest.mark.parametrize(
-    ("holds", "tried", "cap", "program"),
-    [
-        (99, [20], 20, "pretrain_gpt2"),
-        (10, [20, 10], 10, "pretrain_bert"),
-        (9, [20, 10, 5, 7], 7, "pretrain_bert"),  # 3 micro-batches: 2 do not fit
-        (9, [20, 10, 5, 7], 7, "pretrain_gpt2"),
-        (6, [20, 10, 5, 7], 5, "pretrain_bert"),
-        (3, [20, 10, 5, 3, 4], 3, "pretrain_bert"),  # 20 in 7 micro-batches; 5 (4 samples) and 6 (4 samples) do not fit
-        (1, [20, 10, 5, 3, 2, 1], 1, "pretrain_gpt2"),
-    ],
-)
-def test_the_fewest_micro_steps_that_fit(train, scripts, monkeypatch, tries, holds, tried, cap, program):
-    """Nothing of the result depends on it, and the second start tries nothing."""
-    flags = "--global_batch_size 20 --record_samples --dtype float64"
-    with limit_memory(monkeypatch, scripts, program, lambda: holds):
-        automatic = train("found", flags, program=program)
-        assert tries == tried
-        assert largest_micro_batch(automatic) == cap
-        again = train("again", flags, program=program)
-    assert tries == tried
-    assert untimed_metrics(again) == untimed_metrics(automatic)
-    assert not [line for line in all_metrics(automatic) if "event" in line], "memory never ran out in a step"
-    manual = train("given", flags + f" --per_device_train_batch_size {cap}", program=program)
-    check(automatic, manual, "float64")
-    assert same_weights(automatic, manual)
-
-
-def test_what_is_asked_for_is_tried_and_lowered(train, scripts, monkeypatch, tries, capsys):
-    flags = "--global_batch_size 20 --record_samples --per_device_train_batch_size "
-    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 5):
-        assert largest_micro_batch(train("eight", flags + "8")) == 4
-        assert tries == [8, 4]
-        assert (
-            "4 of the largest samples (sample of 48 tokens) fit into memory at once: global batch 20 = "
-            in capsys.readouterr().out
-        )
-        assert largest_micro_batch(train("four", flags + "4")) == 4
-        assert tries == [8, 4], "4 are known to fit"
-    assert largest_micro_batch(train("again", flags + "8")) == 8
-    assert tries == [8, 4, 8], "what was asked for is tried again: memory may be free now"
-
-
-def test_with_a_cap_on_tokens(train, scripts, monkeypatch, tries):
-    """At most 240 tokens are 5 of the longest samples, and many more short ones."""
-    flags = "--global_batch_size 20 --record_samples --per_device_train_tokens 240"
-    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 8):
-        assert largest_micro_batch(train("run", flags)) <= 8
-    assert tries == [5]
-
-
-def test_not_even_one_sample_fits(train, scripts, monkeypatch):
-    with (
-        limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 0),
-        pytest.raises(RunError, match="not one sample of 48 tokens fits into the memory of cpu: try --gradient_ch"),
-    ):
-        train("run", "--global_batch_size 4")
-    train("run", "--global_batch_size 4 --overwrite_output_dir")
-
-
-def test_the_rehearsal_leaves_no_trace(train, monkeypatch):
-    """With and without it, the same bits, dropout on."""
-    flags = "--global_batch_size 8 --per_device_train_batch_size 3 --hidden_dropout_prob 0.1"
-    rehearsed = train("rehearsed", flags)
-    monkeypatch.setattr(rehearsal, "_try", lambda *_: True)
-    not_rehearsed = train("not_rehearsed", flags + " --logging_steps 10")
-    capacity.FILE.unlink()
-    bare = train("bare", flags)
-    assert untimed_metrics(rehearsed) == untimed_metrics(not_rehearsed) == untimed_metrics(bare)
-    assert same_weights(rehearsed, bare)
-
-
-def test_the_rehearsal_leaves_running_statistics_alone():
-    fresh_accelerator()
-    model = torch.nn.BatchNorm1d(3)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    source = SimpleNamespace(
-        longest=lambda: 0, collate=lambda rows: {"x": torch.randn(len(rows), 3), "counts": torch.tensor([len(rows)])}
-    )
-    recovery = SimpleNamespace(
-        accelerator=launch.create_accelerator(),
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        steps=SimpleNamespace(source=source),
-        agree=bool,
-        folding=None,
-    )
-    assert rehearsal._try(recovery, lambda micro_batch, counts: model(micro_batch["x"]).sum().backward(), 4)
-    assert all(buffer.equal(buffers[name]) for name, buffer in model.named_buffers())
-    assert model.weight.grad is None
-
-
-def test_the_worst_micro_batch_is_the_longest_with_gradients_and_moments(train, monkeypatch, scripts):
-    """Two micro-batches of samples of the greatest length, while AdamW's moments are taken."""
-    calls, forward, empty = [], scripts["pretrain_gpt2"].PretrainingSums.forward, torch.empty_like
-    moments = []
-    monkeypatch.setattr(rehearsal.torch, "empty_like", lambda p: moments.append(p) or empty(p))
-
-    def noting(self, input_ids, *arguments, **keywords):
-        if torch.is_grad_enabled() and len(calls) < 2:
-            calls.append((tuple(input_ids.shape), len(moments), next(self.parameters()).grad is not None))
-        return forward(self, input_ids, *arguments, **keywords)
-
-    monkeypatch.setattr(scripts["pretrain_gpt2"].PretrainingSums, "forward", noting)
-    train("run", "--global_batch_size 8 --per_device_train_batch_size 3", program="pretrain_gpt2")
-    num_parameters = len(set(map(id, moments)))
-    assert calls == [((3, 48), 2 * num_parameters, False), ((3, 48), 2 * num_parameters, True)]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', '{"a": {"fits": "b"}}', "\x00"])
-def test_a_cache_that_cannot_be_read_is_done_without(train, tries, text):
-    capacity.FILE.write_text(text)
-    train("run", "--global_batch_size 4 --stop_after_step 1")
-    assert tries == [4]
-    (values,) = json.loads(capacity.FILE.read_text()).values()
-    assert values == {"fits": 4, "fails": None, "way": None, "at_once": None}
-
-
-def test_another_recipe_precision_or_kernel_is_another_question(train, tries):
-    for flags in ("", " --learning_rate 1e-3", " --dtype float64", " --gradient_checkpointing", ""):
-        train("run", f"--global_batch_size 4 --stop_after_step 1 --overwrite_output_dir{flags}")
-    assert tries == [4] * 4
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(120)
-def test_processes_agree(train, train_on):
-    """Every process rehearses its own share, and two processes give what one gives."""
-    flags = "--global_batch_size 10 --dtype float64 --record_samples"
-    two = train_on(2, {"two": flags}) / "two"
-    assert largest_micro_batch(two) == 5
-    check(two, train("one", flags), "float64")
-    assert samples_of_steps(two) == samples_of_steps(two.parent / "one")
+def test_free_memory_is_read():
+    size = host_memory.read_free_bytes()
+    assert size is None or 2**20 < size < 2**50

@@ -189,6 +189,15 @@ class Recipe:
         """Whether gradients accumulate in the optimizer's moments and the second moment is an estimate."""
         return self.accumulation == "optimizer" and self.optimizer_name == "adamw"
 
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        """Values for a model that any machine holds, which rehearsals train; whatever decides the data and the step stays."""
+        return {}
+
+    def rehearsed(self) -> "Recipe":
+        """Return this recipe with the model of a rehearsal, of random weights."""
+        return dataclasses.replace(self, **self.small_shape)
+
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
         """Scale learning rate, betas and eps to this recipe's global batch, by its scaling rule.
 
@@ -306,6 +315,18 @@ class BertRecipe(Recipe):
         return problems
 
     @property
+    def small_shape(self) -> dict[str, Any]:
+        shape = {"num_hidden_layers": min(2, self.num_hidden_layers), "model_name_or_path": None}
+        shape |= {"tokenizer_name": self.tokenizer_name or self.model_name_or_path}
+        if self.hidden_size > 64:
+            shape |= {
+                "hidden_size": 64,
+                "num_attention_heads": 2,
+                "intermediate_size": min(256, self.intermediate_size),
+            }
+        return shape
+
+    @property
     def architecture(self) -> dict[str, Any]:
         """The model's shape, as `transformers.BertConfig` takes it."""
         names = [field.name for field in dataclasses.fields(BertRecipe)]
@@ -376,6 +397,10 @@ class TextClassification(BertRecipe):
         return problems
 
     @property
+    def small_shape(self) -> dict[str, Any]:
+        return super().small_shape | {"freeze_embeddings": False}
+
+    @property
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of the only loss term: cross-entropy, or the squared error of a number."""
         return {"label": 1.0}
@@ -428,6 +453,12 @@ class Gpt2Pretraining(TextPretraining):
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of the only loss term."""
         return {"lm": 1.0}
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        shape = {"n_layer": min(2, self.n_layer), "model_name_or_path": None}
+        shape |= {"tokenizer_name": self.tokenizer_name or self.model_name_or_path}
+        return shape | ({"n_embd": 64, "n_head": 2} if self.n_embd > 64 else {})
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -545,6 +576,12 @@ class ImageClassification(ImageRecipe):
         return {"class": 1.0}
 
     @property
+    def small_shape(self) -> dict[str, Any]:
+        shape = {"embedding_size": min(16, self.embedding_size), "depths": (1,) * len(self.depths)}
+        shape |= {"hidden_sizes": tuple(min(32, size) for size in self.hidden_sizes), "model_name_or_path": None}
+        return shape | ({"normalization": "group"} if self.normalization == "frozen" else {})
+
+    @property
     def architecture(self) -> dict[str, Any]:
         """The model's shape, as `transformers.ResNetConfig` takes it; `normalization` comes on top."""
         names = ("num_channels", "num_labels", "layer_type", "embedding_size")
@@ -587,6 +624,11 @@ class CaptchaRecognition(ImageRecipe):
     def loss_weights(self) -> dict[str, float]:
         """Name and weight of each loss term: a whole string's loss is the sum of its characters', and only logged."""
         return {"character": 1.0, "string": 0.0}
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        channels = tuple(min(8, channels) for channels in self.conv_channels)
+        return {"conv_channels": channels, "hidden_size": min(32, self.hidden_size)}
 
     @property
     def architecture(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import recipe as recipes
+from samestep.recipe import rehearsal
 from samestep.recipe.extras import require
 from samestep.recipe.settings import (
     BATCH,
@@ -36,6 +37,11 @@ class RunSettings:
     recipe: str = setting("name in the catalog (`python -m recipes list` shows it), or a .yaml file")
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
+    rehearse: bool = setting(
+        "rehearse the run with a small model (2 layers of width 64): its data, tokenizer, schedule, 3 whole steps, a "
+        "checkpoint, and going on from it; in a temporary folder, or OUTPUT_DIR-rehearsal",
+        default=False,
+    )
 
     # How the step is cut
     per_device_train_batch_size: int | None = setting(
@@ -205,7 +211,8 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
         description: of the program, for `--help`.
 
     Returns:
-        The recipe, flags laid over its file, and the run settings, an object of the task's settings class.
+        The recipe, flags laid over its file (with --rehearse, of a small model), and the run settings, an object of the task's
+        settings class.
 
     Raises:
         UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
@@ -229,21 +236,27 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
         )
     if cls.extra is not None:
         require(cls.extra, f"the task {task}")
+    recipe = recipe.rehearsed() if run.rehearse else recipe
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
 
 
 def answer_early(argv: Sequence[str], task: str, description: str) -> None:
-    """Answer `--help` and mistakes in the flags, and end the program then: before it imports torch, in a tenth of the time.
+    """Answer `--help`, mistakes in the flags and `--rehearse`, and end the program then; else return.
 
-    Arguments are those of `parse`.
+    Called before a program imports torch, which takes 40 times as long. Arguments are those of `parse`.
 
     Raises:
-        SystemExit: the flags were answered; else the program goes on.
+        SystemExit: the flags were answered.
     """
     parsed: list[Any] = []
     code = exit_code(lambda: parsed.append(parse(argv, task, description)))
     if not parsed:
         sys.exit(code)
+    small, run = parsed[0]
+    if run.rehearse and rehearsal.SESSION not in os.environ:
+        recipe, _ = parse([*argv, "--rehearse", "false"], task, description)
+        is_named = any(word.split("=")[0] == "--output_dir" for word in argv)
+        sys.exit(exit_code(lambda: rehearsal.rehearse(argv, recipe, small, run.output_dir if is_named else None)))
 
 
 def _load_help_recipe(argv: Sequence[str], task: str) -> recipes.Recipe | None:

@@ -5,6 +5,8 @@
 their gradients away and `steps` gives the same step again, in smaller micro-batches: the same samples, so the same gradient.
 """
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
+from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, optim
-from samestep.training import checkpoint, kernels, launch, rehearsal, report
+from samestep.training import checkpoint, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
 
@@ -54,7 +57,7 @@ class Run:
         self.layout = solve_layout(
             num_processes=self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
-            per_device_train_batch_size=self.settings.per_device_train_batch_size,
+            per_device_train_batch_size=host_memory.choose_batch_size(self.accelerator, self.recipe, self.settings),
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
         )
         report.open_output_dir(self.accelerator, self.settings)
@@ -78,8 +81,10 @@ class Run:
             )
         self.order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
         self.num_steps = recipe.max_train_steps or self.order.num_steps(recipe.num_train_epochs)
-        self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         self.schedule = recipe.schedule(self.num_steps, float(self.order.steps_per_epoch))
+        if self.settings.rehearse:
+            self.num_steps = min(self.num_steps, NUM_STEPS)
+        self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         return train, self.held_out
 
     def prepare(self, model_class: type[SummedLosses], train: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -142,9 +147,10 @@ class Run:
             RunError: memory does not hold a single sample, or numbers are not finite.
         """
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
-        rehearsal.fit(recovery, self._forward_backward)
+        if not settings.rehearse:
+            micro_batch_size.fit(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
-            rehearsal.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
+            micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
         accelerator.print(
             f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}; on "
@@ -210,7 +216,9 @@ class Run:
             usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
             best_step: step of the saved model, whose evaluation is reported; None: the last one.
         """
-        report.finish(self.log, usage, best_step)
+        is_shown = not self.settings.rehearse  # a rehearsal's model is of no use, and its folder may be deleted
+        with contextlib.nullcontext() if is_shown else contextlib.redirect_stdout(io.StringIO()):
+            report.finish(self.log, usage, best_step)
 
     def close(self) -> int:
         """Let go of the process group and of all that uses it. Called by all processes, last.
@@ -241,7 +249,7 @@ class Run:
         return losses.weighted_loss(sums, num_targets, self.loss_weights), sums.detach()
 
     def _forward_backward(self, batch: MicroBatch, num_targets: torch.Tensor) -> None:
-        """Compute a micro-batch as a script does, for rehearsals."""
+        """Compute a micro-batch as a script does, to try sizes of micro-batches."""
         loss, _ = self.compute_loss(batch, num_targets, self.model)
         self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
 

@@ -3,7 +3,7 @@
 From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute micro-batches
 of more
 than 2 samples: it fails in the `forward`, in the `backward` of a micro-batch that is not the last, or in the last one's, the
-`synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so in the rehearsal.
+`synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so before the first step.
 """
 
 import functools
