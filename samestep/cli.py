@@ -22,8 +22,8 @@ from samestep.planner.memory import MOMENTS
 from samestep.planner.page import page
 from samestep.planner.placement import place
 from samestep.planner.workload import Workload, from_model, from_recipe
+from samestep.recipe import pretrained_shape, scaling
 from samestep.recipe import recipe as recipes
-from samestep.recipe import scaling
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe
@@ -390,7 +390,7 @@ def _read(command: str, name: str, argv: list[str], settings_class: type) -> tup
     parser.add_settings(type(recipe), recipe, "recipe")
     flags = parser.parse(argv)
     objects = _build(flags, classes)
-    recipe = recipes.load(name, {key: value for key, value in flags.items() if key in recipe_fields})
+    recipe = pretrained_shape.load(name, {key: value for key, value in flags.items() if key in recipe_fields})
     return recipe, *objects, *([DataSettings()] * (2 - len(objects)))
 
 

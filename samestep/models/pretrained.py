@@ -2,14 +2,30 @@
 
 import pickle
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import cached_file
 
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
 from samestep.models import cpu_matmul
+from samestep.recipe.pretrained_shape import read_local_config
+from samestep.recipe.reading import read_json
+
+
+def find_config(name_or_path: str) -> dict[str, Any] | None:
+    """Read the config.json of a model, of a folder or on the hub; None: it cannot be had, and loading the weights says why."""
+    config = read_local_config(name_or_path)
+    if config is not None or Path(name_or_path).exists():
+        return config
+    try:
+        return read_json(Path(cached_file(name_or_path, "config.json")), f"config.json of {name_or_path}")
+    except Exception:  # of any kind: network, names, files of others
+        return None
 
 
 def initial_model(
@@ -65,8 +81,8 @@ def initial_model(
                 texts.append(f"it {verb} {names[0]} and {len(names) - 1} more")
         if texts:
             raise UsageError(
-                f"model_name_or_path {name_or_path} is another model than the recipe's: {'; '.join(texts)}. Set its shape and "
-                "normalization to what was trained"
+                f"model_name_or_path {name_or_path} is another model than the recipe's: {'; '.join(texts)}. Give a checkpoint "
+                "of the recipe's shape, with its normalization"
             )
     return model
 

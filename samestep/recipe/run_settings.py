@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from shutil import which
 from typing import Any
 
 from samestep.errors import UsageError, exit_code
+from samestep.recipe import pretrained_shape, rehearsal
 from samestep.recipe import recipe as recipes
-from samestep.recipe import rehearsal
 from samestep.recipe.extras import require
 from samestep.recipe.settings import (
     BATCH,
@@ -202,13 +202,21 @@ EPILOG = """A recipe gives every field of its own, and a flag changes it: --reci
 `none` unsets a field that may be unset."""
 
 
-def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Recipe, Any]:
+def parse(
+    argv: Sequence[str],
+    task: str,
+    description: str,
+    *,
+    find_config: pretrained_shape.FindConfig = pretrained_shape.read_local_config,
+    say: Callable[[str], object] = lambda text: None,
+) -> tuple[recipes.Recipe, Any]:
     """Read the recipe and the run settings from the flags in `argv`.
 
     Args:
         argv: the flags.
         task: the task that the recipe must have.
         description: of the program, for `--help`.
+        find_config, say: as of `pretrained_shape.load`.
 
     Returns:
         The recipe, flags laid over its file (with --rehearse, of a small model), and the run settings, an object of the task's
@@ -228,7 +236,7 @@ def parse(argv: Sequence[str], task: str, description: str) -> tuple[recipes.Rec
     names = {field.name for field in dataclasses.fields(settings_class)}
     run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
     changes = {name: value for name, value in flags.items() if name not in names}
-    recipe = recipes.load(run.recipe, changes, task=task)
+    recipe = pretrained_shape.load(run.recipe, changes, task=task, find_config=find_config, say=say)
     if recipe.accumulation == "optimizer" and run.on_nonfinite == "skip":
         raise UsageError(
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "

@@ -19,6 +19,7 @@ from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
+from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
@@ -51,9 +52,13 @@ class Run:
     """
 
     def __init__(self, argv: Sequence[str], task: str, description: str):
-        self.recipe, self.settings = run_settings.parse(argv, task, description)
+        notes: list[str] = []
+        self.recipe, self.settings = run_settings.parse(
+            argv, task, description, find_config=pretrained.find_config, say=notes.append
+        )
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
+        self.accelerator.print(*notes, sep="\n", end="\n" * len(notes))
         self.layout = solve_layout(
             num_processes=self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
