@@ -128,7 +128,7 @@ def test_text_files_and_validation_files(train, corpus, tmp_path):
     for number in range(3):
         blocks = [" ".join(text.split()) for text in texts[number::3]]
         (tmp_path / f"part{number}.txt").write_text("\n\n".join(blocks))
-    flags = f"--train_file {tmp_path}/part[01].txt --validation_file {tmp_path}/part2.txt"
+    flags = f"--train_file {tmp_path}/part[01].txt --validation_file {tmp_path}/part2.txt --txt_documents blocks"
     assert len(metrics(train("txt", f"{SMALL} {flags}"))) == 10
 
 

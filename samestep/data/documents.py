@@ -126,7 +126,7 @@ def split_documents(
         raise UsageError(
             f"validation_fraction {validation_fraction} of {len(documents)} documents leaves fewer than 2 to train on "
             f"({num_validation} held out, 2 at least). Lower it, set it to 0, set validation_split to tail, or give more "
-            "documents; in a .txt file a blank line ends a document."
+            "documents (--txt_documents blocks: a blank line ends a document of a .txt file)."
         )
     order = np.random.Generator(np.random.Philox(key=seed)).permutation(len(documents))
     validation, train = np.sort(order[:num_validation]), np.sort(order[num_validation:])
@@ -179,7 +179,7 @@ def split_txt(txt_documents: str, files: Sequence[str]) -> str:
 
     Args:
         txt_documents: blocks, files, or auto: files where several `.txt` files are given, else blocks.
-        files: as `find_files` returned them.
+        files: those to train on, as `find_files` returned them; held-out files are split in the same way.
 
     Returns:
         blocks (blank lines separate documents), or files (a file is a document).

@@ -120,7 +120,7 @@ class SentencePairs:
         if len(self.tokens) < 2:
             raise UsageError(
                 f"{description} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so "
-                "that B can come from another document (in a .txt file, blank lines separate documents)"
+                "that B can come from another document (--txt_documents blocks: blank lines in .txt files separate documents)"
             )
 
     def __len__(self) -> int:
