@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import patch_optimizer_step
 from common import DROPOUT, ROOT, fresh_accelerator, metrics, samples_of_steps, tiny_argv
@@ -26,6 +27,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
 
 from samestep.errors import RunError, UsageError, exit_code
+from samestep.models import networks, resnet
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 from samestep.recipe.run_settings import RunSettings
@@ -247,7 +249,8 @@ def test_every_one_of_300_damages_is_noticed(stopped, tmp_path, capsys):
     output_dir, recipe = stopped
     accelerator, rng, reasons = launch.create_accelerator(), random.Random(0), set()
     names = sorted(path.name for path in (output_dir / "checkpoint-6").iterdir())
-    assert names == ["manifest.json", "model.safetensors", "optimizer.safetensors", "recipe.yaml", "state.json"]
+    parts = {"manifest.json", "model.safetensors", "optimizer.safetensors", "recipe.yaml", "state.json"}
+    assert set(names) == parts | {"config.json", "tokenizer.json", "tokenizer_config.json"}
     shutil.copytree(output_dir, tmp_path / "run")
     victim = tmp_path / "run" / "checkpoint-6"
     for number in range(300):
@@ -299,7 +302,7 @@ def test_other_damages(stopped, tmp_path, capsys):
     shutil.copytree(output_dir / "checkpoint-6", copy / "checkpoint-6", dirs_exist_ok=True)
     assert find_name() == "checkpoint-6"
     (copy / "checkpoint-6" / "manifest.json").write_text(checkpoint._manifest(content | {"format": 1}))
-    with pytest.raises(UsageError, match="it has format 1, this version reads 2"):
+    with pytest.raises(UsageError, match="it has format 1, this version reads 2 and 3"):
         find_name()
 
 
@@ -309,6 +312,46 @@ def test_nothing_in_a_checkpoint_can_execute_code(stopped):
     assert not re.search(r"pickle|torch\.(load|save)\(|yaml\.(unsafe_|full_)?load\(", source)
     suffixes = {path.suffix for path in output_dir.glob("checkpoint-*/*")}
     assert suffixes == {".safetensors", ".yaml", ".json"}
+
+
+PUBLISHED = {
+    "pretrain_bert": transformers.BertForPreTraining,
+    "pretrain_gpt2": transformers.GPT2LMHeadModel,
+    "finetune_classifier": transformers.BertForSequenceClassification,
+    "train_image_classifier": resnet.GroupNormResNet,
+    "train_captcha": networks.CaptchaReader,
+}
+
+
+@pytest.mark.parametrize("program", PUBLISHED)
+def test_from_pretrained_reads_a_checkpoint(train, program):
+    """The same model as is published at the end, to the last bit, and the tokenizer."""
+    done = train("run", "--max_train_steps 2", program=program)
+    ours, theirs = (PUBLISHED[program].from_pretrained(folder) for folder in (done / "checkpoint-2", done))
+    tensors = theirs.state_dict()
+    assert ours.state_dict().keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in ours.state_dict().items())
+    if program in ("pretrain_bert", "pretrain_gpt2", "finetune_classifier"):
+        ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (done / "checkpoint-2", done))
+        assert ours.get_vocab() == theirs.get_vocab()
+        assert transformers.AutoConfig.from_pretrained(done / "checkpoint-2").architectures == [
+            PUBLISHED[program].__name__
+        ]
+
+
+def test_a_checkpoint_of_the_format_before_goes_on(train):
+    """Its names begin with that of the model in the module that sums losses, and it has no files of the published model."""
+    flags = "--global_batch_size 8 --max_train_steps 4"
+    whole = train("whole", flags)
+    parts = train("parts", flags + " --stop_after_step 2")
+    folder = parts / "checkpoint-2"
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    names = ("model.safetensors", "optimizer.safetensors", "recipe.yaml", "state.json")
+    files = {name: checkpoint._flush_and_hash(folder / name) for name in names}
+    (folder / "manifest.json").write_text(checkpoint._manifest({"format": 2, "step": 2, "files": files}))
+    train("parts", flags + " --resume_from_checkpoint latest")
+    assert same_weights(parts, whole)
 
 
 # -------------------------------------------------------------------------------------------------- how they are written

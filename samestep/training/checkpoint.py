@@ -1,6 +1,7 @@
 """Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, is verified before use, and resumes on any layout.
 
-    model.safetensors      parameters and buffers
+    model.safetensors      parameters and buffers, by the names that the published model has
+    config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
     recipe.yaml            the recipe as resolved
     state.json             step, fingerprints, state of the gradient scaler, versions
@@ -9,11 +10,13 @@
 Nothing in these files can execute code. They hold all that decides the next steps: samples, masks and dropout noise are
 functions of the seed, the step and the process, so no state of random number generators is needed. Process 0 writes the files;
 sharded (FSDP2) weights and states are written by their owners, as model-00001-of-00008.safetensors and so on, each with its
-rows of every tensor, and can be read by any number of processes. All processes must see the same output folder.
+rows of every tensor, and can be read by any number of processes, but not by `from_pretrained`: they have no config.json. All
+processes must see the same output folder.
 """
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -22,7 +25,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -52,7 +56,9 @@ from samestep.recipe.run_settings import RunSettings
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
-FORMAT = 2
+FORMAT = 3
+READABLE_FORMATS = (2, FORMAT)
+"""In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +147,16 @@ def _find_aliases(model: nn.Module) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
+def _find_prefix(names: Iterable[str]) -> str:
+    """Find what all names of tensors begin with, because a module around the model that is published adds it; may be empty.
+
+    >>> _find_prefix(["bert.pooler.weight", "bert.pooler.bias"]), _find_prefix(["body.weight", "head.weight"])
+    ('bert.', '')
+    """
+    first_parts = {name.partition(".")[0] for name in names if "." in name} | {"" for name in names if "." not in name}
+    return f"{first_parts.pop()}." if len(first_parts) == 1 and "" not in first_parts else ""
+
+
 def _gather_state(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather all parameters and buffers, tied ones once, on the host of process 0; {} elsewhere. Called by all processes."""
     tensors = get_model_state_dict(model, options=WHOLE)
@@ -198,6 +214,7 @@ class Saver:
             `async_checkpointing`: copy the state to the host and write it in a thread while training goes on; the next save
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
+        tokenizer: of transformers, saved with the model; None: there is none.
     """
 
     def __init__(
@@ -209,7 +226,9 @@ class Saver:
         data_fingerprints: dict[str, str],
         settings: RunSettings,
         start: State,
+        tokenizer: transformers.PreTrainedTokenizerBase | None = None,
     ):
+        self.tokenizer = tokenizer
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.settings = (
             model,
@@ -233,6 +252,8 @@ class Saver:
         for _, *aliases in _find_aliases(self.accelerator.unwrap_model(self.model)):
             for name in aliases:
                 tensors.pop(name, None)
+        prefix = _find_prefix(tensors)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
         parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
@@ -335,6 +356,7 @@ class Saver:
             self._tell(state.step, files)
             return
         files |= self._collect_files(state.step)
+        files |= self._write_description(partial)
         (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
         record = dataclasses.asdict(state) | {"versions": versions}
@@ -364,6 +386,24 @@ class Saver:
         for part, tensors in parts.items():
             safetensors.torch.save_file(tensors, str(partial / names[part]))
         return {name: _flush_and_hash(partial / name) for name in names.values()}
+
+    def _write_description(self, partial: Path) -> dict[str, dict]:
+        """Write what `from_pretrained` needs beside the weights, unless these are sharded: configuration and tokenizer."""
+        if isinstance(self.model, FSDPModule):
+            return {}
+        before = set(partial.iterdir())
+        model = next(self.accelerator.unwrap_model(self.model).children(), None)
+        if isinstance(model, transformers.PreTrainedModel):
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.to_json_file(partial / "config.json")
+        elif isinstance(model, PyTorchModelHubMixin):
+            (partial / "config.json").write_text(
+                json.dumps(self.recipe.architecture, indent=2) + "\n", encoding="utf-8"
+            )
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(partial)
+        return {path.name: _flush_and_hash(path) for path in sorted(set(partial.iterdir()) - before)}
 
     # Messages of the writers go through the store that connects the processes: collectives belong to training.
 
@@ -476,8 +516,10 @@ def _verify(folder: Path) -> State:
         is_whole = False
     if not is_whole:
         raise DamagedCheckpoint("manifest.json is damaged")
-    if content.get("format") != FORMAT:
-        raise DamagedCheckpoint(f"it has format {content.get('format')}, this version reads {FORMAT}")
+    if content.get("format") not in READABLE_FORMATS:
+        raise DamagedCheckpoint(
+            f"it has format {content.get('format')}, this version reads {' and '.join(map(str, READABLE_FORMATS))}"
+        )
     step, files = content.get("step"), content.get("files")
     if type(step) is not int or not isinstance(files, dict) or not _is_complete(files):
         raise DamagedCheckpoint("manifest.json lacks entries")
@@ -510,14 +552,13 @@ _TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if 
 
 
 def _is_complete(files: dict[str, Any]) -> bool:
-    """Tell whether a checkpoint of `files` has all parts of all owners, and nothing else."""
-    num_owners = None if "model.safetensors" in files else max(1, len(files) // 2 - 1)
-    return files.keys() == {
-        "recipe.yaml",
-        "state.json",
-        *_name_files("model", num_owners),
-        *_name_files("optimizer", num_owners),
-    }
+    """Tell whether a checkpoint of `files` has all parts of all owners, and nothing else but descriptions of the model."""
+    num_owners = None if "model.safetensors" in files else max(1, sum(name.startswith("model-") for name in files))
+    parts = {"recipe.yaml", "state.json", *_name_files("model", num_owners), *_name_files("optimizer", num_owners)}
+    others = files.keys() - parts
+    return parts <= files.keys() and all(
+        Path(name).name == name and not name.endswith(".safetensors") for name in others
+    )
 
 
 def _check_is_file(path: Path) -> None:
@@ -633,6 +674,9 @@ def load(
         raise UsageError(
             f"checkpoint {folder} cannot be read ({error}): put it where every process sees it under this name"
         ) from None
+    if json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["format"] > 2:
+        prefix = _find_prefix(get_model_state_dict(model))
+        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     groups = _find_aliases(accelerator.unwrap_model(model))
     tensors |= {name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases}
     current = _get_moments(model, optimizer, StateDictOptions())

@@ -127,7 +127,10 @@ class Run:
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, train.fingerprints)
-        saver = checkpoint.Saver(accelerator, recipe, model, optimizer, train.fingerprints, settings, self.start)
+        tokenizer = getattr(train, "tokenizer", None)
+        saver = checkpoint.Saver(
+            accelerator, recipe, model, optimizer, train.fingerprints, settings, self.start, tokenizer
+        )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log)
         return model, optimizer
