@@ -1,4 +1,4 @@
-"""Answers `accelerate-recipes list | plan | scale | audit-script`, or `python -m recipes`; all but the last without torch.
+"""Answers `accelerate-recipes list | plan | scale | audit-script`, or `python -m recipes`; all but an audit without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -428,7 +428,7 @@ def main() -> int | None:
         case ["scale", *argv]:
             scale_model(argv)
         case ["audit-script", *argv]:
-            from stepaudit.script import audit_script  # here: it imports torch
+            from stepaudit.script import audit_script
 
             return audit_script(argv, prog=f"{program_name()} audit-script")
         case [word, *_]:

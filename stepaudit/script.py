@@ -15,8 +15,6 @@ from typing import Any
 from stepaudit.causes import HARMLESS, Finding
 from stepaudit.errors import UsageError, nearest
 from stepaudit.judge import compare, find_faults
-from stepaudit.processes import load, run
-from stepaudit.program import FAILURE_FILE
 from stepaudit.recording import Recording
 from stepaudit.table import table
 
@@ -162,6 +160,12 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
         UsageError: the program failed, or took no step.
         AuditError: the recorder failed.
     """
+    from stepaudit.processes import (
+        load,
+        run,
+    )  # here: they import torch, which help and mistakes in flags can do without
+    from stepaudit.program import FAILURE_FILE
+
     title = f"{program[0]} ({variation})"
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         words = ["-m", "stepaudit.program", folder, str(num_steps), *program, *variation.argv]

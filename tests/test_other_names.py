@@ -85,3 +85,22 @@ def test_help_and_mistakes_need_no_torch(recipe, tmp_path):
     assert f"(recipe: {load(name).learning_rate})" in " ".join(shown.stdout.split())
     wrong = ask("--learning_rat", "1")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
+
+
+def test_help_of_every_command_needs_no_torch(tmp_path):
+    for name in ("torch", "transformers", "accelerate", "datasets"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    program = """
+import sys
+from samestep.cli import main
+for words in ("", "list", "plan", "plan bert_base", "scale", "scale gpt2_124m", "audit-script"):
+    sys.argv = ["recipes", *words.split(), "--help"]
+    try:
+        assert main() is None
+    except SystemExit as error:
+        assert not error.code, words
+"""
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("usage:") == 7

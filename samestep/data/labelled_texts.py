@@ -345,7 +345,9 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
         all_texts = datasets.concatenate_datasets([texts, pairs.rename_column("pair", "text")]) if len(pairs) else texts
         tokenizer = train_wordpiece(all_texts, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT")
+        tokenizer = load_tokenizer(
+            name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
+        )
     settings = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     return train, LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(

@@ -243,7 +243,9 @@ def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[Sentenc
     if name is None:
         tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT")
+        tokenizer = load_tokenizer(
+            name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
+        )
     names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
     settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
     train = SentencePairs(documents, tokenizer, **settings, description="training documents")

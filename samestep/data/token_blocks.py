@@ -205,7 +205,9 @@ def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBl
     documents, held_out = load_split(recipe, num_proc)
     name = recipe.tokenizer_name or recipe.model_name_or_path
     if name is not None:
-        tokenizer = load_tokenizer(name, recipe.vocab_size, ["eos_token"], "GPT-2")
+        tokenizer = load_tokenizer(
+            name, recipe.vocab_size, ["eos_token"], "GPT-2", is_required=recipe.model_name_or_path is not None
+        )
     else:
         train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
         tokenizer = train(documents, recipe.vocab_size)

@@ -156,7 +156,7 @@ def _wordpiece(texts: Iterable[str], vocab_size: int, do_lower_case: bool) -> Pr
 
 
 def load_tokenizer(
-    name_or_path: str, vocab_size: int, required_tokens: Sequence[str], example: str
+    name_or_path: str, vocab_size: int, required_tokens: Sequence[str], example: str, *, is_required: bool = True
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub.
 
@@ -165,6 +165,7 @@ def load_tokenizer(
         vocab_size: rows of the model's embedding.
         required_tokens: special tokens that it must have ("mask_token", "eos_token", ...).
         example: names, in the message, a model whose tokenizer would do.
+        is_required: whether no other tokenizer would do, as for weights that were trained with it, for the message.
 
     Raises:
         UsageError: a tokenizer that cannot be loaded, lacks a required token, or has more than `vocab_size` entries.
@@ -175,6 +176,7 @@ def load_tokenizer(
     except Exception as error:  # of any kind: the files were written by others
         raise UsageError(
             f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
+            f"{'' if is_required else ', or train one on the text: --tokenizer_name none'}"
         ) from None
     missing_tokens = [name for name in required_tokens if getattr(tokenizer, name) is None]
     if missing_tokens:
