@@ -140,6 +140,23 @@ def test_a_finished_run_can_be_resumed_without_harm(train):
     assert (done / "checkpoint-10").stat().st_ino == saved, "the checkpoint is not written anew"
 
 
+def test_by_the_clock_two_are_kept_and_those_of_steps_stay(train):
+    """Checkpoints that --checkpointing_steps asked for, and the last of each session, are not the clock's to delete."""
+    assert RunSettings(recipe="").checkpointing_minutes == 15
+    train("run", "--global_batch_size 8 --checkpointing_steps 2 --stop_after_step 5")
+    flags = "--global_batch_size 8 --checkpointing_minutes 1e-6 --resume_from_checkpoint latest"
+    assert names(train("run", flags)) == [2, 4, 5, 9, 10]
+    assert names(train("none", "--global_batch_size 8 --checkpointing_minutes none")) == [10]
+    assert names(train("all", f"{flags} --checkpoints_total_limit 3")) == [8, 9, 10]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_the_clock_of_process_0_decides_for_all(train_on):
+    folder = train_on(2, {"run": "--global_batch_size 8 --checkpointing_minutes 1e-6 --checkpoints_total_limit 20"})
+    assert names(folder / "run") == list(range(1, 11))
+
+
 def test_only_the_newest_checkpoints_are_kept(train):
     output_dir = train("limited", "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2")
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-8", "checkpoint-10"]

@@ -67,9 +67,18 @@ class RunSettings:
     )
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
     report_to: str = setting("tracker", choice("none", "tensorboard", "wandb", "trackio"), default="none")
-    checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
+    checkpointing_minutes: float | None = setting(
+        "minutes between checkpoints, of which the 2 newest are kept, unless checkpointing_steps is given; none: one at the end",
+        MINUTES,
+        default=15.0,
+    )
+    checkpointing_steps: int | None = setting(
+        "steps between checkpoints, all of which are kept; none: checkpointing_minutes", POSITIVE, default=None
+    )
     async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
-    checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
+    checkpoints_total_limit: int | None = setting(
+        "newest checkpoints to keep; none: all, but 2 with checkpointing_minutes", POSITIVE, default=None
+    )
     resume_from_checkpoint: str | None = setting(
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
         default=None,

@@ -131,11 +131,16 @@ class RunLog:
             }
             accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
         self._print_inexact_settings()
+        self.bar: tqdm | None = None
+        self.clock = time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clock and the progress bar: all that a run says before its first step is said."""
         self.bar = tqdm(
-            total=num_steps,
-            initial=first_step,
+            total=self.num_steps,
+            initial=self.first_step,
             unit="step",
-            disable=not accelerator.is_main_process,
+            disable=not self.accelerator.is_main_process,
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
         self.clock = time.perf_counter()
@@ -224,7 +229,7 @@ class RunLog:
                 place = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
                 ledger.append(place | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
-        if seconds:
+        if seconds and self.bar is not None:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
         if self.settings.record_samples:
             ledger = gather_object(ledger)
@@ -313,13 +318,17 @@ class RunLog:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's."""
-        self.clock = time.perf_counter()
+        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's, and out of the bar's rate."""
+        now = time.perf_counter()
+        if self.bar is not None and not self.bar.disable:
+            self.bar.start_t += now - self.clock
+            self.bar.last_print_t += now - self.clock
+        self.clock = now
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint of the run as it is after `step`."""
+    def save(self, step: int, *, is_routine: bool = False) -> None:
+        """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
         self.flush()
-        self.saver.save(step, self.num_skipped, self.run_id)
+        self.saver.save(step, self.num_skipped, self.run_id, is_routine=is_routine)
         self.restart_clock()
 
     def close(self) -> None:
@@ -332,7 +341,8 @@ class RunLog:
         for name, lines in self.unwritten_lines.items():
             if lines:
                 self._append(name, [])
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
         try:
             self.saver.close()
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep import interrupt
 from samestep._internals import torch_distributed
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
@@ -49,6 +50,7 @@ class Run:
 
     def __init__(self, argv: Sequence[str], task: str, description: str):
         self.recipe, self.settings = run_settings.parse(argv, task, description)
+        interrupt.outlive_readers()
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self.layout = solve_layout(
@@ -147,6 +149,7 @@ class Run:
             f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.completed_steps} to "
             f"{self.last_step} of {self.num_steps}"
         )
+        self.log.start()
         self.model.train()
         workers = settings.dataloader_num_workers
         for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
@@ -159,8 +162,10 @@ class Run:
             if recovery.should_stop:
                 return
             every = settings.checkpointing_steps
-            if every and self.completed_steps % every == 0 and self.completed_steps < self.last_step:
-                self.log.save(self.completed_steps)
+            is_due = self.completed_steps % every == 0 if every else recovery.should_save
+            if is_due and self.completed_steps < self.last_step:
+                self.log.save(self.completed_steps, is_routine=every is None)
+                recovery.restart_save_clock()
 
     def evaluates_before(self, step: "Step") -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
@@ -194,8 +199,27 @@ class Run:
         if self.completed_steps == self.num_steps:
             evaluate()
         self.log.close()
+        if not self.is_finished:
+            self.accelerator.print(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
+
+    def _explain_early_end(self) -> str:
+        """Say why this session ended before the training did, and how to go on."""
+        limit, flags = self.settings.stop_after_step, "--resume_from_checkpoint latest"
+        if self.settings.overwrite_output_dir:
+            flags += ", without --overwrite_output_dir"
+        if limit is not None and self.completed_steps >= limit:
+            why = f"stop_after_step is {limit}"
+            flags += f"{' and' if self.settings.overwrite_output_dir else ', without'} --stop_after_step"
+        elif self.recovery.stop.is_out_of_time:
+            why = f"max_train_minutes is {self.settings.max_train_minutes:g}"
+        else:
+            why = "it was asked to stop"
+        return (
+            f"Ended after step {self.completed_steps} of {self.num_steps}, as {why}; saved in {self.output_dir}. To go on: the "
+            f"same command with {flags}"
+        )
 
     def publish(self, usage: str, best_step: int | None = None) -> None:
         """Write all_results.json, loss.png and the model card; push to the hub if asked for.
