@@ -1,4 +1,4 @@
-"""A terminal that is closed, or a pipe whose reader ends, while a run prints to it: the run saves what it would save otherwise."""
+"""A terminal that is closed, or a pipe whose reader ends, while a run prints to it: what it saves is saved all the same."""
 
 import contextlib
 import os
@@ -26,12 +26,11 @@ def test_a_closed_terminal(trainings, corpus, tmp_path, kind):
 
 
 def test_another_error_of_writing_is_raised():
-    stream = interrupt._LastingStream(open("/dev/full", "w"))
-    stream.write("lost")
-    with pytest.raises(OSError, match="No space left"):
-        stream.flush()
-    with contextlib.suppress(OSError):
-        stream.close()
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        stream = interrupt._LastingStream(full)
+        stream.write("lost")
+        with pytest.raises(OSError, match="No space left"):
+            stream.flush()
 
 
 def test_hanging_up_twice_is_one_request(monkeypatch):

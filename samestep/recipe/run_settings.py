@@ -68,7 +68,7 @@ class RunSettings:
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
     report_to: str = setting("tracker", choice("none", "tensorboard", "wandb", "trackio"), default="none")
     checkpointing_minutes: float | None = setting(
-        "minutes between checkpoints, of which the 2 newest are kept, unless checkpointing_steps is given; none: one at the end",
+        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; none: one at the end",
         MINUTES,
         default=15.0,
     )
@@ -77,7 +77,9 @@ class RunSettings:
     )
     async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
     checkpoints_total_limit: int | None = setting(
-        "newest checkpoints to keep; none: all, but 2 with checkpointing_minutes", POSITIVE, default=None
+        "newest checkpoints to keep; none: all of checkpointing_steps, 2 of checkpointing_minutes",
+        POSITIVE,
+        default=None,
     )
     resume_from_checkpoint: str | None = setting(
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",

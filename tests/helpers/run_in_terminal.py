@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import sys
 import time
 
 import matplotlib.figure
@@ -23,7 +22,7 @@ def main(folder: str, kind: str, *argv: str) -> None:
 
     Args:
         folder: where the results go.
-        kind: `SIGHUP`: the terminal is closed. `nohup`: it is closed, SIGHUP is ignored, and stdout is a pipe whose reader ends.
+        kind: `SIGHUP`: the terminal is closed. `nohup`: it is closed, but SIGHUP ignored, and stdout a pipe whose reader ends.
         argv: of the script.
     """
     reader, pipe = os.pipe()
