@@ -4,6 +4,7 @@ import time
 
 import pytest
 from common import metrics
+from transformers import AutoTokenizer, pipeline
 
 from samestep.training import report
 from samestep.training import run as running
@@ -50,3 +51,18 @@ def test_an_early_end_is_said_with_how_to_go_on(train, capsys, flags, steps, why
     if lines:
         assert all(text in lines[0] for text in (f"step {steps}", why, str(output_dir)))
         assert ("without --stop_after_step" in lines[0]) == ("stop" in flags)
+
+
+@pytest.mark.parametrize(
+    ("program", "task", "text", "options"),
+    [
+        ("finetune_classifier", "text-classification", "a wonderful film " * 200, {"truncation": True}),
+        ("pretrain_bert", "fill-mask", "the [MASK] is " + "a value " * 200, {"tokenizer_kwargs": {"truncation": True}}),
+        ("pretrain_gpt2", "text-generation", "the value is " * 200, {"handle_long_generation": "hole", "max_new_tokens": 9}),
+    ],
+)
+def test_the_saved_tokenizer_knows_the_length_that_the_model_was_trained_at(train, program, task, text, options):
+    length = "--block_size 24" if program == "pretrain_gpt2" else "--max_seq_length 24"
+    output_dir = train("run", f"{SMALL} {length} --max_train_steps 1", program=program)
+    assert AutoTokenizer.from_pretrained(output_dir).model_max_length == 24
+    assert pipeline(task, model=str(output_dir))(text, **options)

@@ -230,6 +230,7 @@ class LabelledTexts:
         description: str = "texts",
     ):
         self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
+        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
         self.labels = _numbers(_labels(rows), classes, description)
         table = rows.map(
             _tokenize,
