@@ -102,6 +102,9 @@ class RunSettings:
         "seconds to wait for another process before the run ends", limit(SECONDS), default=1800.0
     )
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
+    license: str | None = setting(
+        "licence of the model, for its card: apache-2.0, mit, ...; none: the card has none", default=None
+    )
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
     @property

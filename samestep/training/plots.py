@@ -1,7 +1,7 @@
 """Charts as PNG pictures, drawn by matplotlib, which is imported only when a chart is drawn."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,78 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
         axes.grid(alpha=0.3)
         axes.legend()
     return _png(figure)
+
+
+def plot_training(
+    steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], terms: Sequence[str], title: str
+) -> bytes:
+    """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside.
+
+    Losses of steps are lines, with a centred mean over 1/50 of them; those of evaluations, the one before the first step
+    included, are points.
+
+    Args:
+        steps, evaluations: lines of metrics.jsonl, in order.
+        terms: names of the loss terms.
+        title: what was trained on what.
+
+    Returns:
+        The PNG file's content.
+    """
+    from matplotlib.figure import Figure
+
+    curves = {name: _columns(steps, name) for name in ["loss", *(f"{term}_loss" for term in terms)]}
+    panels = {name: curve for name, curve in curves.items() if curve is not None}
+    for name in list(panels)[1:]:
+        if np.array_equal(panels[name][1], panels["loss"][1], equal_nan=True):
+            del panels[name]  # the only term: its line would lie on that of the loss
+    if not panels:
+        panels = {"loss": (np.zeros(0), np.zeros(0))}
+    names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_"))
+    metrics = [name for name in names if not name.endswith(("loss", "perplexity"))]
+    num_panels = len(panels) + bool(metrics)
+    num_columns = min(2, num_panels)
+    num_rows = -(-num_panels // num_columns)
+    figure = Figure(figsize=(6.5 * num_columns, 0.5 + 4 * num_rows), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axes, (name, (numbers, values)) in zip(grid, panels.items(), strict=False):
+        if len(values):
+            axes.plot(numbers, values, color="C0", lw=0.7, alpha=0.35)
+            window = max(1, len(values) // 50)
+            half = (window - 1) // 2  # steps of the mean before its middle
+            means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+            label = (
+                f"{name}, mean of {window} steps: {means[-1]:.4g} at the end"
+                if window > 1
+                else f"{name}: {values[-1]:.4g}"
+            )
+            axes.plot(numbers[half : half + len(means)], means, color="C0", lw=1.5, label=label)
+        _plot_points(axes, evaluations, f"eval_{name}", "C1", "o")
+        axes.set_ylabel(name)
+    if metrics:
+        for number, name in enumerate(metrics):
+            _plot_points(grid[len(panels)], evaluations, name, f"C{number}", "o-")
+        grid[len(panels)].set_ylabel("of held-out data")
+    for place, axes in enumerate(grid):
+        axes.set_visible(place < num_panels)
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def _columns(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return steps and values of those lines that have a value; a value that is null, not finite, is NaN. None: no line has."""
+    pairs = [(line["step"], line[name]) for line in lines if name in line]
+    return (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)) if pairs else None
+
+
+def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str, color: str, style: str) -> None:
+    """Draw a number of every evaluation, with the last one in the legend."""
+    if (curve := _columns(evaluations, name)) is not None:
+        axes.plot(*curve, style, color=color, markersize=5, label=f"{name}: {curve[1][-1]:.4g} at the end")
 
 
 def plot_predictions(pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str]) -> bytes:

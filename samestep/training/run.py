@@ -21,7 +21,7 @@ from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.step import accumulate, batch_norm, losses, optim
-from samestep.training import checkpoint, kernels, launch, rehearsal, report
+from samestep.training import card, checkpoint, kernels, launch, rehearsal, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
 
@@ -72,13 +72,14 @@ class Run:
             build: function of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
         """
         with self.accelerator.local_main_process_first():
-            train, self.held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
+            train, held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
+        self.train, self.held_out = train, held_out
         recipe = self.recipe
         self.order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
         self.num_steps = recipe.max_train_steps or self.order.num_steps(recipe.num_train_epochs)
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         self.schedule = recipe.schedule(self.num_steps, float(self.order.steps_per_epoch))
-        return train, self.held_out
+        return train, held_out
 
     def prepare(self, model_class: type[SummedLosses], train: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make the model and the optimizer, as the checkpoint has them if there is one, ready for `accelerator.accumulate`.
@@ -230,7 +231,17 @@ class Run:
             usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
             best_step: step of the saved model, whose evaluation is reported; None: the last one.
         """
-        report.finish(self.log, usage, best_step)
+        training = card.Training(
+            self.recipe,
+            self.settings,
+            self.accelerator,
+            self.recovery.steps.layout,
+            self.schedule,
+            self.train,
+            self.held_out,
+            self.num_steps,
+        )
+        report.finish(self.log, usage, training, best_step)
 
     def close(self) -> int:
         """Let go of the process group and of all that uses it. Called by all processes, last.
