@@ -189,7 +189,13 @@ def write(
     rows = [f"| {name} | {format_number(value)} |" for name, value in results.items()]
     sections = {
         "Use": ["```python", usage.replace("OUTPUT_DIR", repo_id or settings.output_dir), "```"],
-        "Results": ["| metric | value |", "|---|---|", *rows, "", *(f"![{name.removesuffix('.png')}]({name})" for name in pictures)],
+        "Results": [
+            "| metric | value |",
+            "|---|---|",
+            *rows,
+            "",
+            *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
+        ],
         "Evaluations": _table(evaluations),
         "Training hyperparameters": [f"- {name}: {value}" for name, value in training.hyperparameters().items()],
         "Recipe": [

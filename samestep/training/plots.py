@@ -100,8 +100,8 @@ def plot_training(
     for axes, (name, (numbers, values)) in zip(grid, panels.items(), strict=False):
         if len(values):
             axes.plot(numbers, values, color="C0", lw=0.7, alpha=0.35)
-            window = max(1, len(values) // 50)
-            half = (window - 1) // 2  # steps of the mean before its middle
+            window = len(values) // 50 | 1  # odd: it has a middle
+            half = window // 2  # steps of the mean before its middle
             means = np.convolve(values, np.full(window, 1 / window), mode="valid")
             label = (
                 f"{name}, mean of {window} steps: {means[-1]:.4g} at the end"

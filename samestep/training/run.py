@@ -14,6 +14,7 @@ from torch import nn
 
 from samestep import interrupt
 from samestep._internals import torch_distributed
+from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import MicroBatch, StepData, Steps, to_device
@@ -51,6 +52,7 @@ class Run:
     def __init__(self, argv: Sequence[str], task: str, description: str):
         self.recipe, self.settings = run_settings.parse(argv, task, description)
         interrupt.outlive_readers()
+        quiet_libraries()
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self.layout = solve_layout(
