@@ -256,7 +256,10 @@ class LabelledTexts:
         return f"{len(self)} texts of {kind} ({self.tokens.num_values} tokens{cut})"
 
     def write(self, path: Path, logits: np.ndarray) -> None:
-        """Write a csv file of predictions in the order of the texts: class and its probability, or a number.
+        """Write a csv file of predictions in the order of the texts.
+
+        Its columns are `prediction` (a class, or a number), of classes `probability` (the predicted one's), `text`, of pairs
+        `pair`, and of classes `probability_CLASS` for each.
 
         Args:
             path: where the file goes.
@@ -264,13 +267,20 @@ class LabelledTexts:
         """
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
+            is_pair = self.rows[0]["pair"] is not None
+            texts = ["text", "pair"] if is_pair else ["text"]
             if self.classes is None:
-                writer.writerows([["prediction"], *([f"{value:.6g}"] for value in logits[:, 0])])
+                writer.writerow(["prediction", *texts])
+                for value, row in zip(logits[:, 0], self.rows, strict=True):
+                    writer.writerow([f"{value:.6g}", *(row[name] for name in texts)])
                 return
             probabilities = np.exp(logits - logits.max(-1, keepdims=True))
             probabilities /= probabilities.sum(-1, keepdims=True)
-            writer.writerow(["prediction", "probability"])
-            writer.writerows([self.classes[row.argmax()], f"{row.max():.6g}"] for row in probabilities)
+            writer.writerow(["prediction", "probability", *texts, *(f"probability_{name}" for name in self.classes)])
+            for values, row in zip(probabilities, self.rows, strict=True):
+                numbers = [f"{value:.6g}" for value in values]
+                place = values.argmax()
+                writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
 
     @property
     def majority(self) -> float:
