@@ -319,7 +319,7 @@ def test_predictions_are_written_in_order(tmp_path, pairs):
     assert {name: [row[name] for row in rows] for name in places} == places
     train.classes = None
     numbers = write_and_read(train, tmp_path / "numbers.csv", logits[:, 1:])
-    assert [float(row["prediction"]) for row in numbers] == pytest.approx(logits[:, 1])
+    assert [float(row["prediction"]) for row in numbers] == pytest.approx(logits[:, 1].tolist(), rel=1e-5)
     assert {name: [row[name] for row in numbers] for name in places} == places
     assert set(numbers[0]) == {"prediction", *places}
 
