@@ -891,13 +891,16 @@ def test_trackers_go_on_with_their_run(train, monkeypatch):
     shutil.rmtree(folder / "checkpoint-5")
     train("run", flags + " --resume_from_checkpoint latest")
     assert [kwargs["tensorboard"] for kwargs in settings] == [{"purge_step": 1}, {"purge_step": 4}]
-    assert (
-        settings[0]["wandb"]
-        == settings[1]["wandb"]
-        == {"id": checkpoint.verify(folder / "checkpoint-3").run_id, "resume": "allow"}
-    )
-    events = event_accumulator.EventAccumulator(str(folder / "bert_small_cpu")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
+    run_id = checkpoint.verify(folder / "checkpoint-3").run_id
+    for kwargs in settings:
+        assert kwargs["wandb"] == {"id": run_id, "name": "run", "resume": "allow"}
+        assert kwargs["trackio"] == {"name": f"run-{run_id}", "resume": "allow"}
+    assert {path.parent for path in folder.rglob("*tfevents*")} == {folder / "tensorboard"}, "one run, one folder"
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
+    assert [event.step for event in events.Scalars("eval/mlm_accuracy")] == [0, 10]
+    assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval"}
+    assert events.Tags()["tensors"] == ["recipe/text_summary"]
 
 
 # -------------------------------------------------------------------------------------------------------- the folder

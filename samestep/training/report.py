@@ -123,16 +123,30 @@ class RunLog:
         evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
-        if settings.report_to != "none":
-            config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
-            init_kwargs = {
-                "wandb": {"id": self.run_id, "resume": "allow"},
-                "tensorboard": {"purge_step": first_step + 1},
-            }
-            accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
+        self._start_tracker()
         self._print_inexact_settings()
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
+
+    def _start_tracker(self) -> None:
+        """Start the tracker, or go on with its run; the recipe is its configuration."""
+        accelerator, recipe, tracker = self.accelerator, self.recipe, self.settings.report_to
+        if tracker == "none":
+            return
+        name = self.output_dir.resolve().name
+        init_kwargs = {
+            "wandb": {"id": self.run_id, "name": name, "resume": "allow"},
+            "trackio": {"name": f"{name}-{self.run_id}", "resume": "allow"},
+            "tensorboard": {"purge_step": self.first_step + 1},
+        }
+        if tracker == "tensorboard":  # its hyperparameters would be a second run, in a folder of their own
+            accelerator.init_trackers("tensorboard", init_kwargs=init_kwargs)
+            if accelerator.is_main_process:
+                writer = accelerator.get_tracker("tensorboard", unwrap=True)
+                writer.add_text("recipe", f"```yaml\n{recipe.to_yaml()}```", self.first_step)
+        else:
+            config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
+            accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
 
     def start(self) -> None:
         """Start the clock and the progress bar: all that a run says before its first step is said."""
@@ -354,7 +368,9 @@ class RunLog:
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])
         if self.settings.report_to != "none":
-            self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+            prefix = "eval" if "eval_loss" in line else "train"
+            values = {f"{prefix}/{k.removeprefix('eval_')}": v for k, v in line.items() if k != "step"}
+            self.accelerator.log(values, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time."""
