@@ -134,11 +134,14 @@ def test_what_is_pushed_is_loaded_from_its_repository(train, monkeypatch):
             return "https://huggingface.co/commit"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    train("a_model", f"{SMALL} --max_train_steps 1 --push_to_hub", program="pretrain_gpt2")
-    ((repo_id, card),) = uploads
+    flags = f"{SMALL} --max_train_steps 1"
+    train("a_model", flags, program="pretrain_gpt2")
+    train("a_model", f"{flags} --resume_from_checkpoint latest --push_to_hub", program="pretrain_gpt2")
+    ((repo_id, text),) = uploads
     assert repo_id == "me/a_model"
-    assert '.from_pretrained("me/a_model")' in card
-    assert "# a_model\n" in card
+    assert '.from_pretrained("me/a_model")' in text
+    assert "# a_model\n" in text
+    assert "8 samples" in text, "what the finished run has seen"
 
 
 def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):

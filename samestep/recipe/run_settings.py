@@ -66,7 +66,11 @@ class RunSettings:
         "steps between evaluations; none: at the start and the end", POSITIVE, default=None
     )
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
-    report_to: str = setting("tracker", choice("none", "tensorboard", "wandb", "trackio"), default="none")
+    report_to: str = setting(
+        "tracker of the curves; tensorboard writes into OUTPUT_DIR/tensorboard",
+        choice("none", "tensorboard", "wandb", "trackio"),
+        default="none",
+    )
     checkpointing_minutes: float | None = setting(
         "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; none: one at the end",
         MINUTES,
