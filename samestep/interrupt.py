@@ -31,7 +31,8 @@ def ignore_stop_signals(worker: int) -> None:
 class StopRequest:
     """Becomes true once somebody asks this process to stop. A second signal ends the process at once.
 
-    SIGHUP is left alone where it is ignored, as under `nohup`. It never counts as a second signal: who sends it has gone.
+    SIGHUP is left alone where it is ignored, as under `nohup`, unless torchrun passes it on, which then ends its workers after
+    30 seconds, `nohup` or not. It never counts as a second signal: who sends it has gone.
 
     Args:
         max_train_minutes: time limit, counted from now; None: no limit.
@@ -40,7 +41,8 @@ class StopRequest:
     def __init__(self, max_train_minutes: float | None = None):
         self.deadline = None if max_train_minutes is None else time.monotonic() + 60 * max_train_minutes
         self.request_time: float | None = None
-        is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")  # torch 2.13: set by torchrun
+        is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in passed_on
         numbers = [number for number in SIGNALS if not (number == signal.SIGHUP and is_detached)]
         self.previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
 

@@ -33,6 +33,23 @@ def test_another_error_of_writing_is_raised():
             stream.flush()
 
 
+@pytest.mark.parametrize(
+    ("passed_on", "is_handled"), [(None, False), ("SIGTERM,SIGINT", False), ("SIGTERM,SIGHUP", True)]
+)
+def test_ignored_hanging_up_is_a_request_where_torchrun_passes_it_on(monkeypatch, passed_on, is_handled):
+    """It handles SIGHUP under nohup, too, and kills workers that have not ended 30 s later."""
+    if passed_on is not None:
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = interrupt.StopRequest()
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        assert bool(stop) == is_handled
+    finally:
+        stop.close()
+        assert signal.signal(signal.SIGHUP, previous) == signal.SIG_IGN
+
+
 def test_hanging_up_twice_is_one_request(monkeypatch):
     """Shell and kernel both send it, and the launcher passes it on, seconds later."""
     ends = []
