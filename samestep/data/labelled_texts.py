@@ -253,7 +253,12 @@ class LabelledTexts:
         """Say how many texts there are, of how many classes, and how many were cut."""
         kind = "numbers" if self.classes is None else f"{len(self.classes)} classes"
         cut = f", {self.num_cut} cut off after {self.max_length}" if self.num_cut else ""
-        return f"{len(self)} texts of {kind} ({self.tokens.num_values} tokens{cut})"
+        return f"{len(self)} texts of {kind} ({self.num_tokens} tokens{cut})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, with [CLS] and [SEP]."""
+        return self.tokens.num_values
 
     def write(self, path: Path, logits: np.ndarray) -> None:
         """Write a csv file of predictions in the order of the texts.

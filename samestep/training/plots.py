@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
-OUTCOMES = {"wrong": "#b3261e", "right": "#1b6e3c"}
+OUTCOMES = {"wrong": "#b3261e", "right": "#1f5fa8"}  # told apart by the colour-blind, too
 COLUMNS, MAX_PICTURES = 8, 16  # of predictions: images in a row, and of a kind (right, wrong) at most
 MARKERS = {"strong": "o", "weak": "s"}
 # Of a confusion matrix: the most classes for which cells hold numbers, and the most characters of a name
@@ -34,7 +34,9 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
     figure.suptitle(f"{answer['recipe']} on {answer['device']}, predicted")
     speed_axes, share_axes = figure.subplots(1, 2)
     ideal = [numbers["samples_per_second"] * count / first for count in (first, last)]
-    speed_axes.plot([first, last], ideal, ":", color="0.4", label="as fast per device as at the first point")
+    speed_axes.plot(
+        [first, last], ideal, ":", color="black", zorder=3, label="as fast per device as at the first point"
+    )
     for kind, points in curves.items():
         style = {"color": COLOURS[kind], "marker": MARKERS[kind], "markersize": 5, "linewidth": 1.8}
         waiting_shares = [row["exposed_communication"] / row["seconds"] for row in points.values()]
@@ -136,12 +138,15 @@ def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str,
         axes.plot(*curve, style, color=color, markersize=5, label=f"{name}: {curve[1][-1]:.4g} at the end")
 
 
-def plot_predictions(pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str]) -> bytes:
+def plot_predictions(
+    pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str], num_held_out: int | None = None
+) -> bytes:
     """Draw images with their predicted labels: wrong predictions first, then right ones, at most 16 of each.
 
     Args:
         pictures: float [images, height, width, channels] in [0, 1].
         labels, predictions: the true label of each image, and the predicted one.
+        num_held_out: images of which these are some; None: these are all.
 
     Returns:
         The PNG file's content.
@@ -156,7 +161,8 @@ def plot_predictions(pictures: np.ndarray, labels: Sequence[str], predictions: S
     per_row = 0.45 + 1.3 * min(1.5, height / width)
     total = sum(num_rows.values())
     figure = Figure(figsize=(1.45 * COLUMNS, per_row * total + 0.5), dpi=120, layout="constrained")
-    figure.suptitle(f"{len(labels)} held-out images: {len(right_places)} right, {len(wrong_places)} wrong")
+    count = f"{len(labels):,}" + (f" of {num_held_out:,}" if num_held_out not in (None, len(labels)) else "")
+    figure.suptitle(f"{count} held-out images: {len(right_places)} right, {len(wrong_places)} wrong")
     axes = figure.subplots(total, COLUMNS, squeeze=False)
     for panel in axes.flat:
         panel.axis("off")
