@@ -27,7 +27,7 @@ from samestep.training.run import Run
 USAGE = """\
 from transformers import pipeline
 classifier = pipeline("text-classification", model="OUTPUT_DIR")
-classifier("a text")"""
+classifier("a text", truncation=True)"""
 
 
 def main(argv: list[str]) -> int:

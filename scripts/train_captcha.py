@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         reader.save_pretrained(run.output_dir)
         micro_batch, places = predict(reader, held_out, 256)
         texts = reader.texts(micro_batch["labels"]), reader.texts(places)
-        picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *texts)
+        picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *texts, len(held_out))
         (run.output_dir / "predictions.png").write_bytes(picture)
         run.publish(USAGE)
     return run.close()

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         if held_out is not None:
             micro_batch, places = predict(resnet, held_out, 256)
             names = ([train.classes[place] for place in labels.tolist()] for labels in (micro_batch["labels"], places))
-            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *names)
+            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *names, len(held_out))
             (run.output_dir / "predictions.png").write_bytes(picture)
         run.publish(USAGE.replace("MODE", "RGB" if recipe.num_channels == 3 else "L"))
     return run.close()

@@ -142,6 +142,23 @@ def test_a_finished_run_can_be_resumed_without_harm(train):
     assert (done / "checkpoint-10").stat().st_ino == saved, "the checkpoint is not written anew"
 
 
+def test_by_the_clock_two_are_kept_and_those_of_steps_stay(train):
+    """Checkpoints that --checkpointing_steps asked for, and the last of each session, are not the clock's to delete."""
+    assert RunSettings(recipe="").checkpointing_minutes == 15
+    train("run", "--global_batch_size 8 --checkpointing_steps 2 --stop_after_step 5")
+    flags = "--global_batch_size 8 --checkpointing_minutes 1e-6 --resume_from_checkpoint latest"
+    assert names(train("run", flags)) == [2, 4, 5, 9, 10]
+    assert names(train("none", "--global_batch_size 8 --checkpointing_minutes none")) == [10]
+    assert names(train("all", f"{flags} --checkpoints_total_limit 3")) == [8, 9, 10]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_the_clock_of_process_0_decides_for_all(train_on):
+    folder = train_on(2, {"run": "--global_batch_size 8 --checkpointing_minutes 1e-6 --checkpoints_total_limit 20"})
+    assert names(folder / "run") == list(range(1, 11))
+
+
 def test_only_the_newest_checkpoints_are_kept(train):
     output_dir = train("limited", "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2")
     assert [path.name for path in checkpoint.checkpoints(output_dir)] == ["checkpoint-8", "checkpoint-10"]
@@ -917,13 +934,16 @@ def test_trackers_go_on_with_their_run(train, monkeypatch):
     shutil.rmtree(folder / "checkpoint-5")
     train("run", flags + " --resume_from_checkpoint latest")
     assert [kwargs["tensorboard"] for kwargs in settings] == [{"purge_step": 1}, {"purge_step": 4}]
-    assert (
-        settings[0]["wandb"]
-        == settings[1]["wandb"]
-        == {"id": checkpoint.verify(folder / "checkpoint-3").run_id, "resume": "allow"}
-    )
-    events = event_accumulator.EventAccumulator(str(folder / "bert_small_cpu")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 11))
+    run_id = checkpoint.verify(folder / "checkpoint-3").run_id
+    for kwargs in settings:
+        assert kwargs["wandb"] == {"id": run_id, "name": "run", "resume": "allow"}
+        assert kwargs["trackio"] == {"name": f"run-{run_id}", "resume": "allow"}
+    assert {path.parent for path in folder.rglob("*tfevents*")} == {folder / "tensorboard"}, "one run, one folder"
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
+    assert [event.step for event in events.Scalars("eval/mlm_accuracy")] == [0, 10]
+    assert {tag.partition("/")[0] for tag in events.Tags()["scalars"]} == {"train", "eval"}
+    assert events.Tags()["tensors"] == ["recipe/text_summary"]
 
 
 # -------------------------------------------------------------------------------------------------------- the folder

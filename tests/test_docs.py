@@ -8,6 +8,7 @@ import torch
 from common import ROOT, fresh_accelerator
 
 import stepaudit as audit
+from samestep.recipe import run_settings
 from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
@@ -75,3 +76,11 @@ def test_links_lead_somewhere():
     for document in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\(([^)h][^)]*)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / link.split("#")[0]).exists(), link
+
+
+def test_the_commands_of_watching_are_understood():
+    text = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^accelerate launch .* scripts/pretrain_bert\.py (.*) \\\n  (.*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for flags in commands:
+        run_settings.parse(" ".join(flags).split(), "bert_pretraining", "")

@@ -106,6 +106,11 @@ def test_texts_to_predict_are_labelled_at_the_end(finetune, learnable, tmp_path)
     rows = list(csv.DictReader((finetune("run", flags) / "predictions.csv").open()))
     assert [row["prediction"] for row in rows] == ["is red", "is blue", "is green"]
     assert all(0.34 < float(row["probability"]) <= 1 for row in rows)
+    assert [row["text"] for row in rows] == ["the red", "of a blue and", "green"]
+    for row in rows:
+        shares = {f"is {name}": float(row[f"probability_is {name}"]) for name in ("red", "green", "blue")}
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-5)
+        assert shares[row["prediction"]] == float(row["probability"]) == max(shares.values())
 
 
 def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):
@@ -119,7 +124,9 @@ def test_numbers_are_learned_by_their_squared_error(finetune, tmp_path):
     assert last["eval_pearsonr"] > 0.8
     assert last["eval_loss"] < 0.3
     assert not (output_dir / "confusion.png").exists()
-    predicted = [float(row["prediction"]) for row in csv.DictReader((output_dir / "predictions.csv").open())]
+    predictions = list(csv.DictReader((output_dir / "predictions.csv").open()))
+    assert [row["text"] for row in predictions] == [text for text, _ in rows]
+    predicted = [float(row["prediction"]) for row in predictions]
     model = BertForSequenceClassification.from_pretrained(output_dir)
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
     assert np.corrcoef(predicted, [score for _, score in rows])[0, 1] > 0.8

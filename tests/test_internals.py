@@ -35,6 +35,18 @@ from samestep._internals import (
 )
 from stepaudit import _internals as of_audit
 
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_libraries_show_bars_of_long_work_only(trainings, tmp_path):
+    """The noise is there without it: an upgrade that changes where it comes from is noticed."""
+    trainings.run([str(tmp_path)], 1, module="run_noise")
+    words = ["SHORT", "LONG", "Loading weights", "Writing model shards", "LOAD REPORT", "Retrying in 1s"]
+    printed = {name: (tmp_path / name).read_text() for name in ("loud", "quiet")}
+    assert [word for word in words if word in printed["loud"]] == words
+    assert [word for word in words if word in printed["quiet"]] == ["LONG"]
+
+
 # ---------------------------------------------------------------------------------------------------------------- libc
 
 FAULTS = """

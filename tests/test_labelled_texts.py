@@ -1,5 +1,6 @@
 """Labelled texts: what is read, refused, tokenized and laid out in micro-batches."""
 
+import csv
 import json
 
 import datasets
@@ -301,13 +302,26 @@ def test_fingerprints_tell_texts_from_labels(tmp_path):
     assert {name for name in first if first[name] != shorter[name]} <= {"texts"}
 
 
-def test_predictions_are_written_in_order(tmp_path, texts):
-    train, _ = texts
-    train.write(tmp_path / "predictions.csv", np.array([[0.0, np.log(3)], [800.0, 0.0]]))
-    assert (tmp_path / "predictions.csv").read_text().split() == ["prediction,probability", "b,0.75", "a,1"]
+def write_and_read(texts, path, logits) -> list[dict[str, str]]:
+    texts.write(path, logits)
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predictions_are_written_in_order(tmp_path, pairs):
+    train, _ = pairs
+    logits = np.zeros((len(train), 2))
+    logits[:2] = [[0.0, np.log(3)], [800.0, 0.0]]
+    places = {"text": train.rows["text"][:], "pair": train.rows["pair"][:]}
+    rows = write_and_read(train, tmp_path / "predictions.csv", logits)
+    names = ("prediction", "probability", "probability_a", "probability_b")
+    assert [[row[name] for name in names] for row in rows[:2]] == [["b", "0.75", "0.25", "0.75"], ["a", "1", "1", "0"]]
+    assert {name: [row[name] for row in rows] for name in places} == places
     train.classes = None
-    train.write(tmp_path / "numbers.csv", np.array([[0.25], [-3.0]]))
-    assert (tmp_path / "numbers.csv").read_text().split() == ["prediction", "0.25", "-3"]
+    numbers = write_and_read(train, tmp_path / "numbers.csv", logits[:, 1:])
+    assert [float(row["prediction"]) for row in numbers] == pytest.approx(logits[:, 1].tolist(), rel=1e-5)
+    assert {name: [row[name] for row in numbers] for name in places} == places
+    assert set(numbers[0]) == {"prediction", *places}
 
 
 def test_labels_that_are_numbers_reach_the_loss_as_they_were_written(tmp_path):

@@ -39,6 +39,16 @@ def test_wrong_ones_first_and_at_most_sixteen_of_each(make_figure):
     assert np.array_equal(images[1], pictures[3])
 
 
+def test_a_part_of_the_images_is_said_to_be_one(make_figure):
+    pictures = np.zeros((2, 5, 5, 1))
+    assert (
+        make_figure(pictures, ["a", "b"], ["a", "x"], 359)
+        .get_suptitle()
+        .startswith("2 of 359 held-out images: 1 right")
+    )
+    assert make_figure(pictures, ["a", "b"], ["a", "x"], 2).get_suptitle().startswith("2 held-out images")
+
+
 @pytest.mark.parametrize("predictions", ["ab", "xx", "ax"])
 def test_all_right_all_wrong_and_grey(predictions):
     content = plots.plot_predictions(np.zeros((2, 5, 5, 1)), ["a", "b"], list(predictions))

@@ -230,6 +230,7 @@ class LabelledTexts:
         description: str = "texts",
     ):
         self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
+        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
         self.labels = _numbers(_labels(rows), classes, description)
         table = rows.map(
             _tokenize,
@@ -252,10 +253,18 @@ class LabelledTexts:
         """Say how many texts there are, of how many classes, and how many were cut."""
         kind = "numbers" if self.classes is None else f"{len(self.classes)} classes"
         cut = f", {self.num_cut} cut off after {self.max_length}" if self.num_cut else ""
-        return f"{len(self)} texts of {kind} ({self.tokens.num_values} tokens{cut})"
+        return f"{len(self)} texts of {kind} ({self.num_tokens} tokens{cut})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, with [CLS] and [SEP]."""
+        return self.tokens.num_values
 
     def write(self, path: Path, logits: np.ndarray) -> None:
-        """Write a csv file of predictions in the order of the texts: class and its probability, or a number.
+        """Write a csv file of predictions in the order of the texts.
+
+        Its columns are `prediction` (a class, or a number), of classes `probability` (the predicted one's), `text`, of pairs
+        `pair`, and of classes `probability_CLASS` for each.
 
         Args:
             path: where the file goes.
@@ -263,13 +272,20 @@ class LabelledTexts:
         """
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
+            is_pair = self.rows[0]["pair"] is not None
+            texts = ["text", "pair"] if is_pair else ["text"]
             if self.classes is None:
-                writer.writerows([["prediction"], *([f"{value:.6g}"] for value in logits[:, 0])])
+                writer.writerow(["prediction", *texts])
+                for value, row in zip(logits[:, 0], self.rows, strict=True):
+                    writer.writerow([f"{value:.6g}", *(row[name] for name in texts)])
                 return
             probabilities = np.exp(logits - logits.max(-1, keepdims=True))
             probabilities /= probabilities.sum(-1, keepdims=True)
-            writer.writerow(["prediction", "probability"])
-            writer.writerows([self.classes[row.argmax()], f"{row.max():.6g}"] for row in probabilities)
+            writer.writerow(["prediction", "probability", *texts, *(f"probability_{name}" for name in self.classes)])
+            for values, row in zip(probabilities, self.rows, strict=True):
+                numbers = [f"{value:.6g}" for value in values]
+                place = values.argmax()
+                writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
 
     @property
     def majority(self) -> float:

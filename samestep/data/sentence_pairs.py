@@ -92,6 +92,7 @@ class SentencePairs:
         description: str = "the corpus",
     ):
         self.seed, self.tokenizer = seed, tokenizer
+        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
         self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
         self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
         self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id

@@ -68,6 +68,7 @@ class TokenBlocks:
         description: str = "the corpus",
     ):
         self.tokenizer, self.end_of_text = tokenizer, tokenizer.eos_token_id
+        tokenizer.model_max_length = block_size  # saved with it: a pipeline truncates to that
         self.max_length, self.document_mask, self.seed, self.description = block_size, document_mask, seed, description
         dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
         table = documents.map(

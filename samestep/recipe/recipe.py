@@ -38,6 +38,7 @@ STAGES = (
     "must be up to 64 numbers up to 131,072",
     lambda values: len(values) <= 64 and max(values, default=1) <= 2**17,
 )
+MAX_NAMES = 4  # of files, in a description
 BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
 
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
@@ -51,6 +52,9 @@ PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name")
 """Fields that name a part of `dataset_name`; another source has no such part."""
 HELD_OUT = ("validation_file", "validation_dir")
 """Fields that name held-out data of the same kind as the training data."""
+DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
+TEXTS = ("name", "description", "source", "expect")
+"""Fields that speak of all others: they are not true of a recipe whose values were changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Parts:
         model: class that returns summed losses (`samestep.models.summed_losses`).
         shape: makes a recipe's model as the planner takes it; None: such recipes are not planned.
         script: file in scripts/ that trains it; None: this repository has none.
+        pipeline_tag: what the hub calls the task; None: it has no such task.
     """
 
     settings: Any = "samestep.recipe.run_settings:RunSettings"
@@ -72,6 +77,7 @@ class Parts:
     model: Any
     shape: Any = None
     script: str | None = None
+    pipeline_tag: str | None = None
 
     def find(self, name: str) -> Any:
         """Return a part, imported if need be."""
@@ -178,6 +184,16 @@ class Recipe:
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
         return json.loads(json.dumps(values))
+
+    @property
+    def data_name(self) -> str | None:
+        """Names of the training data: files, a folder, a dataset and its configuration; None: the task makes its data."""
+        files = getattr(self, "train_file", None) or [getattr(self, "train_dir", None)]
+        names = [Path(file).name if Path(file).is_absolute() else file for file in files if file is not None]
+        if len(names) > MAX_NAMES:
+            names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1} more files"]
+        datasets = [getattr(self, name, None) for name in ("dataset_name", "dataset_config_name")]
+        return ", ".join(names) or " ".join(filter(None, datasets)) or None
 
     @property
     def optimizer_name(self) -> str:
@@ -670,6 +686,7 @@ register(
         model="samestep.models.bert_pretraining:PretrainingSums",
         shape="samestep.planner.memory:bert_pretraining",
         script="pretrain_bert.py",
+        pipeline_tag="fill-mask",
     ),
 )
 register(
@@ -681,6 +698,7 @@ register(
         model="samestep.models.gpt2_pretraining:PretrainingSums",
         shape="samestep.planner.memory:gpt2_pretraining",
         script="pretrain_gpt2.py",
+        pipeline_tag="text-generation",
     ),
 )
 register(
@@ -692,6 +710,7 @@ register(
         model="samestep.models.text_classification:ClassificationSums",
         shape="samestep.planner.memory:text_classification",
         script="finetune_classifier.py",
+        pipeline_tag="text-classification",
     ),
 )
 register(
@@ -703,6 +722,7 @@ register(
         model="samestep.models.image_classification:ClassificationSums",
         shape="samestep.planner.memory:image_classification",
         script="train_image_classifier.py",
+        pipeline_tag="image-classification",
     ),
 )
 register(
@@ -748,6 +768,35 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged | dict(changes)
 
 
+def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Lay `changes` over the values of a recipe, and say in its `source` and `expect` that they are no longer the recipe's.
+
+    A description of other data is left empty, for `load` to write.
+    """
+    merged = overlay(values, changes)
+    changed = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
+    if changed:
+        texts = {"source": f"{origin}, but for {', '.join(changed)}", "expect": "not measured with these values"}
+        if any(name in DATA for name in changed):
+            texts["description"] = ""
+        merged |= {name: text for name, text in texts.items() if name not in changes}
+    return merged
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Tell whether two values of a field, from a file or a flag, are the same.
+
+    >>> _is_same(("a",), ["a"]), _is_same("1e-3", 0.001), _is_same(None, "a")
+    (True, True, False)
+    """
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    try:
+        return float(a) == float(b)
+    except (TypeError, ValueError, OverflowError):
+        return a == b
+
+
 def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: str | None = None) -> Recipe:
     """Load a recipe from the catalog or from a YAML file, strictly.
 
@@ -770,7 +819,12 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
         raise UsageError(
             f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
         )
-    return build(TASKS[kind], overlay(values, changes or {}), f"recipe {format_name(name_or_file)}")
+    changed = _change(values, changes or {}, str(values.get("name", name_or_file)))
+    recipe = build(TASKS[kind], changed, f"recipe {format_name(name_or_file)}")
+    if not recipe.description:
+        subject = (type(recipe).__doc__ or kind).partition(":")[0]
+        recipe = dataclasses.replace(recipe, description=f"{subject} on {recipe.data_name}.")
+    return recipe
 
 
 def _list_choices(task: str) -> str:
@@ -799,4 +853,6 @@ def _read(name_or_file: str, ancestors: Iterable[str]) -> dict[str, Any]:
         )
     if str(base).endswith((".yaml", ".yml")):
         base = path.parent / base
-    return overlay(_read(str(base), (*ancestors, name_or_file)), values)
+    base_values = _read(str(base), (*ancestors, name_or_file))
+    is_shipped = path.parent == CATALOG  # such a recipe speaks for itself
+    return overlay(base_values, values) if is_shipped else _change(base_values, values, str(base))

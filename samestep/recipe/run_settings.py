@@ -73,10 +73,25 @@ class RunSettings:
         "steps between evaluations; none: at the start and the end", POSITIVE, default=None
     )
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
-    report_to: str = setting("tracker", choice("none", "tensorboard", "wandb", "trackio"), default="none")
-    checkpointing_steps: int | None = setting("steps between checkpoints; none: one at the end", POSITIVE, default=None)
+    report_to: str = setting(
+        "tracker of the curves; tensorboard writes into OUTPUT_DIR/tensorboard",
+        choice("none", "tensorboard", "wandb", "trackio"),
+        default="none",
+    )
+    checkpointing_minutes: float | None = setting(
+        "minutes between checkpoints (the 2 newest are kept), unless checkpointing_steps is given; none: one at the end",
+        MINUTES,
+        default=15.0,
+    )
+    checkpointing_steps: int | None = setting(
+        "steps between checkpoints, all of which are kept; none: checkpointing_minutes", POSITIVE, default=None
+    )
     async_checkpointing: bool = setting("write checkpoints in the background while training goes on", default=False)
-    checkpoints_total_limit: int | None = setting("newest checkpoints to keep; none: all", POSITIVE, default=None)
+    checkpoints_total_limit: int | None = setting(
+        "newest checkpoints to keep; none: all of checkpointing_steps, 2 of checkpointing_minutes",
+        POSITIVE,
+        default=None,
+    )
     resume_from_checkpoint: str | None = setting(
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
         default=None,
@@ -98,6 +113,9 @@ class RunSettings:
         "seconds to wait for another process before the run ends", limit(SECONDS), default=1800.0
     )
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
+    license: str | None = setting(
+        "licence of the model, for its card: apache-2.0, mit, ...; none: the card has none", default=None
+    )
     hub_model_id: str | None = setting("repository on the hub; none: the output folder's name", default=None)
 
     @property

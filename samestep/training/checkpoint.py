@@ -4,7 +4,7 @@
     config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
     recipe.yaml            the recipe as resolved
-    state.json             step, fingerprints, state of the gradient scaler, versions
+    state.json             step, fingerprints, state of the gradient scaler, versions, whether newer ones replace it
     manifest.json          size and SHA-256 of each file above, and its own checksum
 
 Nothing in these files can execute code. They hold all that decides the next steps: samples, masks and dropout noise are
@@ -48,12 +48,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from tqdm import tqdm
 
 from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 
+NUM_ROUTINE = 2
+"""Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
 FORMAT = 3
@@ -128,6 +131,14 @@ def _list_hidden(output_dir: Path, kind: str) -> list[Path]:
 def _has_manifest(folder: Path) -> bool:
     """Tell whether this program wrote a folder: another program's checkpoint may have such a name, and is never deleted."""
     return (folder / "manifest.json").exists()
+
+
+def _is_routine(folder: Path) -> bool:
+    """Tell whether the clock asked for a checkpoint, and nobody else. What cannot be read is kept."""
+    try:
+        return json.loads((folder / "state.json").read_bytes()).get("is_routine") is True
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _discard(path: Path) -> None:
@@ -210,7 +221,8 @@ class Saver:
         accelerator, recipe: the run's.
         model, optimizer: as prepared by `accelerator`.
         data_fingerprints: see `State`.
-        settings: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps all.
+        settings: `output_dir`, where the folders go. `checkpoints_total_limit`: folders to keep, the newest; None keeps
+            all but routine ones, which go when `NUM_ROUTINE` are newer.
             `async_checkpointing`: copy the state to the host and write it in a thread while training goes on; the next save
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
@@ -242,8 +254,13 @@ class Saver:
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
 
-    def save(self, step: int, num_skipped: int, run_id: str) -> None:
-        """Write `checkpoint-STEP`, unless the run was resumed at this step or has saved it already."""
+    def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
+        """Write `checkpoint-STEP`, unless the run was resumed at this step or has saved it already.
+
+        Args:
+            step, num_skipped, run_id: see `State`.
+            is_routine: whether the checkpoint is deleted when `NUM_ROUTINE` are newer, as the clock asked for it.
+        """
         if step == self.step:
             return
         self.step = step
@@ -270,11 +287,11 @@ class Saver:
         if writes:
             with self._warn_on_failure(step):
                 if self.thread is None:
-                    self._write(state, parts)
+                    self._write(state, parts, is_routine)
                 else:
                     if self.accelerator.device.type == "cpu":  # where rows are the parameters themselves, not copies
                         parts = {part: {name: t.clone() for name, t in rows.items()} for part, rows in parts.items()}
-                    self.writing = self.thread.submit(self._write_in_background, state, parts)
+                    self.writing = self.thread.submit(self._write_in_background, state, parts, is_routine)
         if self.thread is None:
             self.accelerator.wait_for_everyone()
 
@@ -318,13 +335,14 @@ class Saver:
 
     def _keep_to_limit(self) -> None:
         """Delete the oldest checkpoints, also those that a session left which was killed before it deleted them."""
-        if self.settings.checkpoints_total_limit is not None:
-            folders = [
-                path
-                for path in checkpoints(self.output_dir)
-                if path not in self.abandoned_folders and _has_manifest(path)
-            ]
-            self._delete(folders[: -self.settings.checkpoints_total_limit])
+        limit = self.settings.checkpoints_total_limit
+        folders = [
+            path for path in checkpoints(self.output_dir) if path not in self.abandoned_folders and _has_manifest(path)
+        ]
+        if limit is not None:
+            self._delete(folders[:-limit])
+        else:
+            self._delete([path for path in folders[:-NUM_ROUTINE] if _is_routine(path)])
 
     @contextlib.contextmanager
     def _warn_on_failure(self, step: int):
@@ -342,13 +360,13 @@ class Saver:
             names = [path.name for path in checkpoints(self.output_dir) if path not in self.abandoned_folders]
             self.failure = f"checkpoint-{step} could not be written to {self.output_dir} ({reason}); "
             self.failure += f"the newest is {names[-1]}" if names else "there is none"
-            print(f"\nWARNING: {self.failure}. Training goes on", file=sys.stderr, flush=True)
+            tqdm.write(f"WARNING: {self.failure}. Training goes on", file=sys.stderr)
 
-    def _write_in_background(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _write_in_background(self, state: State, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
         with self._warn_on_failure(state.step):
-            self._write(state, parts)
+            self._write(state, parts, is_routine)
 
-    def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
         """Write this process's parts; process 0 waits for the other processes, and makes a checkpoint of all parts."""
         folder, partial = self.output_dir / f"checkpoint-{state.step}", self._partial_path(state.step)
         files = self._write_parts(partial, parts)
@@ -359,7 +377,7 @@ class Saver:
         files |= self._write_description(partial)
         (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
-        record = dataclasses.asdict(state) | {"versions": versions}
+        record = dataclasses.asdict(state) | {"versions": versions, "is_routine": is_routine}
         (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         files |= {name: _flush_and_hash(partial / name) for name in ("recipe.yaml", "state.json")}
         manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})

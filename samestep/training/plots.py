@@ -1,13 +1,13 @@
 """Charts as PNG pictures, drawn by matplotlib, which is imported only when a chart is drawn."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
-OUTCOMES = {"wrong": "#b3261e", "right": "#1b6e3c"}
+OUTCOMES = {"wrong": "#b3261e", "right": "#1f5fa8"}  # told apart by the colour-blind, too
 COLUMNS, MAX_PICTURES = 8, 16  # of predictions: images in a row, and of a kind (right, wrong) at most
 MARKERS = {"strong": "o", "weak": "s"}
 # Of a confusion matrix: the most classes for which cells hold numbers, and the most characters of a name
@@ -34,7 +34,9 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
     figure.suptitle(f"{answer['recipe']} on {answer['device']}, predicted")
     speed_axes, share_axes = figure.subplots(1, 2)
     ideal = [numbers["samples_per_second"] * count / first for count in (first, last)]
-    speed_axes.plot([first, last], ideal, ":", color="0.4", label="as fast per device as at the first point")
+    speed_axes.plot(
+        [first, last], ideal, ":", color="black", zorder=3, label="as fast per device as at the first point"
+    )
     for kind, points in curves.items():
         style = {"color": COLOURS[kind], "marker": MARKERS[kind], "markersize": 5, "linewidth": 1.8}
         waiting_shares = [row["exposed_communication"] / row["seconds"] for row in points.values()]
@@ -64,12 +66,87 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
     return _png(figure)
 
 
-def plot_predictions(pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str]) -> bytes:
+def plot_training(
+    steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], terms: Sequence[str], title: str
+) -> bytes:
+    """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside.
+
+    Losses of steps are lines, with a centred mean over 1/50 of them; those of evaluations, the one before the first step
+    included, are points.
+
+    Args:
+        steps, evaluations: lines of metrics.jsonl, in order.
+        terms: names of the loss terms.
+        title: what was trained on what.
+
+    Returns:
+        The PNG file's content.
+    """
+    from matplotlib.figure import Figure
+
+    curves = {name: _columns(steps, name) for name in ["loss", *(f"{term}_loss" for term in terms)]}
+    panels = {name: curve for name, curve in curves.items() if curve is not None}
+    for name in list(panels)[1:]:
+        if np.array_equal(panels[name][1], panels["loss"][1], equal_nan=True):
+            del panels[name]  # the only term: its line would lie on that of the loss
+    if not panels:
+        panels = {"loss": (np.zeros(0), np.zeros(0))}
+    names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_"))
+    metrics = [name for name in names if not name.endswith(("loss", "perplexity"))]
+    num_panels = len(panels) + bool(metrics)
+    num_columns = min(2, num_panels)
+    num_rows = -(-num_panels // num_columns)
+    figure = Figure(figsize=(6.5 * num_columns, 0.5 + 4 * num_rows), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    for axes, (name, (numbers, values)) in zip(grid, panels.items(), strict=False):
+        if len(values):
+            axes.plot(numbers, values, color="C0", lw=0.7, alpha=0.35)
+            window = len(values) // 50 | 1  # odd: it has a middle
+            half = window // 2  # steps of the mean before its middle
+            means = np.convolve(values, np.full(window, 1 / window), mode="valid")
+            label = (
+                f"{name}, mean of {window} steps: {means[-1]:.4g} at the end"
+                if window > 1
+                else f"{name}: {values[-1]:.4g}"
+            )
+            axes.plot(numbers[half : half + len(means)], means, color="C0", lw=1.5, label=label)
+        _plot_points(axes, evaluations, f"eval_{name}", "C1", "o")
+        axes.set_ylabel(name)
+    if metrics:
+        for number, name in enumerate(metrics):
+            _plot_points(grid[len(panels)], evaluations, name, f"C{number}", "o-")
+        grid[len(panels)].set_ylabel("of held-out data")
+    for place, axes in enumerate(grid):
+        axes.set_visible(place < num_panels)
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def _columns(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return steps and values of those lines that have a value; a value that is null, not finite, is NaN. None: no line has."""
+    pairs = [(line["step"], line[name]) for line in lines if name in line]
+    return (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)) if pairs else None
+
+
+def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str, color: str, style: str) -> None:
+    """Draw a number of every evaluation, with the last one in the legend."""
+    if (curve := _columns(evaluations, name)) is not None:
+        axes.plot(*curve, style, color=color, markersize=5, label=f"{name}: {curve[1][-1]:.4g} at the end")
+
+
+def plot_predictions(
+    pictures: np.ndarray, labels: Sequence[str], predictions: Sequence[str], num_held_out: int | None = None
+) -> bytes:
     """Draw images with their predicted labels: wrong predictions first, then right ones, at most 16 of each.
 
     Args:
         pictures: float [images, height, width, channels] in [0, 1].
         labels, predictions: the true label of each image, and the predicted one.
+        num_held_out: images of which these are some; None: these are all.
 
     Returns:
         The PNG file's content.
@@ -84,7 +161,8 @@ def plot_predictions(pictures: np.ndarray, labels: Sequence[str], predictions: S
     per_row = 0.45 + 1.3 * min(1.5, height / width)
     total = sum(num_rows.values())
     figure = Figure(figsize=(1.45 * COLUMNS, per_row * total + 0.5), dpi=120, layout="constrained")
-    figure.suptitle(f"{len(labels)} held-out images: {len(right_places)} right, {len(wrong_places)} wrong")
+    count = f"{len(labels):,}" + (f" of {num_held_out:,}" if num_held_out not in (None, len(labels)) else "")
+    figure.suptitle(f"{count} held-out images: {len(right_places)} right, {len(wrong_places)} wrong")
     axes = figure.subplots(total, COLUMNS, squeeze=False)
     for panel in axes.flat:
         panel.axis("off")

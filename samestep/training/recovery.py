@@ -4,7 +4,7 @@ stop is requested.
 A step is attempted. When memory runs out on any process, every process throws its gradients away, halves its caps and
 attempts the step again: the same samples in smaller micro-batches, so the same gradient. For that all processes must learn of
 the failure, and none may wait for ever. Processes agree once per step, between the last backward and the optimizer's step,
-through one all-reduce of two flags on the host, which waits for no device. Before that, a process that has failed takes part,
+through one all-reduce of three flags on the host, which waits for no device. Before that, a process that has failed takes part,
 with zeros, in the reductions of the gradient for which the other processes wait or will wait; the sums are thrown away.
 """
 
@@ -46,7 +46,7 @@ class Recovery:
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
-            stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`.
+            stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class Recovery:
         self.stop = interrupt.StopRequest(self.settings.max_train_minutes)
         self.capacity = recall(accelerator, log.recipe, self.settings)
         self.should_stop = False  # whether any process was asked to stop; the same on all of them
+        self.should_save = False  # whether --checkpointing_minutes have passed on process 0; the same on all of them
+        self.restart_save_clock()
         self.is_nonfinite = torch.zeros((), device=accelerator.device)
         self.cpu_group = None
         if accelerator.num_processes > 1:
@@ -81,17 +83,24 @@ class Recovery:
             self._cut_smaller(data.step)
             data = self.steps[data.step]
 
+    def restart_save_clock(self) -> None:
+        """Count --checkpointing_minutes from now."""
+        self.save_clock = time.perf_counter()
+
     def agree(self, has_failed: bool) -> bool:
-        """Agree on whether any process has failed, and on whether any was asked to stop (`should_stop`).
+        """Agree on whether any process has failed, whether any was asked to stop (`should_stop`), and whether the clock of
+        process 0 asks for a checkpoint (`should_save`).
 
         Called by all processes; it waits for the host only.
         """
-        flags = has_failed, bool(self.stop)
+        minutes = self.settings.checkpointing_minutes if self.accelerator.is_main_process else None
+        is_due = minutes is not None and time.perf_counter() - self.save_clock >= 60 * minutes
+        flags = has_failed, bool(self.stop), is_due
         if self.cpu_group is not None:
             all_flags = torch.tensor(flags, dtype=torch.int32)
             dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self.cpu_group)
             flags = map(bool, all_flags.tolist())
-        any_failed, self.should_stop = flags
+        any_failed, self.should_stop, self.should_save = flags
         return any_failed
 
     def skip_update_if_not_finite(self, grad_norm: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Writes a run's results: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
 
 import contextlib
+import datetime
 import fcntl
 import json
 import math
@@ -11,11 +12,10 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -26,7 +26,7 @@ from samestep.errors import RunError, UsageError
 from samestep.planner import text
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.training import checkpoint
+from samestep.training import card, checkpoint, plots
 
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
@@ -123,19 +123,38 @@ class RunLog:
         evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
-        if settings.report_to != "none":
-            config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
-            init_kwargs = {
-                "wandb": {"id": self.run_id, "resume": "allow"},
-                "tensorboard": {"purge_step": first_step + 1},
-            }
-            accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
+        self._start_tracker()
         self._print_inexact_settings()
+        self.bar: tqdm | None = None
+        self.clock = time.perf_counter()
+
+    def _start_tracker(self) -> None:
+        """Start the tracker, or go on with its run; the recipe is its configuration."""
+        accelerator, recipe, tracker = self.accelerator, self.recipe, self.settings.report_to
+        if tracker == "none":
+            return
+        name = self.output_dir.resolve().name
+        init_kwargs = {
+            "wandb": {"id": self.run_id, "name": name, "resume": "allow"},
+            "trackio": {"name": f"{name}-{self.run_id}", "resume": "allow"},
+            "tensorboard": {"purge_step": self.first_step + 1},
+        }
+        if tracker == "tensorboard":  # its hyperparameters would be a second run, in a folder of their own
+            accelerator.init_trackers("tensorboard", init_kwargs=init_kwargs)
+            if accelerator.is_main_process:
+                writer = accelerator.get_tracker("tensorboard", unwrap=True)
+                writer.add_text("recipe", f"```yaml\n{recipe.to_yaml()}```", self.first_step)
+        else:
+            config = {name: value if value is not None else "null" for name, value in recipe.decisive_fields().items()}
+            accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
+
+    def start(self) -> None:
+        """Start the clock and the progress bar: all that a run says before its first step is said."""
         self.bar = tqdm(
-            total=num_steps,
-            initial=first_step,
+            total=self.num_steps,
+            initial=self.first_step,
             unit="step",
-            disable=not accelerator.is_main_process,
+            disable=not self.accelerator.is_main_process,
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
         self.clock = time.perf_counter()
@@ -224,7 +243,7 @@ class RunLog:
                 place = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
                 ledger.append(place | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
-        if seconds:
+        if seconds and self.bar is not None:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
         if self.settings.record_samples:
             ledger = gather_object(ledger)
@@ -313,13 +332,17 @@ class RunLog:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's."""
-        self.clock = time.perf_counter()
+        """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's, and out of the bar's rate."""
+        now = time.perf_counter()
+        if self.bar is not None and not self.bar.disable:
+            self.bar.start_t += now - self.clock
+            self.bar.last_print_t += now - self.clock
+        self.clock = now
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint of the run as it is after `step`."""
+    def save(self, step: int, *, is_routine: bool = False) -> None:
+        """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
         self.flush()
-        self.saver.save(step, self.num_skipped, self.run_id)
+        self.saver.save(step, self.num_skipped, self.run_id, is_routine=is_routine)
         self.restart_clock()
 
     def close(self) -> None:
@@ -332,7 +355,8 @@ class RunLog:
         for name, lines in self.unwritten_lines.items():
             if lines:
                 self._append(name, [])
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
         try:
             self.saver.close()
         finally:
@@ -344,7 +368,9 @@ class RunLog:
     def _write(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", [line])
         if self.settings.report_to != "none":
-            self.accelerator.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+            prefix = "eval" if "eval_loss" in line else "train"
+            values = {f"{prefix}/{k.removeprefix('eval_')}": v for k, v in line.items() if k != "step"}
+            self.accelerator.log(values, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
         """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time."""
@@ -410,28 +436,6 @@ def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str,
     return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
 
 
-def plot_losses(output_dir: Path, title: str, terms: Iterable[str]) -> Path:
-    """Draw every loss of metrics.jsonl over the steps, training as lines and evaluations as points, into loss.png."""
-    from matplotlib.figure import Figure
-
-    steps, evaluations = read_metrics(output_dir)
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="optimizer step", ylabel="loss")
-    for number, name in enumerate(["loss", *(f"{term}_loss" for term in terms)]):
-        numbers = np.array([line["step"] for line in steps])
-        values = np.array([line[name] for line in steps], float)  # null, not finite, becomes NaN
-        window = max(1, len(values) // 50)
-        means = np.convolve(values, np.full(window, 1 / window), mode="valid") if len(values) else values
-        axes.plot(numbers, values, color=f"C{number}", lw=0.7, alpha=0.35)
-        axes.plot(numbers[window - 1 :], means, color=f"C{number}", lw=1.5, label=f"{name}, mean of {window} steps")
-        points = [(line["step"], line[f"eval_{name}"]) for line in evaluations if line["step"] > 0]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=f"C{number}", label=f"eval_{name}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(output_dir / "loss.png")
-    return output_dir / "loss.png"
-
-
 def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer: Any) -> None:
     """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
     if accelerator.is_main_process:
@@ -443,7 +447,7 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     accelerator.wait_for_everyone()
 
 
-def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
+def finish(log: RunLog, usage: str, training: card.Training, best_step: int | None = None) -> None:
     """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
 
     Called by process 0 only, after the model and the tokenizer were saved in the output folder.
@@ -451,16 +455,18 @@ def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
     Args:
         log: closed.
         usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
+        training: what was trained on what.
         best_step: step of the saved model, whose evaluation is reported; None: the last one.
     """
-    recipe, output_dir = log.recipe, log.output_dir
+    recipe, settings, output_dir = log.recipe, log.settings, log.output_dir
     steps, evaluations = read_metrics(output_dir)
-    results: dict[str, Any] = {"steps": steps[-1]["step"] if steps else log.num_steps}
+    results: dict[str, Any] = training.describe_data() | {"steps": steps[-1]["step"] if steps else log.num_steps}
     if best_step is not None:
         results["best_step"] = best_step
         evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
         results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
+        results |= {f"{unit}_seen": sum(line[unit] for line in steps) for unit in card.UNITS if unit in steps[-1]}
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
     if log.seconds:
@@ -469,69 +475,31 @@ def finish(log: RunLog, usage: str, best_step: int | None = None) -> None:
     if log.num_skipped:
         results["skipped_steps"] = log.num_skipped
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    terms = list(recipe.loss_weights)
-    plot_losses(output_dir, recipe.name, terms if len(terms) > 1 else [])
-    usage = usage.replace("OUTPUT_DIR", str(output_dir))
+    picture = plots.plot_training(*read_metrics(output_dir), list(recipe.loss_weights), _title(training))
+    (output_dir / "loss.png").write_bytes(picture)
     pictures = [name for name in PICTURES if (output_dir / name).exists()]
-    (output_dir / "README.md").write_text(_model_card(recipe, results, usage, pictures), encoding="utf-8")
+
+    def write_card(repo_id: str | None = None) -> None:
+        text = card.write(training, results, evaluations, usage, pictures, repo_id)
+        (output_dir / "README.md").write_text(text, encoding="utf-8")
+
+    write_card()
     first = evaluations[0] if evaluations else {}
     width = max(len(name) for name in results)
-    print(f"\n{recipe.name}: {recipe.description}")
+    print(f"\n{training.title}: {recipe.description}")
     for name, value in results.items():
-        change = f"  (from {_number(first[name])} at step {first['step']})" if name in first else ""
-        print(f"  {name:{width}}  {_number(value)}{change}")
+        change = f"  (from {card.format_number(first[name])} at step {first['step']})" if name in first else ""
+        print(f"  {name:{width}}  {card.format_number(value)}{change}")
     files = ", ".join(
         sorted(path.name for path in output_dir.iterdir() if not path.name.startswith((".", "checkpoint-")))
     )
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
-    print(
-        f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n"
-        + "".join(f"  {line}\n" for line in usage.split("\n"))
-    )
-    if log.settings.push_to_hub:
-        print(f"Uploaded to {_push_to_hub(output_dir, log.settings.hub_model_id)}")
+    code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
+    print(f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}")
+    if settings.push_to_hub:
+        print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
 
 
-def _number(value: float) -> str:
-    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
-
-
-def _model_card(recipe: Recipe, results: Mapping[str, Any], usage: str, pictures: Iterable[str]) -> str:
-    images = "\n".join(f"![{name.removesuffix('.png')}]({name})" for name in pictures)
-    rows = "".join(f"| {name} | {_number(value)} |\n" for name, value in results.items())
-    return f"""---
-library_name: {"transformers" if "transformers" in usage else "pytorch"}
-tags: [{recipe.task}]
----
-# {recipe.name}
-
-{recipe.description}
-
-Trained by the recipe in `recipe.yaml` (fingerprint `{recipe.fingerprint}`). Source of its numbers: {recipe.source}.
-
-| metric | value |
-|---|---|
-{rows}
-{images}
-
-```python
-{usage}
-```
-"""
-
-
-def _push_to_hub(output_dir: Path, repo_id: str | None) -> str:
-    """Upload the results, without checkpoints, and return the URL of the commit."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    try:
-        repository = HfApi().create_repo(repo_id or output_dir.name, exist_ok=True)
-        return HfApi().upload_folder(
-            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", ".*"]
-        )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(
-            f"push_to_hub failed ({reason}): log in with `hf auth login`; the results are in {output_dir}"
-        ) from None
+def _title(training: card.Training) -> str:
+    data = training.recipe.data_name
+    return f"{training.title}, {training.recipe.name}{f' on {data}' if data else ''} ({datetime.date.today()})"

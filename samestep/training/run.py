@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep import interrupt
 from samestep._internals import torch_distributed
+from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import MicroBatch, StepData, Steps, to_device
@@ -24,7 +26,7 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, optim
-from samestep.training import checkpoint, host_memory, kernels, launch, micro_batch_size, report
+from samestep.training import card, checkpoint, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
 
@@ -56,6 +58,8 @@ class Run:
         self.recipe, self.settings = run_settings.parse(
             argv, task, description, find_config=pretrained.find_config, say=notes.append
         )
+        interrupt.outlive_readers()
+        quiet_libraries()
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self.accelerator.print(*notes, sep="\n", end="\n" * len(notes))
@@ -78,7 +82,8 @@ class Run:
             build: function of a module of `samestep.data`, called with the recipe, the number of workers and `options`.
         """
         with self.accelerator.local_main_process_first():
-            train, self.held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
+            train, held_out = build(self.recipe, self.settings.preprocessing_num_workers, *options)
+        self.train, self.held_out = train, held_out
         recipe = self.recipe
         if self.held_out is None:
             self.accelerator.print(
@@ -90,7 +95,7 @@ class Run:
         if self.settings.rehearse:
             self.num_steps = min(self.num_steps, NUM_STEPS)
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
-        return train, self.held_out
+        return train, held_out
 
     def prepare(self, model_class: type[SummedLosses], train: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make the model and the optimizer, as the checkpoint has them if there is one, ready for `accelerator.accumulate`.
@@ -165,6 +170,7 @@ class Run:
             f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.completed_steps} to "
             f"{self.last_step} of {self.num_steps}"
         )
+        self.log.start()
         self.model.train()
         workers = settings.dataloader_num_workers
         for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
@@ -177,8 +183,10 @@ class Run:
             if recovery.should_stop:
                 return
             every = settings.checkpointing_steps
-            if every and self.completed_steps % every == 0 and self.completed_steps < self.last_step:
-                self.log.save(self.completed_steps)
+            is_due = self.completed_steps % every == 0 if every else recovery.should_save
+            if is_due and self.completed_steps < self.last_step:
+                self.log.save(self.completed_steps, is_routine=every is None)
+                recovery.restart_save_clock()
 
     def evaluates_before(self, step: "Step") -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
@@ -212,8 +220,27 @@ class Run:
         if self.completed_steps == self.num_steps:
             evaluate()
         self.log.close()
+        if not self.is_finished:
+            self.accelerator.print(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
+
+    def _explain_early_end(self) -> str:
+        """Say why this session ended before the training did, and how to go on."""
+        limit, flags = self.settings.stop_after_step, "--resume_from_checkpoint latest"
+        if self.settings.overwrite_output_dir:
+            flags += ", without --overwrite_output_dir"
+        if limit is not None and self.completed_steps >= limit:
+            why = f"stop_after_step is {limit}"
+            flags += f"{' and' if self.settings.overwrite_output_dir else ', without'} --stop_after_step"
+        elif self.recovery.stop.is_out_of_time:
+            why = f"max_train_minutes is {self.settings.max_train_minutes:g}"
+        else:
+            why = "it was asked to stop"
+        return (
+            f"Ended after step {self.completed_steps} of {self.num_steps}, as {why}; saved in {self.output_dir}. To go on: the "
+            f"same command with {flags}"
+        )
 
     def publish(self, usage: str, best_step: int | None = None) -> None:
         """Write all_results.json, loss.png and the model card; push to the hub if asked for.
@@ -224,9 +251,19 @@ class Run:
             usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
             best_step: step of the saved model, whose evaluation is reported; None: the last one.
         """
+        training = card.Training(
+            self.recipe,
+            self.settings,
+            self.accelerator,
+            self.recovery.steps.layout,
+            self.schedule,
+            self.train,
+            self.held_out,
+            self.num_steps,
+        )
         is_shown = not self.settings.rehearse  # a rehearsal's model is of no use, and its folder may be deleted
         with contextlib.nullcontext() if is_shown else contextlib.redirect_stdout(io.StringIO()):
-            report.finish(self.log, usage, best_step)
+            report.finish(self.log, usage, training, best_step)
 
     def close(self) -> int:
         """Let go of the process group and of all that uses it. Called by all processes, last.

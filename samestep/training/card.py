@@ -1,0 +1,250 @@
+"""Writes the model card: what was trained on what, how, where, with which result; and uploads it with the model."""
+
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+
+from samestep.cut.layout import Layout
+from samestep.errors import UsageError
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.schedule import Schedule
+
+PACKAGES = ("transformers", "torch", "accelerate", "datasets", "tokenizers", "samestep")
+UNITS = ("samples", "tokens")  # of which lines of metrics.jsonl say how many a step had
+MAX_EVALUATIONS = 20  # rows of the table of evaluations
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a run was, for its model card.
+
+    Attributes:
+        recipe, settings, accelerator, layout, schedule: the run's; the layout is the last step's.
+        train, held_out: sources of the samples; held_out None: there are none.
+        num_steps: optimizer steps of the whole training.
+    """
+
+    recipe: Recipe
+    settings: RunSettings
+    accelerator: Accelerator
+    layout: Layout
+    schedule: Schedule
+    train: Any
+    held_out: Any
+    num_steps: int
+
+    @property
+    def title(self) -> str:
+        """Name of the model: its repository's, or its folder's."""
+        return (self.settings.hub_model_id or Path(self.settings.output_dir).resolve().name).rpartition("/")[2]
+
+    @property
+    def precision(self) -> str:
+        """Precision of weights and of the computation, in words."""
+        mixed = self.accelerator.mixed_precision
+        return f"{self.settings.dtype} weights" + ("" if mixed == "no" else f", {mixed} computation (autocast)")
+
+    @property
+    def hardware(self) -> str:
+        """Number of processes, and the device of process 0."""
+        return f"{self.accelerator.num_processes} x {device_name(self.accelerator.device)}"
+
+    def describe_data(self) -> dict[str, Any]:
+        """Return what is known of the training data, name -> value: their place, samples, documents and tokens."""
+        facts = {"data": self.recipe.data_name, "train_samples": len(self.train)}
+        for name, attribute in (("train_documents", "num_documents"), ("train_tokens", "num_tokens")):
+            facts[name] = getattr(self.train, attribute, None)
+        facts["eval_samples"] = None if self.held_out is None else len(self.held_out)
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the hyperparameters under the names that Trainer's cards have."""
+        recipe, numbers = self.recipe, self.recipe.scaled_hyperparameters()
+        if recipe.optimizer_name == "sgd":
+            optimizer = f"sgd with momentum {recipe.sgd_momentum:g}"
+        else:
+            betas = f"betas=({numbers.adam_beta1:g},{numbers.adam_beta2:g})"
+            optimizer = f"adamw with {betas} and epsilon={numbers.adam_epsilon:g}"
+        length = "num_epochs" if recipe.max_train_steps is None else "training_steps"
+        return {
+            "learning_rate": f"{numbers.learning_rate:.6g}",
+            "train_batch_size": self.layout.per_device_train_batch_size,
+            "eval_batch_size": self.settings.per_device_eval_batch_size,
+            "seed": recipe.seed,
+            "num_devices": self.layout.num_processes,
+            "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
+            "total_train_batch_size": self.layout.global_batch_size,
+            "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
+            "max_grad_norm": recipe.max_grad_norm,
+            "lr_scheduler_type": recipe.lr_scheduler_type,
+            "lr_scheduler_warmup_steps": self.schedule.num_warmup_steps,
+            length: recipe.num_train_epochs if recipe.max_train_steps is None else recipe.max_train_steps,
+            "mixed_precision_training": self.accelerator.mixed_precision,
+        }
+
+    def metadata(self, library: str) -> dict[str, Any]:
+        """Return the front matter of the card, as the hub reads it.
+
+        Args:
+            library: that loads the model: transformers or pytorch.
+        """
+        recipe = self.recipe
+        base, dataset = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
+        tag = recipe.parts.pipeline_tag if library == "transformers" else None
+        facts = {
+            "library_name": library,
+            "license": self.settings.license,
+            "base_model": base if _is_on_hub(base) else None,
+            "pipeline_tag": tag,
+            "datasets": [dataset] if _is_on_hub(dataset) else None,
+            "tags": [recipe.task, "samestep"],
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device: that of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU ({models[0] if models else platform.processor() or platform.machine()})"
+
+
+def _is_on_hub(name: str | None) -> bool:
+    if name is None or os.path.exists(name) or name.startswith("builtin/"):
+        return False
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that took part, those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def format_number(value: Any) -> str:
+    """Write a number for people: four digits behind the point below 100, none above; a text as it is."""
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.4f}" if abs(value) < 100 and not isinstance(value, int) else f"{value:,.0f}"
+
+
+def write(
+    training: Training,
+    results: Mapping[str, Any],
+    evaluations: Sequence[Mapping[str, Any]],
+    usage: str,
+    pictures: Iterable[str],
+    repo_id: str | None = None,
+) -> str:
+    """Write the text of a model card.
+
+    Args:
+        training: what was trained.
+        results: name -> number or text, as in all_results.json.
+        evaluations: `step` and metrics of each, in order.
+        usage: lines of Python that load the model; OUTPUT_DIR stands for its place.
+        pictures: names of files beside the card.
+        repo_id: repository on the hub, from which the model is loaded; None: the output folder.
+    """
+    recipe, settings = training.recipe, training.settings
+    library = "transformers" if "transformers" in usage else "pytorch"
+    front = yaml.safe_dump(training.metadata(library), sort_keys=False, allow_unicode=True)
+    base = getattr(recipe, "model_name_or_path", None)
+    start = "random weights" if base is None else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`"
+    seen = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
+    lines = [
+        recipe.description,
+        "",
+        f"- **Data**: {recipe.data_name or 'made by the program'}; {training.train}"
+        + (f"; held out: {training.held_out}" if training.held_out is not None else "; nothing held out"),
+        f"- **Start**: {start}",
+        f"- **Seen in training**: {seen or 'not known'}, in {training.num_steps:,} optimizer steps",
+        f"- **Precision**: {training.precision}",
+        f"- **Hardware**: {training.hardware}",
+    ]
+    length, positions = training.train.max_length, _num_positions(recipe)
+    if positions is not None:
+        untrained = f"; the positions beyond, up to {positions:,}, are untrained" if positions > length else ""
+        lines.append(f"- **Length**: at most {length:,} tokens{untrained}")
+    rows = [f"| {name} | {format_number(value)} |" for name, value in results.items()]
+    sections = {
+        "Use": ["```python", usage.replace("OUTPUT_DIR", repo_id or settings.output_dir), "```"],
+        "Results": [
+            "| metric | value |",
+            "|---|---|",
+            *rows,
+            "",
+            *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
+        ],
+        "Evaluations": _table(evaluations),
+        "Training hyperparameters": [f"- {name}: {value}" for name, value in training.hyperparameters().items()],
+        "Recipe": [
+            f"`recipe.yaml` beside this file has every value that decides a step (fingerprint `{recipe.fingerprint}`). "
+            f"Source of its numbers: {recipe.source}."
+        ],
+        "Framework versions": [f"- {name}: {number}" for name, number in versions().items()],
+    }
+    text = "\n".join(["---", front + "---", f"# {training.title}", "", *lines])
+    return text + "".join(f"\n\n## {title}\n\n" + "\n".join(part) for title, part in sections.items() if part) + "\n"
+
+
+def _num_positions(recipe: Recipe) -> int | None:
+    return getattr(recipe, "max_position_embeddings", None) or getattr(recipe, "n_positions", None)
+
+
+def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write a table of evaluations, of which some are left out where they are many."""
+    if not evaluations:
+        return []
+    every = -(-len(evaluations) // MAX_EVALUATIONS)
+    chosen = [line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1]
+    names = list(chosen[-1])
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    return lines + [f"| {' | '.join(format_number(line.get(name)) for name in names)} |" for line in chosen]
+
+
+def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Any) -> str:
+    """Upload the results, without checkpoints, and return the URL of the commit.
+
+    Args:
+        output_dir: folder of the results.
+        repo_id: repository on the hub; None: the folder's name, of the user who is logged in.
+        write_card: called with the whole name of the repository before the upload.
+
+    Raises:
+        UsageError: the hub refuses it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        repository = HfApi().create_repo(repo_id or output_dir.resolve().name, exist_ok=True)
+        write_card(repository.repo_id)
+        return HfApi().upload_folder(
+            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", ".*"]
+        )
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"push_to_hub failed ({reason}): log in with `hf auth login`; the results are in {output_dir}"
+        ) from None
