@@ -263,8 +263,9 @@ def test_a_plan_as_it_is_printed_is_enough(xl):
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
     assert "--write_config" not in page(xl)
-    assert "--write_config FILE.yaml" in page(xl | {"command": "accelerate launch --config_file FILE.yaml a.py"})
-    assert "--write_config" not in page(xl | {"command": "accelerate launch --config_file MYFILE.yaml a.py"})
+    answer = query(program.plan, "bert_base", "--on", "5x3090")
+    assert answer["write_command"].endswith("--on 5x3090 --write_config 5x3090.yaml")
+    assert answer["write_command"] in page(answer)
 
 
 def test_without_a_script_there_is_nothing_to_copy():

@@ -36,6 +36,7 @@ class Device:
     )
     watts: float = setting("power limit, W", QUANTITY)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
+    notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:

@@ -24,8 +24,14 @@ RESERVED = 1.2e9
 """Bytes of a device that a plan does not use: context, libraries' workspaces, buffers of collectives. Assumed."""
 BAND = 0.10
 """Share by which a plan may be too small: formulas were 0.92 to 1.03 of the bytes that a CPU allocated; no GPU was measured."""
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "float32 (--mixed_precision no)"}
+"""Values of mixed_precision, the preferred one first, as messages say them."""
 WAITING = 0.05  # share of a step that is worth a warning
 FEW_SAMPLES = 8  # samples in a forward: with fewer, devices are rarely busy
+
+
+class TooLargeError(UsageError):
+    """A workload of which not even one sample fits on the hardware."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,38 +109,49 @@ class Placement:
         processes = self.hardware.num_processes
         return {name: algorithm(processes, num_bytes, *link) for name, algorithm in ALL_REDUCE.items()}
 
+    @property
+    def written_file(self) -> str:
+        """Name for a launch file that has to be written."""
+        return f"{'fsdp2_' if self.sharded else ''}{self.hardware}.yaml"
+
     def command(self, config_file: str | None = None) -> str | None:
         """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
 
-        It says the precision where the launch file of the package has another one, and on a CPU the number of threads.
+        It holds every field that the recipe was changed in, the precision where the launch file of the package has another
+        one, and on a CPU the number of threads.
 
         Args:
-            config_file: name of the launch file; None: the package's own, or FILE.yaml if it has none for this hardware.
+            config_file: name of the launch file; None: the package's own, or `written_file` if it has none for this hardware.
         """
         if self.workload.script is None:
             return None
-        file, cores, has_other_precision = config_file or "FILE.yaml", self.hardware.device.cores, False
+        file, cores, has_other_precision = config_file or self.written_file, self.hardware.device.cores, False
         if config_file is None and (own_file := self.config_file) is not None:
-            file = shlex.quote(str(own_file)) if is_installed() else f"accelerate_configs/{own_file.name}"
+            file = str(own_file) if is_installed() else _from_here(own_file)
             has_other_precision = yaml.safe_load(own_file.read_text())["mixed_precision"] != self.mixed_precision
+        script = Path("scripts", self.workload.script)
         words = [
-            *([f"OMP_NUM_THREADS={cores}"] if cores else []),
-            *("accelerate launch --config_file", file),
-            *([f"--mixed_precision {self.mixed_precision}"] if has_other_precision else []),
-            *(f"scripts/{self.workload.script} --recipe", self.workload.name),
+            *("accelerate", "launch", "--config_file", file),
+            *(["--mixed_precision", self.mixed_precision] if has_other_precision else []),
+            *(str(script) if is_installed() else _from_here(CONFIGS.parent / script), *self.workload.script_words),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
-        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager_attention else [])])
+        words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
+        return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
-    @property
-    def config(self) -> str:
-        """A launch file for Accelerate, as YAML."""
-        hardware = self.hardware
+    def config(self, config_file: str | None = None) -> str:
+        """Write a launch file for Accelerate, as YAML.
+
+        Args:
+            config_file: its name, for the command in it; None: `written_file`.
+        """
+        hardware, file = self.hardware, config_file or self.written_file
         kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
+        command = self.command(file) or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
         lines = [
-            f"# {hardware}: {hardware.device.description}",
-            f"# {self.command('THIS_FILE') or 'accelerate launch --config_file THIS_FILE YOUR_SCRIPT'}",
+            *(f"# {line}" for line in f"{hardware}: {hardware.device.description}".splitlines()),
+            *(f"# {line}" for line in command.splitlines()),
             "# No key here changes the step beyond its rounding.",
             "compute_environment: LOCAL_MACHINE",
             f"distributed_type: {kind}",
@@ -164,6 +181,12 @@ class Placement:
         return "\n".join(lines) + "\n"
 
 
+def _from_here(path: Path) -> str:
+    """Write the path of a file of the checkout as it is typed in the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def place(
     workload: Workload,
     hardware: Hardware,
@@ -185,12 +208,13 @@ def place(
         gradient_checkpointing, sharded: True requires it; False takes it only if nothing fits without.
 
     Raises:
-        UsageError: the hardware lacks the precision, or the workload does not fit; the message says what would fit.
+        TooLargeError: not even one sample fits; `growth.find_hardware` finds what it fits on.
+        UsageError: the hardware lacks the precision, or the micro-batch does not fit; the message says which does.
     """
     device, num_processes = hardware.device, hardware.num_processes
-    precision = mixed_precision or next(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+    precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
     if device.tflops(precision) is None:
-        has = " and ".join(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+        has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))
         raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
     if sharded and num_processes == 1:
         raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
@@ -226,7 +250,7 @@ def place(
         need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
         size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
         if need[1] * 1e9 > device.memory_bytes:
-            raise UsageError(f"{workload.name} needs {size} on {hardware}, at the least: take more or larger devices")
+            raise TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least")
         problem = (
             f"{workload.name} needs {need[min_batch]:.1f} GB for {min_batch} samples in a forward, "
             f"and {size}, on {hardware}"

@@ -1,0 +1,129 @@
+"""The command that a plan prints is the training that was planned: recipe, fields that flags change, cut, launch file."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from common import task_of
+
+from samestep import cli
+from samestep.errors import exit_code
+from samestep.recipe import run_settings
+from samestep.recipe.recipe import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(monkeypatch, capsys, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["recipes", *words])
+    code = exit_code(cli.main)
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def read_commands(printed: str) -> list[str]:
+    """Read the commands below `Launch`, as a shell reads them."""
+    block = re.search(r"^Launch\n(.*?)\n\n", printed, re.MULTILINE | re.DOTALL)[1]
+    assert all(len(line) <= 100 for line in printed.splitlines() if " " in line.strip())
+    return block.replace("\\\n", "").splitlines()
+
+
+def read_launch(command: str):
+    """Parse a launch by Accelerate's own parser and by the script's own."""
+    words = [word for word in shlex.split(command) if not word.startswith("OMP_NUM_THREADS=")]
+    assert words[:2] == ["accelerate", "launch"]
+    launch = launch_command_parser().parse_args(words[2:])
+    program = Path(launch.training_script)
+    recipe, settings = run_settings.parse(launch.training_script_args, task_of(program.stem), "")
+    return launch, recipe, settings
+
+
+OVERRIDES = """--max_seq_length 512 --learning_rate 3e-4 --train_file 'a dir/*.txt' "it's.txt" --global_batch_size 64
+--num_train_epochs 2 --warmup_ratio 0.1 --tokenizer_name none --do_lower_case false --text_column '$(text) "x"'"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("bert_base --on 1x3090", OVERRIDES),
+        ("gpt2_774m --on 4x3090 --attn_implementation eager", "--max_train_steps 7000 --lr_first_step=0"),
+        ("gpt2_124m --on 8xa100-80 --num_train_tokens 1e9", ""),
+        ("bert_base --on 4xt4 --mixed_precision no --gradient_checkpointing --gradient_accumulation_steps 3", ""),
+        ("captcha_3xa100 --on 3xa100-40", "--conv_channels 8 16 --alphabet 0123"),
+        ("bert_small_cpu --on 2xcpu", "--num_warmup_steps 3 --vocab_size 1000"),
+    ],
+)
+def test_a_printed_command_is_the_planned_training(monkeypatch, capsys, recipe, flags):
+    words = ["plan", *shlex.split(recipe), *shlex.split(flags)]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    *_, command = read_commands(run(monkeypatch, capsys, *words))
+    launch, planned, settings = read_launch(command)
+    assert shlex.split(command) == shlex.split(answer["command"])
+    assert planned.fingerprint == answer["fingerprint"]
+    b = settings.per_device_train_batch_size
+    assert (b, planned.global_batch_size) == (answer["per_device_train_batch_size"], answer["global_batch_size"])
+    assert getattr(settings, "gradient_checkpointing", False) == answer["gradient_checkpointing"]
+    if "a dir" in flags:
+        assert planned.train_file == ("a dir/*.txt", "it's.txt")
+        assert (planned.tokenizer_name, planned.text_column) == (None, '$(text) "x"')
+    if answer["write_command"] is None:
+        file = yaml.safe_load(Path(launch.config_file).read_text())
+        assert (launch.mixed_precision or file["mixed_precision"]) == answer["mixed_precision"]
+
+
+def test_a_launch_file_is_written_by_the_command_before_it(monkeypatch, capsys, tmp_path):
+    """And a recipe of one's own keeps its path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my own.yaml").write_text("extends: gpt2_774m\nmax_train_steps: 9000\n")
+    words = ["plan", "my own.yaml", "--on", "5x3090", "--n_layer", "2"]
+    write, command = read_commands(run(monkeypatch, capsys, *words))
+    for _ in range(2):  # the second time nothing is in its way
+        again = run(monkeypatch, capsys, *shlex.split(write)[1:])
+    assert read_commands(again) == [command]
+    launch, planned, _ = read_launch(command)
+    assert planned == load("my own.yaml", {"n_layer": 2})
+    file = Path(launch.config_file)
+    assert yaml.safe_load(file.read_text())["num_processes"] == 5
+    comment = next(line for line in file.read_text().splitlines() if "accelerate launch" in line)
+    assert shlex.split(comment.removeprefix("# ")) == shlex.split(command)
+    file.write_text("num_processes: 6\n")
+    monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(write)[1:]])
+    assert exit_code(cli.main) == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
+    """As it is printed, pasted into a shell, in any folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("\n\n".join(f"One word {n}. Two words {n * number}." for n in range(40)))
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small |= {"max_seq_length": 32, "vocab_size": 64, "lr_scheduler_type": "linear"}
+    Path("tiny one.yaml").write_text("extends: bert_small_cpu\n" + yaml.safe_dump(small))
+    words = ["plan", "tiny one.yaml", "--on", "1xcpu", "--train_file", "my texts/*.txt", "--max_train_steps", "2"]
+    words += ["--global_batch_size", "6", "--per_device_train_batch_size", "4"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    (command,) = read_commands(run(monkeypatch, capsys, *words))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = Path("runs").glob("*/recipe.yaml")
+    trained = load(str(file))
+    assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
