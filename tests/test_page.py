@@ -140,7 +140,8 @@ def test_the_headline_says_what_fits_how_it_is_cut_and_how_long_it_takes(xl):
     needed, room = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
     assert sentence == (
         f"✓ It fits {needed:.1f} of {room:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
-        "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours."
+        "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours (2 days 1 hour to 3 days 20 hours, by the largest "
+        "error that is known)."
     )
     uneven = xl | {"shares": [65, 64], "num_processes": 2, "gradient_accumulation_steps": 1, "global_batch_size": 129}
     assert "2 devices share the 129 samples of a step: 64 to 65 each, in one forward." in page(uneven)
@@ -540,13 +541,16 @@ def test_the_command_writes_it(xl, monkeypatch, capsys, tmp_path):
     assert exit_code(program.main) in (0, None)
     assert "8 process(es) x 64 samples" in capsys.readouterr().out
     assert (tmp_path / "plan.html").read_text() == page(xl)
+    assert exit_code(program.main) in (0, None)  # the same page again
+    (tmp_path / "plan.html").write_text("another")
     assert exit_code(program.main) == 2
-    assert "it exists already, and is left alone" in capsys.readouterr().err
+    assert "it exists already" in capsys.readouterr().err
 
 
 def test_scale_writes_its_picture(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", f"recipes scale bert_base --on t4 --up_to 8 --plot {tmp_path / 'a.png'}".split())
     assert exit_code(program.main) in (0, None)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "a.png").write_text("another")
     assert exit_code(program.main) == 2
     assert "it exists already" in capsys.readouterr().err

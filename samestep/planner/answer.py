@@ -4,14 +4,17 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
+from samestep.planner.convnet import ConvNet
 from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device
 from samestep.planner.memory import Memory
 from samestep.planner.placement import Placement
+from samestep.planner.transformer import Transformer
 from samestep.planner.workload import Workload
 
 POINTS = 100
 """Points of the learning rate's curve."""
+DRIVER = "torch 2.13 of PyPI is built for CUDA 13, which needs an NVIDIA driver of 580 or newer (nvidia-smi shows it)"
 SPEED_BAND = 0.31
 """Largest relative error of a predicted speed, of 108 published ones: benchmarks/results/timing.md, without its source."""
 PHASES = ("forward", "backward", "optimizer_step")
@@ -32,11 +35,16 @@ def describe_plan(workload: Workload, layout: Layout, memory: Memory, options: d
 
 
 def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
-    """Describe a `trace.Trace` of one process with whole weights, and the relative error of the plan."""
-    memory = workload.memory(layout, **options | {"sharded": False})
+    """Describe a `trace.Trace` of one process with whole weights, and the relative error of the plan.
+
+    The error is None where the model has no formula, because then the plan is made of a trace.
+    """
+    has_formula = isinstance(workload.model, Transformer | ConvNet)
+    planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
-    return {"trace": answer | {"planned": memory.total, "error": memory.total / trace.peak - 1}}
+    error = None if planned is None else planned / trace.peak - 1
+    return {"trace": answer | {"planned": planned, "error": error}}
 
 
 def describe_placement(
@@ -62,7 +70,7 @@ def describe_placement(
         "hardware": str(hardware),
         "device": hardware.device.description,
         "num_devices_used": min(hardware.num_processes, batch),
-        "notes": list(hardware.device.notes),
+        "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
         "write_command": write_command,
         "speed_band": SPEED_BAND,
         "seconds_to_end_range": _spread(seconds),

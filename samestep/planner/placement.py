@@ -27,7 +27,8 @@ BAND = 0.10
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "float32 (--mixed_precision no)"}
 """Values of mixed_precision, the preferred one first, as messages say them."""
 WAITING = 0.05  # share of a step that is worth a warning
-FEW_SAMPLES = 8  # samples in a forward: with fewer, devices are rarely busy
+OVERHEAD = 0.3  # share of a step for what a micro-batch of any size takes, that is worth a warning
+FASTER = 0.1  # share of the time of a step that gradient checkpointing must save, where it is not asked for
 
 
 class TooLargeError(UsageError):
@@ -199,6 +200,8 @@ def place(
 ) -> Placement:
     """Find the fastest placement that fits: the largest micro-batch, activations kept and weights whole if a sample fits so.
 
+    Where activations fit only in small micro-batches, they are recomputed if that saves a tenth of the step's time.
+
     Args:
         workload: the computation.
         hardware: the devices.
@@ -264,11 +267,22 @@ def place(
     layout, memory = try_batch(b, *options)
     time = _predict_time(workload, hardware, layout, precision, *options)
     checkpointing, is_sharded = options
+    gained = 0.0
+    if is_free and not checkpointing and (True, is_sharded) in candidates and layout.gradient_accumulation_steps > 1:
+        most = _find_largest(lambda b: fits(b, True, is_sharded), share)
+        other_layout, other_memory = try_batch(-(-share // -(-share // most)), True, is_sharded)
+        other_time = _predict_time(workload, hardware, other_layout, precision, True, is_sharded)
+        gained = 1 - other_time.total / time.total
+        if gained > FASTER:
+            layout, memory, time, options = other_layout, other_memory, other_time, (True, is_sharded)
     names = {
         "gradient checkpointing": checkpointing > gradient_checkpointing,
         "sharded weights (FSDP2)": is_sharded > sharded,
     }
     strategy, reason = _choose_strategy(layout, try_batch(share, *options)[1], hardware)
+    if gained > FASTER:
+        checkpointing = True
+        reason += f"; gradient checkpointing allows micro-batches large enough to save {gained:.0%} of the time"
     if any(names.values()):
         reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
     return Placement(
@@ -333,8 +347,12 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         warnings.append(
             f"{idle} of {layout.num_processes} devices get none of {layout.global_batch_size} samples in a step"
         )
-    if b < FEW_SAMPLES:
-        warnings.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+    overhead = (time.weights + time.launches) / time.total
+    if overhead > OVERHEAD:
+        warnings.append(
+            f"{overhead:.0%} of a step is reading weights and starting kernels, whatever the {b} samples of a forward: larger "
+            "micro-batches, or fewer devices, use them better"
+        )
     if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
         num_samples = min(b * layout.num_processes, batch)
         warnings.append(
@@ -352,6 +370,11 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         warnings.append(
             f"{per_device:,.0f} photographs per second and device: to decode and crop them takes about "
             f"{per_device * CALIBRATION.loading:.1f} cores each, not counted in the time"
+        )
+    if hardware.num_nodes > 1:
+        warnings.append(
+            "launch it on every machine, with --machine_rank 0, 1, ... and --main_process_ip (the first one's) after "
+            "`accelerate launch`"
         )
     if precision == "fp16":
         warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
