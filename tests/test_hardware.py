@@ -31,7 +31,9 @@ def test_every_number_of_a_device_has_a_source(name):
 
 
 def test_the_devices_that_are_promised():
-    promised = "cpu t4 v100-16 v100-32 2080ti 3090 4080 4090 5090 a100-40 a100-40-sxm a100-80 h100 h200 b200 l4 l40s a10g "
+    promised = (
+        "cpu t4 v100-16 v100-32 2080ti 3090 4080 4090 5090 a100-40 a100-40-sxm a100-80 h100 h200 b200 l4 l40s a10g "
+    )
     promised += "a6000 rtx6000ada"
     assert set(device_names()) == set(promised.split())
     assert len(NUMBERS) == 9

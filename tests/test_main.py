@@ -119,7 +119,9 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
     assert code == 0
     assert "GFLOP per image" in out
     assert "GB on fake tensors, with whole weights" in in_one_line(out)
-    assert "formula" not in in_one_line(out).split("fake tensors")[1]  # the plan is of a trace: there is nothing to compare
+    assert (
+        "formula" not in in_one_line(out).split("fake tensors")[1]
+    )  # the plan is of a trace: there is nothing to compare
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from common import task_of
 
 from samestep import cli
 from samestep.errors import exit_code
+from samestep.planner.answer import SPEED_BAND
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 
@@ -127,3 +128,77 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     (file,) = Path("runs").glob("*/recipe.yaml")
     trained = load(str(file))
     assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json", "gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60"],
+)
+def test_a_refusal_names_hardware_that_fits(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *words.split()])
+    assert exit_code(cli.main) == 2
+    command, other = capsys.readouterr().err.strip().split("this fits: ")[1].split(" and so does --on ")
+    flags = [word for word in shlex.split(command)[1:] if word != "--json"]
+    answers = [json.loads(run(monkeypatch, capsys, *flags, "--json", *words)) for words in ([], ["--on", other])]
+    assert [answer["num_processes"] > 1 for answer in answers] == [True, False]
+    assert all(answer["memory_needed"] <= answer["memory_of_device"] for answer in answers)
+    assert answers[0]["hardware"].endswith("x3090")
+    assert answers[0]["num_parameters"] == answers[1]["num_parameters"]
+
+
+def test_what_fits_nowhere_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "recipes plan gpt2_xl_8xa100 --on 1x3090 --n_embd 102400".split())
+    assert exit_code(cli.main) == 2
+    assert "no known device holds it" in capsys.readouterr().err
+
+
+def test_money_and_tokens(monkeypatch, capsys):
+    words = ["plan", "gpt2_124m", "--on", "8xa100-80", "--num_train_tokens", "10e9", "--price_per_hour", "1.5"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    recipe = load("gpt2_124m")
+    tokens = recipe.global_batch_size * recipe.block_size
+    assert (answer["num_steps"] - 1) * tokens < 10e9 <= answer["num_steps"] * tokens == answer["num_tokens"]
+    assert f"--max_train_steps {answer['num_steps']}" in answer["command"]
+    hours = answer["seconds_to_end"] / 3600
+    assert answer["cost"] == pytest.approx(8 * 1.5 * hours)
+    assert answer["cost_range"] == pytest.approx([0.69 * answer["cost"], 1.31 * answer["cost"]])
+    assert answer["checkpoint_bytes"] == 12 * answer["num_parameters"]
+    first = run(monkeypatch, capsys, *words).split("\n\n")[0]
+    for needle in ("fits", " hours (", "8 devices", f"${answer['cost']:.0f}"):
+        assert needle in " ".join(first.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("gpt2_124m --num_train_tokens 1e9 --max_train_steps 9", "max_train_steps: leave out one"),
+        ("resnet50_1xv100 --num_train_tokens 1e9", "reads images"),
+        ("bert_base --price_per_hour 1", "--price_per_hour needs hardware"),
+        ("bert_base --on 4xt4 --price_per_hour 0", "price_per_hour is 0"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, line, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *line.split()])
+    assert exit_code(cli.main) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_for_the_hours_is_asked_for(monkeypatch, capsys):
+    words = ["plan", "bert_base", "--on", "4xt4", "--num_train_epochs", "3", "--warmup_ratio", "0.1"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    assert (answer["missing"], answer["seconds_to_end"]) == ("num_train_samples", None)
+    assert "--num_train_samples" in run(monkeypatch, capsys, *words)
+    answer = json.loads(run(monkeypatch, capsys, *words, "--num_train_samples", "1000", "--json"))
+    assert (answer["missing"], answer["num_steps"]) == (None, 12)
+
+
+def test_the_band_is_the_largest_error_of_the_published_speeds():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "timing.json").read_text())["rows"]
+    worst = max(abs(row[error]) for row in rows for error in ("error", "without_row", "without_source"))
+    assert pytest.approx(worst, abs=0.005) == SPEED_BAND
+
+
+def test_a_short_training_is_in_plain_numbers(monkeypatch, capsys):
+    words = ["plan", "bert_small_cpu", "--on", "1xh100", "--max_train_steps", "60"]
+    text = run(monkeypatch, capsys, *words)
+    assert not re.search(r"\de-\d", text.split("Details")[0])

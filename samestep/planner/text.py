@@ -80,7 +80,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
     parts = [f"{hours} for {length}: {speed}; speeds were predicted {answer['speed_band']:.0%} wrong at the worst"]
     energy = answer["energy_kwh"]
-    if energy is not None:
+    if energy is not None and energy >= 0.01:
         parts.append(f"{round_number(energy)} kWh at the power limit")
     if answer["cost"] is not None:
         low, high = answer["cost_range"]
