@@ -16,6 +16,9 @@ from common import task_of
 from samestep import cli
 from samestep.errors import exit_code
 from samestep.planner.answer import SPEED_BAND
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 
@@ -202,3 +205,25 @@ def test_a_short_training_is_in_plain_numbers(monkeypatch, capsys):
     words = ["plan", "bert_small_cpu", "--on", "1xh100", "--max_train_steps", "60"]
     text = run(monkeypatch, capsys, *words)
     assert not re.search(r"\de-\d", text.split("Details")[0])
+
+
+HARDWARE = {"3xa100": "3xa100-40", "8xa100": "8xa100-80", "fsdp2_8xa100": "8xa100-80", "cpu": None, "2xcpu": None}
+"""Launch file -> the devices that it means, where its name does not say it; None: micro-batches that no memory limits."""
+FILES = [ROOT / "README.md", *(ROOT / "accelerate_configs").glob("*.yaml")]
+LAUNCH = re.compile(
+    r"accelerate launch --config_file accelerate_configs/(?!fsdp2_2x)(\w+)\.yaml scripts/\w+\.py \\\n#? +"
+    r"--recipe (\w+)(?:.* --per_device_train_batch_size (\d+))?"
+)
+SMALLER = ("captcha_3xa100", 512)
+"""The README's command that shows another cut, in less memory."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_documented_micro_batches_are_the_plans(file):
+    launches = LAUNCH.findall(file.read_text(encoding="utf-8"))
+    assert launches or "2xcpu" in file.name
+    for name, recipe, size in launches:
+        hardware = HARDWARE.get(name, name)
+        if hardware and size and (recipe, int(size)) != SMALLER:
+            placement = place(from_recipe(load(recipe)), parse(hardware), sharded=name.startswith("fsdp2"))
+            assert placement.layout.per_device_train_batch_size == int(size), (name, recipe)
