@@ -364,7 +364,7 @@ def _plan(
         layout = placement.layout
         result = subject | answer.describe_plan(workload, layout, placement.memory, options)
         write_command = None
-        if settings.write_config is None and placement.config_file is None:
+        if workload.script and settings.write_config is None and placement.config_file is None:
             write_command = _retype(words, html=None, json=None, write_config=placement.written_file)
         result |= answer.describe_placement(
             placement,

@@ -222,7 +222,7 @@ def test_text_is_never_markup(xl):
     assert tree.all("title")[0]["text"] == f"{HOSTILE} on {HOSTILE}"
     assert tree.single("p", class_="description")["text"] == HOSTILE
     assert tree.single("code", id="command")["text"] == HOSTILE
-    assert tree.section("warnings").single("li")["text"] == HOSTILE
+    assert {item["text"] for item in tree.section("warnings").all("li")} == {HOSTILE}
     assert tree.section("scaling").all("li")[-1]["text"] == HOSTILE
     assert tree.section("settings").source.count("&lt;script&gt;") == 5  # strategy, reason, precision, source, expect
     changed = xl | {"time": xl["time"] | {"<img src=x>": 1}}
@@ -240,6 +240,8 @@ def test_text_is_never_markup(xl):
         ("tokens_per_second", "tokens per second"),
         ("seconds_to_end", "to the end"),
         ("energy_kwh", "energy"),
+        ("cost", "in dollars"),
+        ("seconds_to_end_range", "by the largest error"),
         ("num_steps", "All 64,000 steps"),
         ("steps_per_epoch", "steps_per_epoch"),
         ("num_warmup_steps", "of warm-up"),
@@ -250,7 +252,8 @@ def test_text_is_never_markup(xl):
     ],
 )
 def test_a_part_is_left_out_where_its_key_is_missing(xl, key, text, is_none):
-    whole = xl | {"warmup_epochs": 2.5, "warnings": ["beware"], "steps_per_epoch": 987}
+    whole = xl | {"warmup_epochs": 2.5, "warnings": ["beware"], "notes": [], "steps_per_epoch": 987}
+    whole |= {"cost": 12.0, "cost_range": [8.0, 16.0]}
     assert text in page(whole)
     partial = {name: value for name, value in whole.items() if name != key} | ({key: None} if is_none else {})
     assert text not in check_it_stands_alone(page(partial)).source

@@ -72,7 +72,8 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     if answer["seconds_to_end"] is None:
         needs = {
             "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N",
-            "max_train_steps": "no length is given: add --max_train_steps N or --num_train_tokens N",
+            "max_train_steps": "no length is given: add --max_train_steps N"
+            + " or --num_train_tokens N" * bool(tokens),
         }
         return f"How long: not known, because {needs[answer['missing']]}. {speed}."
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
