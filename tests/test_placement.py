@@ -81,6 +81,17 @@ def test_checkpointing_and_sharding_come_only_when_nothing_else_fits():
         plan("bert_base", "1x3090", sharded=True)
 
 
+def test_checkpointing_is_taken_where_larger_micro_batches_are_faster():
+    """Weights are gathered for every micro-batch: fewer of them wait less for slow links."""
+    taken = plan("gpt2_xl_8xa100", "4x4090")
+    kept = plan("gpt2_xl_8xa100", "4x4090", per_device_train_batch_size=1)
+    assert (taken.gradient_checkpointing, kept.gradient_checkpointing, kept.fits) == (True, False, True)
+    assert taken.layout.gradient_accumulation_steps < kept.layout.gradient_accumulation_steps
+    assert taken.time.total < 0.9 * kept.time.total
+    assert "gradient checkpointing allows" in taken.reason
+    assert "--gradient_checkpointing" in taken.command()
+
+
 def test_warnings():
     few = plan("bert_base", "64xh100", {"global_batch_size": 4})
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
