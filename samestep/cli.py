@@ -4,6 +4,7 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -68,13 +69,16 @@ class HardwareSettings(OutputSettings):
     """Choose the hardware, and what is written for it"""
 
     on: str | None = setting(
-        "hardware, as [NODESx]COUNTxNAME: 4xt4, 2x8xa100-80, 1xMINE.yaml; chooses N, b, k, the precision and how it fits",
+        "hardware, as [NODESx]COUNTxNAME: 4xt4, 2x8xa100-80, 1xMINE.yaml; chooses N, b, k, the precision and how it fits; "
+        "several with commas are compared",
         default=None,
     )
     write_config: str | None = setting("launch file of Accelerate to write for it", default=None)
     html: str | None = setting("page to write about it, with charts", default=None)
-    price_per_hour: float | None = setting(
-        "price of one device for an hour, in dollars: says what it costs to the end", POSITIVE, default=None
+    price_per_hour: str | None = setting(
+        "price of one device for an hour, in dollars: says what it costs to the end; with several hardware one, or one each, "
+        "with commas",
+        default=None,
     )
 
 
@@ -162,6 +166,7 @@ EXAMPLES = {
     "list": "list",
     "plan": """plan bert_large_2080ti --on 1x2080ti
 plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
+plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5
 plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
@@ -344,6 +349,10 @@ def _plan(
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
     }
+    prices = _read_prices(settings)
+    if settings.on is not None and "," in settings.on:
+        _compare(workload, settings, prices, cut | options)
+        return
     if settings.on is None:
         for flag in ("write_config", "html", "price_per_hour"):
             if getattr(settings, flag) is not None:
@@ -370,7 +379,7 @@ def _plan(
             placement,
             placement.command(settings.write_config),
             write_command=write_command,
-            price_per_hour=settings.price_per_hour,
+            price_per_hour=prices[0] if prices else None,
         )
     if settings.trace:
         trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
@@ -385,6 +394,48 @@ def _plan(
         print(json.dumps(result))
     else:
         print("\n".join(text.write_plan(result)))
+
+
+def _read_prices(settings: HardwareSettings) -> list[float]:
+    """Read the price of each hardware; empty: none is given."""
+    if settings.price_per_hour is None:
+        return []
+    texts, num_hardware = settings.price_per_hour.split(","), 1 + (settings.on or "").count(",")
+    try:
+        prices = [float(text) for text in texts]
+    except ValueError:
+        prices = [0.0]
+    if not all(0 < price <= LARGEST for price in prices):
+        raise UsageError(
+            f"price_per_hour is {format_name(settings.price_per_hour)}, must be greater than 0 (dollars for an hour of one "
+            "device)"
+        )
+    if len(prices) not in (1, num_hardware):
+        raise UsageError(f"--price_per_hour has {len(prices)} prices for {num_hardware} hardware: give 1, or one each")
+    return prices if len(prices) == num_hardware else prices * num_hardware
+
+
+def _compare(workload: Workload, settings: PlanSettings, prices: list[float], options: dict[str, Any]) -> None:
+    """Answer `plan` for several hardware: a row for each, of which some may not fit."""
+    for flag in ("write_config", "html", "trace", "num_processes"):
+        if getattr(settings, flag):
+            raise UsageError(f"--{flag} with several hardware in --on: name one of them")
+    rows: list[dict[str, Any]] = []
+    for name, price in itertools.zip_longest(settings.on.split(","), prices):
+        hardware = parse(name)
+        try:
+            placement = place(workload, hardware, **options)
+        except UsageError as error:
+            rows.append({"hardware": str(hardware), "problem": str(error)})
+            continue
+        chosen = {
+            option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
+        }
+        described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
+        rows.append(described | answer.describe_placement(placement, placement.command(), price_per_hour=price))
+    result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
+    result |= {"num_steps": workload.num_steps}
+    print(json.dumps(result) if settings.json else "\n".join(text.write_comparison(result)))
 
 
 def _place(workload: Workload, hardware: Hardware, options: dict[str, Any], words: list[str]) -> Placement:

@@ -227,3 +227,29 @@ def test_documented_micro_batches_are_the_plans(file):
         if hardware and size and (recipe, int(size)) != SMALLER:
             placement = place(from_recipe(load(recipe)), parse(hardware), sharded=name.startswith("fsdp2"))
             assert placement.layout.per_device_train_batch_size == int(size), (name, recipe)
+
+
+def test_several_hardware_are_a_table(monkeypatch, capsys):
+    names = ["1x3090", "4xt4", "8xh100"]
+    words = ["plan", "gpt2_xl_8xa100", "--on", ",".join(names), "--price_per_hour", "0.25,0.3,2.5"]
+    rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
+    assert [row["hardware"] for row in rows] == names
+    assert ["problem" in row for row in rows] == [True, False, False]
+    alone = ["plan", "gpt2_xl_8xa100", "--on", "8xh100", "--price_per_hour", "2.5", "--json"]
+    answer = json.loads(run(monkeypatch, capsys, *alone))
+    assert all(answer[name] == value for name, value in rows[2].items() if name != "write_command")
+    lines = run(monkeypatch, capsys, *words).splitlines()
+    placed = [line.split()[0] for line in lines if line.split()[0] in names]
+    assert sorted(placed) == names[1:]
+    costs = {row["hardware"]: row["cost"] for row in rows[1:]}
+    assert placed == sorted(costs, key=costs.get)
+    assert any(line.startswith("1x3090: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--price_per_hour 1,2,3", "--price_per_hour 1,x", "--html a.html", "--trace", "--write_config a.yaml"]
+)
+def test_mistakes_with_several_hardware(monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_base", "--on", "1x3090,4xt4", *flags.split()])
+    assert exit_code(cli.main) == 2
+    assert flags.split()[0].strip("-") in capsys.readouterr().err

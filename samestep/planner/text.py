@@ -70,12 +70,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     speed = f"{round_number(answer['samples_per_second'])} samples/s"
     speed += f", {round_number(tokens)} tokens/s" if tokens else ""
     if answer["seconds_to_end"] is None:
-        needs = {
-            "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N",
-            "max_train_steps": "no length is given: add --max_train_steps N"
-            + " or --num_train_tokens N" * bool(tokens),
-        }
-        return f"How long: not known, because {needs[answer['missing']]}. {speed}."
+        return f"How long: {_explain_missing(answer)}. {speed}."
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
@@ -264,6 +259,50 @@ def _list_time(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {name: part for name, part in time.items() if name not in NOT_IN_TOTAL and part > 0.005 * total}
     shares = ", ".join(f"{name.replace('_', ' ')} {part / total:.0%}" for name, part in parts.items())
     yield "time", f"{total:.3g} s per step, {answer['share_of_peak']:.0%} of the peak, predicted{note}: {shares}"
+
+
+def write_comparison(answer: dict[str, Any]) -> Iterator[str]:
+    """Write the table of `plan` on several hardware from its JSON object, the cheapest or else the fastest first."""
+    length = "" if answer["num_steps"] is None else f", {answer['num_steps']:,} steps"
+    yield f"{answer['recipe']}, predicted: {answer['global_batch_size']:,} samples per step{length}"
+    table = [("hardware", "GB a device", "b", "k", "precision", "samples/s", "to the end", "dollars")]
+    placed = [row for row in answer["rows"] if "problem" not in row]
+    for row in sorted(placed, key=lambda row: row["cost"] or row["seconds_to_end"] or -row["samples_per_second"]):
+        seconds, cost, precision = row["seconds_to_end"], row["cost"], row["mixed_precision"].replace("no", "float32")
+        precision += " checkpointing" * row["gradient_checkpointing"] + " sharded" * row["sharded"]
+        memory = f"{row['memory_needed'] / 1e9:.1f} of {row['memory_of_device'] / 1e9:.1f}"
+        sizes = (f"{row[name]:,}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+        time = "" if seconds is None else format_range(seconds, *row["seconds_to_end_range"])
+        dollars = "" if cost is None else f"{_dollars(cost)} ({' to '.join(map(_dollars, row['cost_range']))})"
+        speed = round_number(row["samples_per_second"])
+        table.append((row["hardware"], memory, *sizes, precision, speed, time, dollars))
+    columns = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, columns, strict=True)).rstrip()
+    for row in answer["rows"]:
+        if "problem" in row:
+            yield from _wrap(f"{row['hardware']}: {row['problem']}", indent="  ")
+    yield from _list_missing(placed)
+
+
+def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say what hours or dollars need, and how far they may be off."""
+    if not rows:
+        return
+    first = rows[0]
+    if first["seconds_to_end"] is None:
+        yield from _wrap(f"How long: {_explain_missing(first)}.")
+    else:
+        yield f"Ranges: speeds were predicted {first['speed_band']:.0%} wrong at the worst."
+
+
+def _explain_missing(answer: dict[str, Any]) -> str:
+    needs = {
+        "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N",
+        "max_train_steps": "no length is given: add --max_train_steps N"
+        + " or --num_train_tokens N" * bool(answer["tokens_per_second"]),
+    }
+    return f"not known, because {needs[answer['missing']]}"
 
 
 def write_scale(answer: dict[str, Any]) -> Iterator[str]:
