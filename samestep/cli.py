@@ -108,9 +108,8 @@ class PlanSettings(HardwareSettings):
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
         default=False,
     )
-    num_train_tokens: float | None = setting(
-        "length of training in tokens (10e9), instead of steps or epochs; for models that read tokens",
-        limit(LARGEST, 1),
+    num_train_tokens: str | None = setting(
+        "length of training in tokens (10e9, 10B), instead of steps or epochs; for models that read tokens",
         default=None,
     )
     trace: bool = setting(
@@ -244,9 +243,23 @@ def plan(name: str, argv: list[str]) -> None:
     _plan(workload, settings, subject, trace, ["plan", name, *argv])
 
 
-def _count_steps(num_tokens: float, global_batch_size: int, length: int) -> int:
-    """Count the optimizer steps that read so many tokens, in samples of `length`."""
-    return math.ceil(num_tokens / (global_batch_size * length))
+TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
+    """Count the optimizer steps that read so many tokens, in samples of `length`.
+
+    >>> _count_steps("10B", 512, 1024), _count_steps("1e6", 1000, 100), _count_steps("15T", 1000, 1000)
+    (19074, 10, 15000000)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", num_tokens.lower())
+    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
+    num_steps = math.ceil(value / (global_batch_size * length))
+    if not 1 <= num_steps <= LARGEST:
+        raise UsageError(
+            f"num_train_tokens is {format_name(num_tokens)}, must be a number of tokens greater than 0: for example 10e9, 10B"
+        )
+    return num_steps
 
 
 def _import_trace() -> ModuleType:

@@ -267,9 +267,12 @@ def test_a_plan_as_it_is_printed_is_enough(xl):
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
     assert "--write_config" not in page(xl)
-    answer = query(program.plan, "bert_base", "--on", "5x3090")
-    assert answer["write_command"].endswith("--on 5x3090 --write_config 5x3090.yaml")
-    assert answer["write_command"] in page(answer)
+    answer = query(program.plan, "bert_base", "--on", "5x3090", "--train_file", "a b/*.txt", "--max_seq_length", "64")
+    assert answer["write_command"].endswith("--max_seq_length 64 --write_config 5x3090.yaml")
+    tree = check_it_stands_alone(page(answer))
+    first, second = (element["text"] for element in tree.section("launch").all("code"))
+    assert {first, second} == {answer["command"], answer["write_command"]}
+    assert "--train_file 'a b/*.txt' --max_seq_length 64" in answer["command"]
 
 
 def test_without_a_script_there_is_nothing_to_copy():

@@ -176,6 +176,9 @@ def test_money_and_tokens(monkeypatch, capsys):
     [
         ("gpt2_124m --num_train_tokens 1e9 --max_train_steps 9", "max_train_steps: leave out one"),
         ("resnet50_1xv100 --num_train_tokens 1e9", "reads images"),
+        ("gpt2_124m --num_train_tokens 0", "num_train_tokens is 0"),
+        ("gpt2_124m --num_train_tokens=-1e9", "num_train_tokens is -1e9"),
+        ("gpt2_124m --num_train_tokens many", "num_train_tokens is many"),
         ("bert_base --price_per_hour 1", "--price_per_hour needs hardware"),
         ("bert_base --on 4xt4 --price_per_hour 0", "price_per_hour is 0"),
     ],
