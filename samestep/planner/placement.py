@@ -183,9 +183,9 @@ class Placement:
 
 
 def _from_here(path: Path) -> str:
-    """Write the path of a file of the checkout as it is typed in the current folder."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    """Write the path of a file of the checkout: as in its documents, if the current folder is the checkout or links to it."""
+    short = path.relative_to(CONFIGS.parent)
+    return str(short if short.exists() and short.samefile(path) else path)
 
 
 def place(
