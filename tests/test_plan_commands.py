@@ -15,7 +15,7 @@ from common import task_of
 
 from samestep import cli
 from samestep.errors import exit_code
-from samestep.planner.answer import SPEED_BAND
+from samestep.planner.answer import COMPARED, SPEED_BAND
 from samestep.planner.hardware import parse
 from samestep.planner.placement import place
 from samestep.planner.workload import from_recipe
@@ -202,6 +202,7 @@ def test_the_band_is_the_largest_error_of_the_published_speeds():
     rows = json.loads((ROOT / "benchmarks" / "results" / "timing.json").read_text())["rows"]
     worst = max(abs(row[error]) for row in rows for error in ("error", "without_row", "without_source"))
     assert pytest.approx(worst, abs=0.005) == SPEED_BAND
+    assert {re.sub(r"^([0-9]+x)+", "", row["hardware"]) for row in rows} == set(COMPARED)
 
 
 def test_a_short_training_is_in_plain_numbers(monkeypatch, capsys):

@@ -17,6 +17,8 @@ POINTS = 100
 DRIVER = "torch 2.13 of PyPI is built for CUDA 13, which needs an NVIDIA driver of 580 or newer (nvidia-smi shows it)"
 SPEED_BAND = 0.31
 """Largest relative error of a predicted speed, of 108 published ones: benchmarks/results/timing.md, without its source."""
+COMPARED = ("3090", "4090", "a100-40", "a100-40-sxm", "a100-80", "h100", "h200", "v100-16", "v100-32")
+"""Devices of those published speeds."""
 PHASES = ("forward", "backward", "optimizer_step")
 
 
@@ -73,6 +75,7 @@ def describe_placement(
         "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
         "write_command": write_command,
         "speed_band": SPEED_BAND,
+        "is_speed_compared": hardware.device.name in COMPARED,
         "seconds_to_end_range": _spread(seconds),
         "price_per_hour": price_per_hour,
         "cost": cost,

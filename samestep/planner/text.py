@@ -74,7 +74,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
-    parts = [f"{hours} for {length}: {speed}; speeds were predicted {answer['speed_band']:.0%} wrong at the worst"]
+    parts = [f"{hours} for {length}: {speed}; {_explain_band([answer])}"]
     energy = answer["energy_kwh"]
     if energy is not None and energy >= 0.01:
         parts.append(f"{round_number(energy)} kWh at the power limit")
@@ -293,7 +293,14 @@ def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
     if first["seconds_to_end"] is None:
         yield from _wrap(f"How long: {_explain_missing(first)}.")
     else:
-        yield f"Ranges: speeds were predicted {first['speed_band']:.0%} wrong at the worst."
+        yield from _wrap(f"Ranges: {_explain_band(rows)}.")
+
+
+def _explain_band(answers: list[dict[str, Any]]) -> str:
+    unknown = [answer["hardware"] for answer in answers if not answer["is_speed_compared"]]
+    text = f"published speeds were predicted {answers[0]['speed_band']:.0%} wrong at the worst"
+    names = ", ".join(unknown) if len(answers) > 1 else "this device"
+    return f"{text}, none of them of {names}" if unknown else text
 
 
 def _explain_missing(answer: dict[str, Any]) -> str:
