@@ -4,23 +4,29 @@ Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import answer, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
-from samestep.planner.hardware import MAX_DEVICES, load_device, parse
-from samestep.planner.memory import MOMENTS
+from samestep.planner.growth import MOST_DEVICES, find_hardware
+from samestep.planner.hardware import MAX_DEVICES, Hardware, load_device, parse
+from samestep.planner.memory import MOMENTS, model_from_recipe
 from samestep.planner.page import page
-from samestep.planner.placement import place
+from samestep.planner.placement import Placement, TooLargeError, place
 from samestep.planner.workload import Workload, from_model, from_recipe
 from samestep.recipe import pretrained_shape, scaling
 from samestep.recipe import recipe as recipes
@@ -28,10 +34,23 @@ from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
-from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, Parser, build, choice, limit, program_name, setting
+from samestep.recipe.settings import (
+    BATCH,
+    LARGEST,
+    LENGTH,
+    POSITIVE,
+    Parser,
+    build,
+    choice,
+    limit,
+    program_name,
+    setting,
+)
 from samestep.training.plots import plot_growth
 
 DEFAULT_MAX_DEVICES = 4096
+STEPS = ("max_train_steps", "num_train_epochs")
+"""Fields that say how long a recipe trains."""
 CRITICAL_BATCH_HELP = (
     "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 )
@@ -50,11 +69,17 @@ class HardwareSettings(OutputSettings):
     """Choose the hardware, and what is written for it"""
 
     on: str | None = setting(
-        "hardware, as [NODESx]COUNTxNAME: 4xt4, 2x8xa100-80, 1xMINE.yaml; chooses N, b, k, the precision and how it fits",
+        "hardware, as [NODESx]COUNTxNAME: 4xt4, 2x8xa100-80, 1xMINE.yaml; chooses N, b, k, the precision and how it fits; "
+        "several with commas are compared",
         default=None,
     )
     write_config: str | None = setting("launch file of Accelerate to write for it", default=None)
     html: str | None = setting("page to write about it, with charts", default=None)
+    price_per_hour: str | None = setting(
+        "price of one device for an hour, in dollars: says what it costs to the end; with several hardware one, or one each, "
+        "with commas",
+        default=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +107,10 @@ class PlanSettings(HardwareSettings):
     sharded: bool = setting(
         "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
         default=False,
+    )
+    num_train_tokens: str | None = setting(
+        "length of training in tokens (10e9, 10B), instead of steps or epochs; for models that read tokens",
+        default=None,
     )
     trace: bool = setting(
         "trace the memory with torch, too: slower, needs no GPU; any model of transformers", default=False
@@ -136,6 +165,7 @@ EXAMPLES = {
     "list": "list",
     "plan": """plan bert_large_2080ti --on 1x2080ti
 plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
+plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5
 plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
@@ -183,21 +213,53 @@ def list_recipes(argv: list[str]) -> None:
 
 
 def plan(name: str, argv: list[str]) -> None:
-    recipe, settings, data = _read("plan", name, argv, PlanSettings)
+    recipe, settings, data, changes = _read("plan", name, argv, PlanSettings)
+    if settings.num_train_tokens is not None:
+        if recipe.unit != "token":
+            raise UsageError(f"--num_train_tokens with {format_name(name)}, which reads images: give --max_train_steps")
+        if set(changes) & set(STEPS):
+            raise UsageError(
+                f"--num_train_tokens with {' and '.join(set(changes) & set(STEPS))}: leave out one of them"
+            )
+        length = model_from_recipe(recipe).length
+        changes |= {"max_train_steps": _count_steps(settings.num_train_tokens, recipe.global_batch_size, length)}
+        recipe = recipes.load(name, changes)
     workload = from_recipe(
         recipe,
+        source=name,
+        changes=changes,
         attention=settings.attn_implementation,
         num_train_samples=data.num_train_samples,
         critical_batch_size=settings.critical_batch_size,
     )
     subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
-    subject |= {"expect": recipe.expect, "fingerprint": recipe.fingerprint}
+    subject |= {} if changes else {"expect": recipe.expect}
+    subject |= {"fingerprint": recipe.fingerprint}
     subject |= dataclasses.asdict(recipe.scaled_hyperparameters())
 
     def trace(b: int, **options: Any) -> Any:
         return _import_trace().trace_recipe(recipe, b, **options)
 
-    _plan(workload, settings, subject, trace)
+    _plan(workload, settings, subject, trace, ["plan", name, *argv])
+
+
+TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
+    """Count the optimizer steps that read so many tokens, in samples of `length`.
+
+    >>> _count_steps("10B", 512, 1024), _count_steps("1e6", 1000, 100), _count_steps("15T", 1000, 1000)
+    (19074, 10, 15000000)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", num_tokens.lower())
+    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
+    num_steps = math.ceil(value / (global_batch_size * length))
+    if not 1 <= num_steps <= LARGEST:
+        raise UsageError(
+            f"num_train_tokens is {format_name(num_tokens)}, must be a number of tokens greater than 0: for example 10e9, 10B"
+        )
+    return num_steps
 
 
 def _import_trace() -> ModuleType:
@@ -208,6 +270,13 @@ def _import_trace() -> ModuleType:
 
 def plan_model(argv: list[str]) -> None:
     settings, training = _read_model("plan", argv, PlanSettings)
+    if settings.num_train_tokens is not None:
+        if training.seq_len is None:
+            raise UsageError("--num_train_tokens needs --seq_len, the tokens of a sample")
+        if training.max_train_steps is not None or training.num_train_epochs is not None:
+            raise UsageError("--num_train_tokens with max_train_steps or num_train_epochs: leave out one of them")
+        num_steps = _count_steps(settings.num_train_tokens, training.global_batch_size, training.seq_len)
+        training = dataclasses.replace(training, max_train_steps=num_steps)
     workload = _make_workload(
         training, settings.critical_batch_size, settings.attn_implementation, may_trace=settings.trace
     )
@@ -226,7 +295,7 @@ def plan_model(argv: list[str]) -> None:
             training.model_name_or_path, b, length, optimizer=training.optimizer, **options
         )
 
-    _plan(workload, settings, subject, trace)
+    _plan(workload, settings, subject, trace, ["plan", *argv])
 
 
 def _make_workload(
@@ -272,7 +341,9 @@ def _load_config(name: str) -> dict[str, Any]:
         ) from None
 
 
-def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any]) -> None:
+def _plan(
+    workload: Workload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any], words: list[str]
+) -> None:
     """Answer `plan`.
 
     Args:
@@ -280,6 +351,7 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
         settings: the flags.
         subject: first fields of the answer: recipe or model, and hyperparameters.
         trace: traces a micro-batch of so many samples.
+        words: the words of the command line.
     """
     cut = {
         "per_device_train_batch_size": settings.per_device_train_batch_size,
@@ -290,10 +362,14 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
     }
+    prices = _read_prices(settings)
+    if settings.on is not None and "," in settings.on:
+        _compare(workload, settings, prices, cut | options)
+        return
     if settings.on is None:
-        for flag in ("write_config", "html"):
+        for flag in ("write_config", "html", "price_per_hour"):
             if getattr(settings, flag) is not None:
-                raise UsageError(f"--{flag} needs hardware to write it for: add --on HARDWARE")
+                raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
@@ -303,13 +379,21 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
     else:
         if settings.num_processes is not None:
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
-        placement = place(workload, parse(settings.on), **cut, **options)
+        placement = _place(workload, parse(settings.on), cut | options, words)
         if settings.write_config is not None:
-            _write("write_config", settings.write_config, placement.config)
+            _write("write_config", settings.write_config, placement.config(settings.write_config))
         options = {option: getattr(placement, option) for option in options}
         layout = placement.layout
         result = subject | answer.describe_plan(workload, layout, placement.memory, options)
-        result |= answer.describe_placement(placement, placement.command(settings.write_config))
+        write_command = None
+        if workload.script and settings.write_config is None and placement.config_file is None:
+            write_command = _retype(words, html=None, json=None, write_config=placement.written_file)
+        result |= answer.describe_placement(
+            placement,
+            placement.command(settings.write_config),
+            write_command=write_command,
+            price_per_hour=prices[0] if prices else None,
+        )
     if settings.trace:
         trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
         b = min(layout.per_device_train_batch_size, layout.shares[0])
@@ -325,8 +409,76 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
         print("\n".join(text.write_plan(result)))
 
 
+def _read_prices(settings: HardwareSettings) -> list[float]:
+    """Read the price of each hardware; empty: none is given."""
+    if settings.price_per_hour is None:
+        return []
+    texts, num_hardware = settings.price_per_hour.split(","), 1 + (settings.on or "").count(",")
+    try:
+        prices = [float(text) for text in texts]
+    except ValueError:
+        prices = [0.0]
+    if not all(0 < price <= LARGEST for price in prices):
+        raise UsageError(
+            f"price_per_hour is {format_name(settings.price_per_hour)}, must be greater than 0 (dollars for an hour of one "
+            "device)"
+        )
+    if len(prices) not in (1, num_hardware):
+        raise UsageError(f"--price_per_hour has {len(prices)} prices for {num_hardware} hardware: give 1, or one each")
+    return prices if len(prices) == num_hardware else prices * num_hardware
+
+
+def _compare(workload: Workload, settings: PlanSettings, prices: list[float], options: dict[str, Any]) -> None:
+    """Answer `plan` for several hardware: a row for each, of which some may not fit."""
+    for flag in ("write_config", "html", "trace", "num_processes"):
+        if getattr(settings, flag):
+            raise UsageError(f"--{flag} with several hardware in --on: name one of them")
+    rows: list[dict[str, Any]] = []
+    for name, price in itertools.zip_longest(settings.on.split(","), prices):
+        hardware = parse(name)
+        try:
+            placement = place(workload, hardware, **options)
+        except UsageError as error:
+            rows.append({"hardware": str(hardware), "problem": str(error)})
+            continue
+        chosen = {
+            option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
+        }
+        described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
+        rows.append(described | answer.describe_placement(placement, placement.command(), price_per_hour=price))
+    result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
+    result |= {"num_steps": workload.num_steps}
+    print(json.dumps(result) if settings.json else "\n".join(text.write_comparison(result)))
+
+
+def _place(workload: Workload, hardware: Hardware, options: dict[str, Any], words: list[str]) -> Placement:
+    """Place a workload; where it does not fit, name hardware that it fits on, in a command that works as typed."""
+    try:
+        return place(workload, hardware, **options)
+    except TooLargeError as error:
+        message, others = str(error), find_hardware(workload, hardware, **options)
+    if not others:
+        raise UsageError(
+            f"{message}, and no known device holds it, 1 to {MOST_DEVICES} of them: take shorter or smaller samples, or a "
+            "smaller model"
+        )
+    fits = " and so does ".join([_retype(words, on=others[0]), *(f"--on {other}" for other in others[1:])])
+    raise UsageError(f"{message}; this fits: {fits}")
+
+
+def _retype(words: list[str], **flags: object) -> str:
+    """Write the command line of these words with other values of some flags; without those of value None."""
+    kept, is_replaced = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_replaced = word.removeprefix("--").partition("=")[0] in flags
+        kept += [] if is_replaced else [word]
+    new = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+    return f"{program_name()} {shlex.join(kept + new)}"
+
+
 def scale(name: str, argv: list[str]) -> None:
-    recipe, settings, _ = _read("scale", name, argv, ScaleSettings)
+    recipe, settings, _, _ = _read("scale", name, argv, ScaleSettings)
     _scale(from_recipe(recipe, critical_batch_size=settings.critical_batch_size), settings)
 
 
@@ -379,8 +531,13 @@ def _build(flags: dict[str, Any], classes: list[type]) -> list[Any]:
     ]
 
 
-def _read(command: str, name: str, argv: list[str], settings_class: type) -> tuple[Recipe, Any, DataSettings]:
-    """Read the recipe with its flags, the settings of a command, and the settings of the data that the recipe lacks."""
+def _read(
+    command: str, name: str, argv: list[str], settings_class: type
+) -> tuple[Recipe, Any, DataSettings, dict[str, Any]]:
+    """Read the recipe with its flags, the settings of a command, and the settings of the data that the recipe lacks.
+
+    The last value holds the fields of the recipe that flags change.
+    """
     recipe = recipes.load(name)
     recipe_fields = {field.name for field in dataclasses.fields(recipe)}
     classes = [settings_class] + [DataSettings] * ("num_train_samples" not in recipe_fields)
@@ -390,18 +547,30 @@ def _read(command: str, name: str, argv: list[str], settings_class: type) -> tup
     parser.add_settings(type(recipe), recipe, "recipe")
     flags = parser.parse(argv)
     objects = _build(flags, classes)
-    recipe = pretrained_shape.load(name, {key: value for key, value in flags.items() if key in recipe_fields})
-    return recipe, *objects, *([DataSettings()] * (2 - len(objects)))
+    changes = {key: value for key, value in flags.items() if key in recipe_fields}
+    data = objects[1] if len(objects) > 1 else DataSettings()
+    return pretrained_shape.load(name, changes), objects[0], data, changes
 
 
 def _write(flag: str, name: str, content: str | bytes) -> None:
-    path = Path(name)
-    if os.path.exists(path):
-        raise UsageError(f"--{flag} {format_name(name)}: it exists already, and is left alone: give another name")
+    path, content = Path(name), content if isinstance(content, bytes) else content.encode()
     try:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if os.path.exists(path) and not (path.is_file() and _says_the_same(path, content)):
+            problem = "it exists already, with other content, and is left alone"
+            raise UsageError(f"--{flag} {format_name(name)}: {problem}: give another name")
+        path.write_bytes(content)
     except OSError as error:
         raise UsageError(f"--{flag} {format_name(name)}: {error.strerror}") from None
+
+
+def _says_the_same(path: Path, content: bytes) -> bool:
+    """Tell whether a file holds this content; YAML may have other comments."""
+    if path.suffix not in (".yaml", ".yml"):
+        return path.read_bytes() == content
+    try:
+        return yaml.safe_load(path.read_bytes()) == yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError):  # another kind of file
+        return False
 
 
 def main() -> int | None:

@@ -143,8 +143,8 @@ def test_a_launch_file_for_a_cpu_is_as_those_that_ship(hardware, sharded, tmp_pa
         return
     placement = place(from_recipe(load("gpt2_small_cpu")), parse(hardware), sharded=sharded)
     file = tmp_path / "written.yaml"
-    file.write_text(placement.config)
-    config, keys = load_config_from_file(str(file)), yaml.safe_load(placement.config)
+    file.write_text(placement.config())
+    config, keys = load_config_from_file(str(file)), yaml.safe_load(placement.config())
     assert config.use_cpu
     assert config.num_processes == placement.hardware.num_processes
     shipped = "cpu" if hardware == "1xcpu" else "fsdp2_2xcpu" if sharded else "2xcpu"

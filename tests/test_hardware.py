@@ -1,14 +1,17 @@
 """Devices with their sources, spellings of hardware, and what is refused."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import DEVICES, Device, Hardware, device_names, load_device, parse
+from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, parse
 
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
 NUMBERS = [
     field.name
     for field in dataclasses.fields(Device)
@@ -21,14 +24,17 @@ def test_every_number_of_a_device_has_a_source(name):
     device = load_device(name)
     assert device.name == name
     fields = [field for line in device.sources for field in line.split(": ")[0].split(", ")]
-    assert set(fields) <= set(NUMBERS)
+    assert set(fields) <= {*NUMBERS, "network_gb_per_s"}
     assert len(fields) == len(set(fields))
     assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(fields)
     assert all(line.split(": ", 1)[1].strip() for line in device.sources)
 
 
 def test_the_devices_that_are_promised():
-    promised = "cpu t4 v100-16 v100-32 2080ti 3090 4090 a100-40 a100-40-sxm a100-80 h100 h200 l4"
+    promised = (
+        "cpu t4 v100-16 v100-32 2080ti 3090 4080 4090 5090 a100-40 a100-40-sxm a100-80 h100 h200 b200 l4 l40s a10g "
+    )
+    promised += "a6000 rtx6000ada"
     assert set(device_names()) == set(promised.split())
     assert len(NUMBERS) == 9
 
@@ -85,10 +91,56 @@ def test_a_device_of_ones_own(tmp_path):
     assert (hardware.num_processes, hardware.device.name, hardware.device.network_gb_per_s) == (8, "mine", 1.25)
 
 
+FACTS = "memory_mib: 24576\nbf16_tflops: 100\nmemory_gb_per_s: 900\nwatts: 300\n"
+
+
+def test_four_facts_make_a_device(tmp_path):
+    """What they leave out is assumed, and said; a file that extends a device takes it from there."""
+    file, base = tmp_path / "mine.yaml", tmp_path / "base.yaml"
+    file.write_text(FACTS)
+    device = load_device(str(file))
+    assert (device.name, device.fp16_tflops, device.fp32_tflops, device.watts) == ("mine", 100, 100 / 16, 300)
+    assert all(name in device.notes[0] for name in (*OWN.keys() - {"watts", "sources"}, "fp32_tflops"))
+    assert "watts" not in device.notes[0]
+    base.write_text("extends: t4\nwatts: 50\n")
+    file.write_text("extends: base.yaml\nmemory_mib: 30000\n")
+    t4, device = load_device("t4"), load_device(str(file))
+    changed = {"name": "mine", "memory_mib": 30000, "watts": 50, "description": device.description}
+    assert device == dataclasses.replace(t4, **changed)
+
+
+@pytest.mark.parametrize("file", re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))
+def test_documented_devices_work(file, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(file)
+    assert load_device(str(path)).memory_bytes > 8e9
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4xT4", "4xt4"),
+        ("4 x t4", "4xt4"),
+        ("1xRTX3090", "1x3090"),
+        ("rtx 3090", "1x3090"),
+        ("NVIDIA H100", "1xh100"),
+        ("8 X A100-SXM4-80GB", "8xa100-80"),
+        ("2x8xA100 80", "2x8xa100-80"),
+        ("Tesla V100 32 GB", "1xv100-32"),
+        ("GeForce RTX 2080 Ti", "1x2080ti"),
+        ("RTX 6000 Ada", "1xrtx6000ada"),
+    ],
+)
+def test_other_spellings(text, name):
+    assert str(parse(text)) == name
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4xa100", "unknown device 'a100': did you mean h100 or a100-80 or a100-40"),
+        ("4xa100", "device 'a100' may be a100-40 or a100-40-sxm or a100-80: name one"),
+        ("1xH100 PCIe", "unknown device 'H100 PCIe': known are "),
+        ("8xmi300x", "unknown device 'mi300x': known are 2080ti, "),
         ("gpu", "unknown device 'gpu'"),
         ("", "is not \\[NODESx\\]COUNTxNAME"),
         ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),
@@ -113,6 +165,9 @@ def test_bad_spellings_give_one_clear_message(text, message):
         (("memory_gb_per_s: 320", "memory_gb_per_s: fast"), "memory_gb_per_s is 'fast', must be float"),
         (("memory_gb_per_s: 320", "memory_gb_per_s: .nan"), "memory_gb_per_s is nan"),
         (("memory_gb_per_s: 320\n", ""), "memory_gb_per_s is missing"),
+        (("fp32_tflops: 8.1", "extends: t5"), "unknown device 't5'"),
+        (("fp32_tflops: 8.1", "extends: mine.yaml"), "extends itself"),
+        (("fp32_tflops: 8.1", "extends: 4"), "extends is 4, must be"),
         (("memory_gb_per_s", "memory_gb_s"), "unknown key 'memory_gb_s': did you mean memory_gb_per_s"),
         (("reachable: 0.6", "reachable: 1.6"), "reachable is 1.6, must lie in"),
         (("reachable: 0.6", "reachable: [0.6"), "is not valid YAML"),

@@ -140,7 +140,8 @@ def test_the_headline_says_what_fits_how_it_is_cut_and_how_long_it_takes(xl):
     needed, room = xl["memory_needed"] / 1e9, xl["memory_of_device"] / 1e9
     assert sentence == (
         f"✓ It fits {needed:.1f} of {room:.1f} GB with all margins. 8 devices share the 512 samples of a step: 64 each, in 4 "
-        "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours."
+        "micro-batches of at most 16. All 64,000 steps take 2 days 23 hours (2 days 1 hour to 3 days 20 hours, by the largest "
+        "error that is known)."
     )
     uneven = xl | {"shares": [65, 64], "num_processes": 2, "gradient_accumulation_steps": 1, "global_batch_size": 129}
     assert "2 devices share the 129 samples of a step: 64 to 65 each, in one forward." in page(uneven)
@@ -221,7 +222,7 @@ def test_text_is_never_markup(xl):
     assert tree.all("title")[0]["text"] == f"{HOSTILE} on {HOSTILE}"
     assert tree.single("p", class_="description")["text"] == HOSTILE
     assert tree.single("code", id="command")["text"] == HOSTILE
-    assert tree.section("warnings").single("li")["text"] == HOSTILE
+    assert {item["text"] for item in tree.section("warnings").all("li")} == {HOSTILE}
     assert tree.section("scaling").all("li")[-1]["text"] == HOSTILE
     assert tree.section("settings").source.count("&lt;script&gt;") == 5  # strategy, reason, precision, source, expect
     changed = xl | {"time": xl["time"] | {"<img src=x>": 1}}
@@ -239,6 +240,8 @@ def test_text_is_never_markup(xl):
         ("tokens_per_second", "tokens per second"),
         ("seconds_to_end", "to the end"),
         ("energy_kwh", "energy"),
+        ("cost", "in dollars"),
+        ("seconds_to_end_range", "by the largest error"),
         ("num_steps", "All 64,000 steps"),
         ("steps_per_epoch", "steps_per_epoch"),
         ("num_warmup_steps", "of warm-up"),
@@ -249,7 +252,8 @@ def test_text_is_never_markup(xl):
     ],
 )
 def test_a_part_is_left_out_where_its_key_is_missing(xl, key, text, is_none):
-    whole = xl | {"warmup_epochs": 2.5, "warnings": ["beware"], "steps_per_epoch": 987}
+    whole = xl | {"warmup_epochs": 2.5, "warnings": ["beware"], "notes": [], "steps_per_epoch": 987}
+    whole |= {"cost": 12.0, "cost_range": [8.0, 16.0]}
     assert text in page(whole)
     partial = {name: value for name, value in whole.items() if name != key} | ({key: None} if is_none else {})
     assert text not in check_it_stands_alone(page(partial)).source
@@ -263,8 +267,12 @@ def test_a_plan_as_it_is_printed_is_enough(xl):
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
     assert "--write_config" not in page(xl)
-    assert "--write_config FILE.yaml" in page(xl | {"command": "accelerate launch --config_file FILE.yaml a.py"})
-    assert "--write_config" not in page(xl | {"command": "accelerate launch --config_file MYFILE.yaml a.py"})
+    answer = query(program.plan, "bert_base", "--on", "5x3090", "--train_file", "a b/*.txt", "--max_seq_length", "64")
+    assert answer["write_command"].endswith("--max_seq_length 64 --write_config 5x3090.yaml")
+    tree = check_it_stands_alone(page(answer))
+    first, second = (element["text"] for element in tree.section("launch").all("code"))
+    assert {first, second} == {answer["command"], answer["write_command"]}
+    assert "--train_file 'a b/*.txt' --max_seq_length 64" in answer["command"]
 
 
 def test_without_a_script_there_is_nothing_to_copy():
@@ -539,13 +547,16 @@ def test_the_command_writes_it(xl, monkeypatch, capsys, tmp_path):
     assert exit_code(program.main) in (0, None)
     assert "8 process(es) x 64 samples" in capsys.readouterr().out
     assert (tmp_path / "plan.html").read_text() == page(xl)
+    assert exit_code(program.main) in (0, None)  # the same page again
+    (tmp_path / "plan.html").write_text("another")
     assert exit_code(program.main) == 2
-    assert "it exists already, and is left alone" in capsys.readouterr().err
+    assert "it exists already" in capsys.readouterr().err
 
 
 def test_scale_writes_its_picture(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", f"recipes scale bert_base --on t4 --up_to 8 --plot {tmp_path / 'a.png'}".split())
     assert exit_code(program.main) in (0, None)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "a.png").write_text("another")
     assert exit_code(program.main) == 2
     assert "it exists already" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from samestep import cli as program
 from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import device_names, parse
-from samestep.planner.placement import place
+from samestep.planner.placement import TooLargeError, place
 from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
@@ -58,7 +58,7 @@ def test_precision_is_what_the_hardware_has():
     assert [plan("bert_base", name).mixed_precision for name in ("t4", "3090", "v100-32")] == ["fp16", "bf16", "fp16"]
     assert plan("bert_base", "3090", mixed_precision="no").mixed_precision == "no"
     with pytest.raises(
-        UsageError, match=r"mixed_precision is bf16, which NVIDIA T4.* does not have: it has fp16 and no"
+        UsageError, match=r"mixed_precision is bf16, which NVIDIA T4.* does not have: it has fp16 and float32"
     ):
         plan("bert_base", "4xt4", mixed_precision="bf16")
     assert any("fp16's loss scaling" in warning for warning in plan("bert_base", "4xt4").warnings)
@@ -75,19 +75,31 @@ def test_checkpointing_and_sharding_come_only_when_nothing_else_fits():
     stored, recomputed = (plan("bert_base", "1x3090", gradient_checkpointing=flag) for flag in (False, True))
     assert recomputed.gradient_checkpointing
     assert recomputed.time.products == pytest.approx(4 / 3 * stored.time.products)
-    with pytest.raises(
-        UsageError, match=r"for a single sample, of 25.8 GB on 1x3090, at the least: take more or larger"
-    ):
+    with pytest.raises(TooLargeError, match=r"for a single sample, of 25.8 GB on 1x3090"):
         plan("gpt2_xl_8xa100", "1x3090")
     with pytest.raises(UsageError, match="sharded needs several devices"):
         plan("bert_base", "1x3090", sharded=True)
 
 
+def test_checkpointing_is_taken_where_larger_micro_batches_are_faster():
+    """Weights are gathered for every micro-batch: fewer of them wait less for slow links."""
+    taken = plan("gpt2_xl_8xa100", "4x4080")
+    kept = plan("gpt2_xl_8xa100", "4x4080", per_device_train_batch_size=1)
+    assert (taken.gradient_checkpointing, kept.gradient_checkpointing, kept.fits) == (True, False, True)
+    assert taken.layout.gradient_accumulation_steps < kept.layout.gradient_accumulation_steps
+    assert taken.time.total < 0.9 * kept.time.total
+    assert "gradient checkpointing allows" in taken.reason
+    assert "--gradient_checkpointing" in taken.command()
+
+
 def test_warnings():
     few = plan("bert_base", "64xh100", {"global_batch_size": 4})
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
-    assert any(w.startswith("4 samples in a forward") for w in plan("bert_base", "64xh100").warnings)
-    assert not any("samples in a forward" in w for w in plan("bert_base", "32xh100").warnings)  # 8
+    assert any("starting kernels" in warning for warning in plan("bert_base", "64xh100").warnings)
+    long = plan("gpt2_774m", "1x3090")  # samples of 1,024 tokens, of which few fit
+    assert (long.layout.per_device_train_batch_size, long.time.share_of_peak > 0.5) == (4, True)
+    assert not any("starting kernels" in warning for warning in long.warnings)
+    assert any("--machine_rank" in warning for warning in plan("bert_base", "2x8xa100-80").warnings)
     assert any("of a step is waiting for PCIe 4.0" in w for w in plan("gpt2_xl_8xa100", "8x3090").warnings)
     assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8xa100-80").warnings)
     assert plan("bert_large_phase1", "8xa100-80").warnings == ()
@@ -132,14 +144,14 @@ def test_a_launch_file_is_read_by_accelerate(recipe, hardware, tmp_path):
         recipe = "gpt2_124m"
     placement = plan(recipe, hardware)
     file = tmp_path / "written.yaml"
-    file.write_text(placement.config)
+    file.write_text(placement.config())
     config = load_config_from_file(str(file))
     assert config.num_processes == placement.layout.num_processes
     assert config.num_machines == placement.hardware.num_nodes
     assert config.mixed_precision == placement.mixed_precision
     kind = config.distributed_type.value
     assert kind == ("FSDP" if placement.sharded else "NO" if placement.layout.num_processes == 1 else "MULTI_GPU")
-    assert (yaml.safe_load(placement.config).get("fsdp_config", {}).get("fsdp_version") == 2) == placement.sharded
+    assert (yaml.safe_load(placement.config()).get("fsdp_config", {}).get("fsdp_version") == 2) == placement.sharded
 
 
 def test_files_that_ship_are_named():
@@ -163,6 +175,10 @@ def test_another_precision_than_the_file_has_is_in_the_command():
     assert "--mixed_precision" not in plan("bert_base", "4xt4", mixed_precision="no").command("mine.yaml")
 
 
+def in_one_line(text: str) -> str:
+    return " ".join(text.replace("\\\n", "").split())
+
+
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
     code = exit_code(program.main)
@@ -173,15 +189,11 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     file = tmp_path / "mine.yaml"
     code, out, _ = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
     assert code == 0
-    assert "(mixed_precision bf16, sharded)" in out
-    assert out.splitlines()[-1].startswith(
-        f"  launch     accelerate launch --config_file {file} scripts/pretrain_gpt2.py"
-    )
+    assert "(mixed_precision bf16, sharded)" in in_one_line(out)
+    assert f"accelerate launch --config_file {file} " in in_one_line(out)
     assert load_config_from_file(str(file)).num_processes == 8
-    code, _, err = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 8x3090 --write_config {file}")
-    assert (code, "it exists already, and is left alone" in err) == (2, True)
-    code, out, _ = run(monkeypatch, capsys, "plan bert_base --on 8x3090")
-    assert out.splitlines()[-1].endswith("add --write_config FILE.yaml to this command")
+    code, _, err = run(monkeypatch, capsys, f"plan gpt2_xl_8xa100 --on 4x3090 --write_config {file}")
+    assert (code, "it exists already" in err) == (2, True)
     answer = json.loads(run(monkeypatch, capsys, "plan bert_large_2080ti --on 1x2080ti --json")[1])
     assert (answer["hardware"], answer["strategy"]) == ("1x2080ti", "accumulate")
     assert answer["memory"]["total"] < answer["memory_needed"] <= answer["memory_of_device"]
@@ -197,11 +209,9 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
     assert answer["seconds_to_end"] == pytest.approx(load("gpt2_xl_8xa100").max_train_steps * time["total"])
     out = run(monkeypatch, capsys, "plan gpt2_xl_8xa100 --on 8xa100-80")[1]
     assert f"{time['total']:.3g} s per step" in out
-    assert f"{512 * 1024 / time['total']:,.0f} tokens/s" in out
-    assert "64,000 steps take" in out
     hours = 64_000 * time["total"] / 3600
-    assert f"{hours:,.1f} hours, {hours * 8 * 400 / 1000:,.0f} kWh at the power limit" in out
-    assert "steps take" not in run(monkeypatch, capsys, "plan bert_base --on 4xt4 --num_train_epochs 3")[1]
+    assert f"{hours:.0f} hours ({0.69 * hours:.0f} to {1.31 * hours:.0f}) for 64,000 steps" in in_one_line(out)
+    assert f"{hours * 8 * 400 / 1000:.0f} kWh" in out
 
 
 @pytest.mark.parametrize(

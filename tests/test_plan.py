@@ -84,3 +84,12 @@ def test_planning_imports_no_torch(module):
     heavy = {"torch", "transformers", "datasets", "jinja2"}
     program = f"import samestep.{module}, sys; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_plan_imports_no_torch():
+    """Not even one that is refused, and looks for other hardware."""
+    program = (
+        "import sys; from samestep import cli, errors; sys.argv = ['recipes', 'plan', 'gpt2_xl_8xa100', '--on', '1x3090']\n"
+        "assert errors.exit_code(cli.main) == 2 and not {'torch', 'transformers', 'jinja2'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

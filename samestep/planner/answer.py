@@ -4,14 +4,21 @@ import dataclasses
 from typing import Any
 
 from samestep.cut.layout import Layout
+from samestep.planner.convnet import ConvNet
 from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device
 from samestep.planner.memory import Memory
 from samestep.planner.placement import Placement
+from samestep.planner.transformer import Transformer
 from samestep.planner.workload import Workload
 
 POINTS = 100
 """Points of the learning rate's curve."""
+DRIVER = "torch 2.13 of PyPI is built for CUDA 13, which needs an NVIDIA driver of 580 or newer (nvidia-smi shows it)"
+SPEED_BAND = 0.31
+"""Largest relative error of a predicted speed, of 108 published ones: benchmarks/results/timing.md, without its source."""
+COMPARED = ("3090", "4090", "a100-40", "a100-40-sxm", "a100-80", "h100", "h200", "v100-16", "v100-32")
+"""Devices of those published speeds."""
 PHASES = ("forward", "backward", "optimizer_step")
 
 
@@ -30,21 +37,50 @@ def describe_plan(workload: Workload, layout: Layout, memory: Memory, options: d
 
 
 def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
-    """Describe a `trace.Trace` of one process with whole weights, and the relative error of the plan."""
-    memory = workload.memory(layout, **options | {"sharded": False})
+    """Describe a `trace.Trace` of one process with whole weights, and the relative error of the plan.
+
+    The error is None where the model has no formula, because then the plan is made of a trace.
+    """
+    has_formula = isinstance(workload.model, Transformer | ConvNet)
+    planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
-    return {"trace": answer | {"planned": memory.total, "error": memory.total / trace.peak - 1}}
+    error = None if planned is None else planned / trace.peak - 1
+    return {"trace": answer | {"planned": planned, "error": error}}
 
 
-def describe_placement(placement: Placement, command: str | None) -> dict[str, Any]:
-    """Describe what the hardware adds to a plan: seconds, bytes, samples; `time` and `memory` by item."""
+def describe_placement(
+    placement: Placement,
+    command: str | None,
+    *,
+    write_command: str | None = None,
+    price_per_hour: float | None = None,
+) -> dict[str, Any]:
+    """Describe what the hardware adds to a plan: seconds, bytes, samples, dollars; `time` and `memory` by item.
+
+    Args:
+        placement: the workload on its hardware.
+        command: launches it.
+        write_command: writes the launch file that `command` names; None: it is there.
+        price_per_hour: dollars for an hour of one device.
+    """
     time, hardware, workload = placement.time, placement.hardware, placement.workload
-    batch, seconds = workload.global_batch_size, placement.seconds_to_end
-    energy = None if seconds is None else seconds / 3600 * hardware.num_processes * hardware.device.watts / 1000
+    batch, seconds, watts = workload.global_batch_size, placement.seconds_to_end, hardware.device.watts
+    device_hours = None if seconds is None else seconds / 3600 * hardware.num_processes
+    cost = None if device_hours is None or price_per_hour is None else device_hours * price_per_hour
     return {
         "hardware": str(hardware),
         "device": hardware.device.description,
+        "num_devices_used": min(hardware.num_processes, batch),
+        "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
+        "write_command": write_command,
+        "speed_band": SPEED_BAND,
+        "is_speed_compared": hardware.device.name in COMPARED,
+        "seconds_to_end_range": _spread(seconds),
+        "price_per_hour": price_per_hour,
+        "cost": cost,
+        "cost_range": _spread(cost),
+        "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
         "warnings": list(placement.warnings),
@@ -58,10 +94,15 @@ def describe_placement(placement: Placement, command: str | None) -> dict[str, A
         else None,
         "share_of_peak": time.share_of_peak,
         "seconds_to_end": seconds,
-        "energy_kwh": energy,
+        "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
         "command": command,
         "micro_batches": _describe_micro_batches(placement),
     }
+
+
+def _spread(value: float | None) -> list[float] | None:
+    """Return the range of a value that is inversely proportional to the speed, where the speed errs by `SPEED_BAND`."""
+    return None if value is None else [value * (1 - SPEED_BAND), value * (1 + SPEED_BAND)]
 
 
 def _describe_model(workload: Workload) -> dict[str, Any]:
@@ -75,6 +116,9 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
+        "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",
+        "model_bytes": 4 * model.num_parameters,
+        "checkpoint_bytes": (4 + workload.moment_bytes) * model.num_parameters,
         "steps_per_epoch": workload.steps_per_epoch,
         "num_warmup_steps": None,
         "learning_rates": None,
@@ -84,6 +128,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         answer |= {
             "flops_per_token": model.flops_per_sample / model.length,
             "tokens_per_step": workload.global_batch_size * model.length,
+            "num_tokens": None if num_steps is None else num_steps * workload.global_batch_size * model.length,
         }
     if schedule is not None:
         steps = {0, schedule.num_warmup_steps, num_steps, *(num_steps * i // POINTS for i in range(POINTS))}

@@ -1,12 +1,15 @@
 """A workload on 1, 2, 4, ... devices, on paper: the same step on more devices (strong), and a larger step (weak)."""
 
 import dataclasses
+from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import MAX_DEVICES, Device, Hardware
+from samestep.planner.hardware import MAX_DEVICES, Device, Hardware, device_names, load_device
 from samestep.planner.placement import Placement, place
 from samestep.planner.workload import Workload
 
+MOST_DEVICES = 128
+"""Largest number of devices that `find_hardware` tries."""
 PER_NODE = 8
 """Devices of a node, where the devices fill more than one node."""
 
@@ -93,11 +96,41 @@ def make_remarks(rows: list[Row]) -> list[str]:
     return remarks
 
 
-def _try_placement(workload: Workload, hardware: Hardware) -> Placement | None:
+def find_hardware(workload: Workload, hardware: Hardware, **options: Any) -> list[Hardware]:
+    """Find hardware for a workload that does not fit.
+
+    Args:
+        workload: the computation.
+        hardware: what it does not fit on.
+        options: those of `placement.place`.
+
+    Returns:
+        The smallest number of the same device that it fits on, and as many of the smallest other device; none, one or both.
+    """
+    device, found = hardware.device, []
+    counts = [*range(2, PER_NODE + 1), *range(2 * PER_NODE, MOST_DEVICES + 1, PER_NODE)]
+    larger = (
+        Hardware(device, min(n, PER_NODE), -(-n // PER_NODE))
+        for n in counts
+        if hardware.num_processes < n <= workload.global_batch_size
+    )
+    devices = [load_device(name) for name in device_names()]
+    devices = sorted(devices, key=lambda other: (other.memory_bytes, other.watts or 0))
+    others = (
+        dataclasses.replace(hardware, device=other)
+        for other in devices
+        if other.cores is None and other.memory_bytes > device.memory_bytes
+    )
+    for candidates in (larger, others):
+        found += [next((each for each in candidates if _try_placement(workload, each, **options)), None)]
+    return [each for each in found if each is not None]
+
+
+def _try_placement(workload: Workload, hardware: Hardware, **options: Any) -> Placement | None:
     if workload.global_batch_size < hardware.num_processes:
         return None
     try:
-        return place(workload, hardware)
+        return place(workload, hardware, **options)
     except UsageError:
         return None
 

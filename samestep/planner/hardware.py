@@ -3,8 +3,9 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
-from samestep.errors import UsageError, nearest
+from samestep.errors import UsageError
 from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, build, limit, setting
 
@@ -34,8 +35,9 @@ class Device:
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
-    watts: float = setting("power limit, W", QUANTITY)
+    watts: float | None = setting("power limit, W; null: not known", QUANTITY)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
+    notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:
@@ -84,8 +86,8 @@ def parse(text: str) -> Hardware:
     Raises:
         UsageError: another spelling, an unknown device, numbers below 1, a file that breaks a rule.
     """
-    counts, name = [], text
-    while match := re.match(r"([0-9]{1,9})x(?=.)", name):
+    counts, name = [], text.strip()
+    while match := re.match(r"([0-9]{1,9}) ?[xX] ?(?=.)", name):
         counts.append(int(match[1]))
         name = name[match.end() :]
     if len(counts) > 2 or not name:
@@ -105,14 +107,94 @@ def parse(text: str) -> Hardware:
 def load_device(name_or_file: str) -> Device:
     """Load a device of the package, or of a YAML file with the same fields.
 
+    A file of one's own may begin with `extends: NAME_OR_FILE` and then hold only what differs. Otherwise it needs memory_mib,
+    memory_gb_per_s, and bf16_tflops or fp16_tflops; what else it leaves out is in `OWN`, and said in `notes`.
+
     Raises:
         UsageError: the device is unknown, the file unreadable, or a value breaks a rule; all problems in one error.
     """
-    is_path = name_or_file.endswith((".yaml", ".yml"))
-    if not is_path and name_or_file not in device_names():
-        raise UsageError(
-            f"unknown device {format_value(name_or_file)}: {nearest(name_or_file, device_names())}; or give a .yaml file"
+    if not name_or_file.endswith((".yaml", ".yml")):
+        path = DEVICES / f"{find_device(name_or_file)}.yaml"
+        values = {"name": path.stem} | read_yaml(path, f"device {format_name(path)}")
+        return build(Device, values, f"device {path.stem}")
+    values = _read_file(name_or_file, ())
+    own, peak = dict(OWN), values.get("bf16_tflops") or values.get("fp16_tflops")
+    if isinstance(peak, int | float):
+        own |= {"fp16_tflops": peak, "bf16_tflops": None, "fp32_tflops": peak / FP32_SHARE}
+    assumed = {name: value for name, value in own.items() if name not in values}
+    if assumed and "notes" not in values:
+        texts = [f"{name} {format_value(value)}" for name, value in assumed.items() if name != "sources"]
+        values["notes"] = [f"{format_name(name_or_file)} leaves out, and the plan takes: {', '.join(texts)}"] * bool(
+            texts
         )
-    path = Path(name_or_file) if is_path else DEVICES / f"{name_or_file}.yaml"
+    return build(Device, assumed | values, f"device {format_name(name_or_file)}")
+
+
+FP32_SHARE = 16
+"""16-bit peak / float32 peak of a device whose file leaves the second out: as of data-center devices."""
+OWN = {
+    "reachable": 0.75,
+    "link": "PCIe 4.0 x16",
+    "link_gb_per_s": 31,
+    "link_latency_us": 10,
+    "watts": None,
+    "sources": ["the file's author"],
+}
+"""Values of fields that a device file of one's own may leave out."""
+
+
+def _read_file(file: str, descendants: tuple[str, ...]) -> dict[str, Any]:
+    """Read the values of a device file, laid over those of the device that it extends."""
+    path = Path(file)
     values = read_yaml(path, f"device {format_name(path)}")
-    return build(Device, {"name": path.stem} | values, f"device {format_name(name_or_file)}")
+    base = values.pop("extends", None)
+    if base is None:
+        return {"name": path.stem, "description": path.stem} | values
+    if not isinstance(base, str):
+        raise UsageError(
+            f"device {format_name(path)}: extends is {format_value(base)}, must be a device's name or file"
+        )
+    if str(path) in descendants:
+        raise UsageError(f"device {format_name(path)} extends itself: remove one `extends`")
+    if base.endswith((".yaml", ".yml")):
+        inherited = _read_file(str(path.parent / base), (*descendants, str(path)))
+    else:
+        inherited = read_yaml(DEVICES / f"{find_device(base)}.yaml", f"device {format_name(base)}")
+    names = {"name": path.stem, "description": f"{path.stem}, which extends {base}"}
+    return inherited | names | values
+
+
+def find_device(text: str) -> str:
+    """Find the device of the package that a spelling means: capitals, spaces, vendor and gigabytes are free.
+
+    Raises:
+        UsageError: no device, or several.
+
+    >>> [find_device(text) for text in ("T4", "RTX 3090", "NVIDIA A100 80GB", "Tesla-V100-32GB", "RTX 6000 Ada", "H100 SXM")]
+    ['t4', '3090', 'a100-80', 'v100-32', 'rtx6000ada', 'h100']
+    """
+    names, words = device_names(), _split_name(text)
+    for name in names:
+        if "".join(words) == "".join(_split_name(name)):
+            return name
+    first, *others = words or [""]
+    matches = []
+    for name in names:  # memory and form may be given too, as in its description: H100 80GB, A100-SXM4-80GB
+        known, *_ = own_words = _split_name(name)
+        if first == known:
+            own_words += _split_name(str(read_yaml(DEVICES / f"{name}.yaml", name)["description"]))
+            matches += [name] * all(any(own.startswith(word) for own in own_words) for word in others)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UsageError(f"device {format_value(text)} may be {' or '.join(matches)}: name one of them")
+    raise UsageError(
+        f"unknown device {format_value(text)}: known are {', '.join(names)}; or give a .yaml file, which may begin with "
+        "`extends: NAME` (docs/devices.md)"
+    )
+
+
+def _split_name(text: str) -> list[str]:
+    """Split a device's name into its words, in small letters and without vendor, series and GB."""
+    plain = re.sub(r"nvidia|geforce|tesla|quadro|rtx|gtx|(?<=[0-9]) ?gi?b\b", " ", text.lower())
+    return re.findall(r"[^\s_,-]+", plain)

@@ -15,8 +15,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_BAR = 1.5
 """Largest length of a bar, in memories of the device; longer bars are cut off and marked."""
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
-STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "seconds_to_end", "energy_kwh", "tokens_per_second")
-OPTIONAL = (*OPTIMIZER, *STEPS, "micro_batches", "learning_rates", "scale", "warnings", "device", "expect")
+STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "energy_kwh", "tokens_per_second")
+COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "write_command")
+CHARTS = ("micro_batches", "learning_rates", "scale")
+OPTIONAL = (*OPTIMIZER, *STEPS, *COSTS, *CHARTS, "warnings", "notes", "device", "expect")
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 WORDS = {
     "products": "matrix products",

@@ -24,8 +24,15 @@ RESERVED = 1.2e9
 """Bytes of a device that a plan does not use: context, libraries' workspaces, buffers of collectives. Assumed."""
 BAND = 0.10
 """Share by which a plan may be too small: formulas were 0.92 to 1.03 of the bytes that a CPU allocated; no GPU was measured."""
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "float32 (--mixed_precision no)"}
+"""Values of mixed_precision, the preferred one first, as messages say them."""
 WAITING = 0.05  # share of a step that is worth a warning
-FEW_SAMPLES = 8  # samples in a forward: with fewer, devices are rarely busy
+OVERHEAD = 0.3  # share of a step for what a micro-batch of any size takes, that is worth a warning
+FASTER = 0.1  # share of the time of a step that gradient checkpointing must save, where it is not asked for
+
+
+class TooLargeError(UsageError):
+    """A workload of which not even one sample fits on the hardware."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,38 +110,49 @@ class Placement:
         processes = self.hardware.num_processes
         return {name: algorithm(processes, num_bytes, *link) for name, algorithm in ALL_REDUCE.items()}
 
+    @property
+    def written_file(self) -> str:
+        """Name for a launch file that has to be written."""
+        return f"{'fsdp2_' if self.sharded else ''}{self.hardware}.yaml"
+
     def command(self, config_file: str | None = None) -> str | None:
         """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
 
-        It says the precision where the launch file of the package has another one, and on a CPU the number of threads.
+        It holds every field that the recipe was changed in, the precision where the launch file of the package has another
+        one, and on a CPU the number of threads.
 
         Args:
-            config_file: name of the launch file; None: the package's own, or FILE.yaml if it has none for this hardware.
+            config_file: name of the launch file; None: the package's own, or `written_file` if it has none for this hardware.
         """
         if self.workload.script is None:
             return None
-        file, cores, has_other_precision = config_file or "FILE.yaml", self.hardware.device.cores, False
+        file, cores, has_other_precision = config_file or self.written_file, self.hardware.device.cores, False
         if config_file is None and (own_file := self.config_file) is not None:
-            file = shlex.quote(str(own_file)) if is_installed() else f"accelerate_configs/{own_file.name}"
+            file = str(own_file) if is_installed() else _from_here(own_file)
             has_other_precision = yaml.safe_load(own_file.read_text())["mixed_precision"] != self.mixed_precision
+        script = Path("scripts", self.workload.script)
         words = [
-            *([f"OMP_NUM_THREADS={cores}"] if cores else []),
-            *("accelerate launch --config_file", file),
-            *([f"--mixed_precision {self.mixed_precision}"] if has_other_precision else []),
-            *(f"scripts/{self.workload.script} --recipe", self.workload.name),
+            *("accelerate", "launch", "--config_file", file),
+            *(["--mixed_precision", self.mixed_precision] if has_other_precision else []),
+            *(str(script) if is_installed() else _from_here(CONFIGS.parent / script), *self.workload.script_words),
             *("--per_device_train_batch_size", str(self.layout.per_device_train_batch_size)),
         ]
         words += ["--gradient_checkpointing"] if self.gradient_checkpointing else []
-        return " ".join([*words, *(["--attn_implementation eager"] if self.workload.model.eager_attention else [])])
+        words += ["--attn_implementation", "eager"] if self.workload.model.eager_attention else []
+        return (f"OMP_NUM_THREADS={cores} " if cores else "") + shlex.join(words)
 
-    @property
-    def config(self) -> str:
-        """A launch file for Accelerate, as YAML."""
-        hardware = self.hardware
+    def config(self, config_file: str | None = None) -> str:
+        """Write a launch file for Accelerate, as YAML.
+
+        Args:
+            config_file: its name, for the command in it; None: `written_file`.
+        """
+        hardware, file = self.hardware, config_file or self.written_file
         kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
+        command = self.command(file) or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
         lines = [
-            f"# {hardware}: {hardware.device.description}",
-            f"# {self.command('THIS_FILE') or 'accelerate launch --config_file THIS_FILE YOUR_SCRIPT'}",
+            *(f"# {line}" for line in f"{hardware}: {hardware.device.description}".splitlines()),
+            *(f"# {line}" for line in command.splitlines()),
             "# No key here changes the step beyond its rounding.",
             "compute_environment: LOCAL_MACHINE",
             f"distributed_type: {kind}",
@@ -164,6 +182,12 @@ class Placement:
         return "\n".join(lines) + "\n"
 
 
+def _from_here(path: Path) -> str:
+    """Write the path of a file of the checkout: as in its documents, if the current folder is the checkout or links to it."""
+    short = path.relative_to(CONFIGS.parent)
+    return str(short if short.exists() and short.samefile(path) else path)
+
+
 def place(
     workload: Workload,
     hardware: Hardware,
@@ -176,6 +200,8 @@ def place(
 ) -> Placement:
     """Find the fastest placement that fits: the largest micro-batch, activations kept and weights whole if a sample fits so.
 
+    Where activations fit only in small micro-batches, they are recomputed if that saves a tenth of the step's time.
+
     Args:
         workload: the computation.
         hardware: the devices.
@@ -185,12 +211,13 @@ def place(
         gradient_checkpointing, sharded: True requires it; False takes it only if nothing fits without.
 
     Raises:
-        UsageError: the hardware lacks the precision, or the workload does not fit; the message says what would fit.
+        TooLargeError: not even one sample fits; `growth.find_hardware` finds what it fits on.
+        UsageError: the hardware lacks the precision, or the micro-batch does not fit; the message says which does.
     """
     device, num_processes = hardware.device, hardware.num_processes
-    precision = mixed_precision or next(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+    precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
     if device.tflops(precision) is None:
-        has = " and ".join(name for name in ("bf16", "fp16", "no") if device.tflops(name))
+        has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))
         raise UsageError(f"mixed_precision is {precision}, which {device.description} does not have: it has {has}")
     if sharded and num_processes == 1:
         raise UsageError(f"sharded needs several devices to divide the weights between, {hardware} has one")
@@ -226,7 +253,7 @@ def place(
         need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
         size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
         if need[1] * 1e9 > device.memory_bytes:
-            raise UsageError(f"{workload.name} needs {size} on {hardware}, at the least: take more or larger devices")
+            raise TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least")
         problem = (
             f"{workload.name} needs {need[min_batch]:.1f} GB for {min_batch} samples in a forward, "
             f"and {size}, on {hardware}"
@@ -240,11 +267,22 @@ def place(
     layout, memory = try_batch(b, *options)
     time = _predict_time(workload, hardware, layout, precision, *options)
     checkpointing, is_sharded = options
+    gained = 0.0
+    if is_free and not checkpointing and (True, is_sharded) in candidates and layout.gradient_accumulation_steps > 1:
+        most = _find_largest(lambda b: fits(b, True, is_sharded), share)
+        other_layout, other_memory = try_batch(-(-share // -(-share // most)), True, is_sharded)
+        other_time = _predict_time(workload, hardware, other_layout, precision, True, is_sharded)
+        gained = 1 - other_time.total / time.total
+        if gained > FASTER:
+            layout, memory, time, options = other_layout, other_memory, other_time, (True, is_sharded)
     names = {
         "gradient checkpointing": checkpointing > gradient_checkpointing,
         "sharded weights (FSDP2)": is_sharded > sharded,
     }
     strategy, reason = _choose_strategy(layout, try_batch(share, *options)[1], hardware)
+    if gained > FASTER:
+        checkpointing = True
+        reason += f"; gradient checkpointing allows micro-batches large enough to save {gained:.0%} of the time"
     if any(names.values()):
         reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
     return Placement(
@@ -309,8 +347,12 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         warnings.append(
             f"{idle} of {layout.num_processes} devices get none of {layout.global_batch_size} samples in a step"
         )
-    if b < FEW_SAMPLES:
-        warnings.append(f"{b} samples in a forward keep a device rarely busy: {FEW_SAMPLES} and more are better")
+    overhead = (time.weights + time.launches) / time.total
+    if overhead > OVERHEAD:
+        warnings.append(
+            f"{overhead:.0%} of a step is reading weights and starting kernels, whatever the {b} samples of a forward: larger "
+            "micro-batches, or fewer devices, use them better"
+        )
     if workload.batch_normalization and layout.gradient_accumulation_steps > 1:
         num_samples = min(b * layout.num_processes, batch)
         warnings.append(
@@ -328,6 +370,11 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         warnings.append(
             f"{per_device:,.0f} photographs per second and device: to decode and crop them takes about "
             f"{per_device * CALIBRATION.loading:.1f} cores each, not counted in the time"
+        )
+    if hardware.num_nodes > 1:
+        warnings.append(
+            "launch it on every machine, with --machine_rank 0, 1, ... and --main_process_ip (the first one's) after "
+            "`accelerate launch`"
         )
     if precision == "fp16":
         warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")

@@ -1,5 +1,8 @@
 """The answers of `plan` and `scale` as lines of text."""
 
+import re
+import shlex
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,27 +12,146 @@ from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
+WIDTH = 100
+"""Columns of a line, if its words allow it."""
 
 
 def write_plan(answer: dict[str, Any]) -> Iterator[str]:
-    """Write the lines of `plan` from its JSON object."""
-    yield f"{answer['recipe']}: {answer['description']}"
-    for name in ("source", "expect"):
-        if name in answer:
-            yield f"  {name:10} {answer[name]}"
-    names = ("global_batch_size", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps")
-    yield f"  layout     {Layout(*(answer[name] for name in names))}"
-    numbers = [f"{name} {answer[name]:.6g}" for name in OPTIMIZER if answer.get(name) is not None]
-    yield from [f"  optimizer  {', '.join(numbers)}"] * bool(numbers)
-    yield from _write_schedule(answer)
-    yield from _write_model(answer)
-    yield f"  memory     {_write_memory(answer)}"
-    if answer["accumulation"] == "optimizer":
-        yield f"  note       {explain_accumulation(answer['second_moment'])}"
-    if "trace" in answer:
-        yield _write_trace(answer["trace"])
+    """Write the lines of `plan` from its JSON object: on hardware first what it costs, how it is launched and what to know."""
     if "hardware" in answer:
-        yield from _write_hardware(answer)
+        yield from _write_verdict(answer)
+        yield from ("", "Details")
+    yield from _wrap(f"{answer['recipe']}: {answer['description']}", indent=13 * " ")
+    yield from (line for name, text in _list_details(answer) for line in _wrap(f"  {name:10} {text}", indent=13 * " "))
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Break a line between words; no word is broken. The lines that follow begin with `indent`."""
+    if len(text) <= WIDTH:
+        return [text]
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
+    """Write what fits, hours and dollars, the command, and what to know before the start."""
+    n, b, k = (answer[name] for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"))
+    yield from _wrap(f"{answer['recipe']} on {answer['hardware']}: {answer['device']}")
+    needed, there = answer["memory_needed"], answer["memory_of_device"]
+    fits = "It fits" if needed <= there else "It does not fit"
+    names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
+    options = " and ".join(text for name, text in names.items() if answer[name])
+    options = f", with {options}" if options else ""
+    least, most = (f"{function(answer['shares']):,}" for function in (min, max))
+    sizes = most if least == most else f"{least} to {most}"
+    devices, each = ("1 device", "") if n == 1 else (f"{n:,} devices", "each, ")
+    pieces = "in one forward" if k == 1 else f"in {k:,} micro-batches of at most {b:,}"
+    yield from _wrap(
+        f"{fits}: {needed / 1e9:.1f} of {there / 1e9:.1f} GB on a device, margins included{options}. {devices}, {sizes} "
+        f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}."
+    )
+    yield from _wrap(_describe_duration(answer))
+    yield from ("", "Launch")
+    if answer["write_command"]:
+        yield from _wrap_command(answer["write_command"])
+    command = answer["command"]
+    yield from _wrap_command(command) if command else ["  no script of this repository trains it yet"]
+    if command and is_installed():
+        yield "  scripts/ is in the repository, not in the installed package: run it from a checkout"
+    remarks = [*answer["warnings"], *answer["notes"]]
+    if remarks:
+        yield from ("", "Before the start")
+    for remark in remarks:
+        yield from _wrap(f"  - {remark}", indent="    ")
+
+
+def _describe_duration(answer: dict[str, Any]) -> str:
+    """Say how long it takes, and what it costs, or what is missing to say it."""
+    tokens = answer["tokens_per_second"]
+    speed = f"{round_number(answer['samples_per_second'])} samples/s"
+    speed += f", {round_number(tokens)} tokens/s" if tokens else ""
+    if answer["seconds_to_end"] is None:
+        return f"How long: {_explain_missing(answer)}. {speed}."
+    hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
+    length = f"{answer['num_steps']:,} steps"
+    length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
+    parts = [f"{hours} for {length}: {speed}; {_explain_band([answer])}"]
+    energy = answer["energy_kwh"]
+    if energy is not None and energy >= 0.01:
+        parts.append(f"{round_number(energy)} kWh at the power limit")
+    if answer["cost"] is not None:
+        low, high = answer["cost_range"]
+        price = f"${answer['price_per_hour']:,.2f} for a device and hour"
+        parts.append(f"${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}")
+    return ". ".join(parts) + "."
+
+
+def _dollars(value: float) -> str:
+    return f"{value:,.2f}" if value < 10 else round_number(value)
+
+
+def round_number(value: float) -> str:
+    """Write a number of 0.01 or more in two or three significant digits, with words for large ones.
+
+    >>> [round_number(value) for value in (0, 0.0312, 5.42, 81.84, 869.3, 111269, 32768e6, 2.5e12)]
+    ['0', '0.031', '5.4', '82', '869', '111,000', '32.8 billion', '2.5 trillion']
+    """
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= size:
+            return f"{value / size:.3g} {word}"
+    if value >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}" if value >= 0.01 else "0" if not value else "under 0.01"
+
+
+def format_range(seconds: float, low: float, high: float) -> str:
+    """Write a duration and its range in one unit.
+
+    >>> format_range(294624, 203290, 385957), format_range(4000, 2760, 5240), format_range(0.14, 0.1, 0.18)
+    ('82 hours (56 to 107)', '67 minutes (46 to 87)', '0.14 seconds (0.1 to 0.18)')
+    >>> format_range(2e6, 1.4e6, 2.6e6)
+    '23 days (16 to 30)'
+    """
+    units = ((7 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
+    size, unit = next((size, unit) for least, size, unit in units if seconds >= least)
+    value, *ends = (round_number(number / size) for number in (seconds, low, high))
+    return f"{value} {unit} ({' to '.join(ends)})"
+
+
+def _wrap_command(command: str) -> list[str]:
+    """Break a command for the shell between flags, with a backslash at the end of each line but the last."""
+    parts: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if parts and re.fullmatch(r"--\w+", parts[-1]) and not word.startswith("-"):
+            parts[-1] += f" {word}"  # the value of a flag
+        else:
+            parts.append(word)
+    lines = [" "]
+    for part in parts:
+        if len(lines[-1]) + len(part) > WIDTH - 3 and lines[-1].strip():
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return lines
+
+
+def _list_details(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """List the details: a name of at most 10 characters, and what is said of it."""
+    yield from ((name, answer[name]) for name in ("source", "expect") if name in answer)
+    names = ("global_batch_size", "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps")
+    yield "layout", str(Layout(*(answer[name] for name in names)))
+    if "hardware" in answer:
+        yield "strategy", f"{answer['strategy']}: {answer['reason']}"
+    numbers = [f"{name} {answer[name]:.6g}" for name in OPTIMIZER if answer.get(name) is not None]
+    yield from [("optimizer", ", ".join(numbers))] * bool(numbers)
+    yield from _list_schedule(answer)
+    yield from _list_model(answer)
+    yield "memory", _describe_memory(answer)
+    if answer["accumulation"] == "optimizer":
+        yield "note", explain_accumulation(answer["second_moment"])
+    if "trace" in answer:
+        yield "trace", _describe_trace(answer["trace"])
+    if "hardware" in answer:
+        yield from _list_hardware(answer)
 
 
 def explain_accumulation(second_moment: str | None) -> str:
@@ -43,43 +165,53 @@ def explain_accumulation(second_moment: str | None) -> str:
     )
 
 
-def _write_schedule(answer: dict[str, Any]) -> Iterator[str]:
+def _list_schedule(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if answer["num_steps"] is None:
         return
     per_epoch = answer["steps_per_epoch"]
     epochs = "" if per_epoch is None else f", {per_epoch:,.6g} per epoch"
-    line = f"  schedule   {answer['num_steps']:,} steps{epochs}"
+    text = f"{answer['num_steps']:,} steps{epochs}"
     if answer["learning_rates"] is not None:
         (_, first), (_, last) = answer["learning_rates"][0], answer["learning_rates"][-1]
-        line += (
+        text += (
             f", {answer['num_warmup_steps']:,} of warm-up; learning rate {first:.4g} at step 0, {last:.4g} at the end"
         )
-    yield line
+    yield "schedule", text
 
 
-def _write_model(answer: dict[str, Any]) -> Iterator[str]:
+def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     states, gradients = answer["states"], "gradients and " if answer["accumulation"] == "gradient" else ""
     yield (
-        f"  model      {answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
-        f"({states / 2**30:.3f} GiB) in float32"
+        "model",
+        f"{answer['num_parameters']:,} parameters; with {gradients}moments {states / 1e9:.3f} GB "
+        f"({states / 2**30:.3f} GiB) in float32",
     )
     flops = f"{answer['flops_per_sample'] / 1e9:,.1f}"
     if "flops_per_token" in answer:
         length = round(answer["flops_per_sample"] / answer["flops_per_token"])
         yield (
-            f"  compute    {answer['flops_per_token'] / 1e9:.4g} GFLOP per token, {flops} per sample of {length}, forward and "
-            f"backward; at most {answer['tokens_per_step']:,} tokens per step"
+            "compute",
+            f"{answer['flops_per_token'] / 1e9:.4g} GFLOP per token, {flops} per sample of {length}, forward and "
+            f"backward; at most {answer['tokens_per_step']:,} tokens per step",
         )
     else:
-        yield f"  compute    {flops} GFLOP per image, forward and backward"
+        yield "compute", f"{flops} GFLOP per image, forward and backward"
     whole, half = (num_bytes / 1e6 for num_bytes in answer["saved_bytes_per_sample"].values())
     yield (
-        f"  keeps      {whole:,.1f} MB of activations per sample in float32, {half:,.1f} MB under autocast, from its forward "
-        "to its backward; logits not counted"
+        "keeps",
+        f"{whole:,.1f} MB of activations per sample in float32, {half:,.1f} MB under autocast, from its forward "
+        "to its backward; logits not counted",
     )
+    disk = f"{_size(answer['checkpoint_bytes'])} for a checkpoint, {_size(answer['model_bytes'])} for the model"
+    yield "disk", f"{disk}; data and caches not counted"
 
 
-def _write_memory(answer: dict[str, Any]) -> str:
+def _size(num_bytes: float) -> str:
+    size, unit = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
+    return f"{num_bytes / size:,.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
+
+
+def _describe_memory(answer: dict[str, Any]) -> str:
     items = dict(answer["memory"])
     total = items.pop("total")
     size, unit = (1e9, "GB (1e9 bytes)") if total >= 1e9 else (1e6, "MB (1e6 bytes)")
@@ -89,54 +221,95 @@ def _write_memory(answer: dict[str, Any]) -> str:
     return f"{total / size:.1f} {unit} per process, planned: {', '.join(parts)} ({', '.join(options)})"
 
 
-def _write_trace(trace: dict[str, Any]) -> str:
+def _describe_trace(trace: dict[str, Any]) -> str:
     peaks = ", ".join(f"{name.replace('_', ' ')} {peak / 1e9:.3g}" for name, peak in trace["memory_peaks"].items())
+    formula = ""
+    if trace["error"] is not None:
+        formula = f"; the formula has {trace['planned'] / 1e9:.4g} ({trace['error']:+.1%})"
     return (
-        f"  trace      {trace['peak'] / 1e9:.4g} GB on fake tensors, with whole weights ({peaks}); the plan has "
-        f"{trace['planned'] / 1e9:.4g} ({trace['error']:+.1%}). {trace['num_parameters']:,} parameters, "
-        f"{trace['flops'] / 1e9:,.0f} GFLOP in a forward and backward"
+        f"{trace['peak'] / 1e9:.4g} GB on fake tensors, with whole weights ({peaks}){formula}. "
+        f"{trace['num_parameters']:,} parameters, {trace['flops'] / 1e9:,.0f} GFLOP in a forward and backward"
     )
 
 
-def _write_hardware(answer: dict[str, Any]) -> Iterator[str]:
+def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     peaks = ", ".join(f"{name.replace('_', ' ')} {peak / 1e9:.1f}" for name, peak in answer["memory_peaks"].items())
-    yield f"  peaks      {peaks} GB"
+    yield "peaks", f"{peaks} GB"
     need, capacity = answer["memory_needed"] / 1e9, answer["memory_of_device"] / 1e9
-    yield f"  fits       {need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and"
-    yield f"             {RESERVED / 1e9:g} GB left alone"
-    yield f"  strategy   {answer['strategy']}: {answer['reason']}"
-    yield from _write_time(answer)
+    yield (
+        "margins",
+        f"{need:.1f} GB of {capacity:.1f}: the plan, {BAND:.0%} that it may miss (no GPU was measured), and "
+        f"{RESERVED / 1e9:g} GB left alone",
+    )
+    host = f"at least {_size(answer['host_memory'])} on a machine at the start: whole weights for each of its processes"
+    yield "host RAM", host
+    yield from _list_time(answer)
     if answer["all_reduce_seconds"]:
         seconds = ", ".join(
-            f"{name.replace('_', ' ')} {value:.3g}" for name, value in answer["all_reduce_seconds"].items()
+            f"{name.replace('_', ' ')} {value:.2g}" for name, value in answer["all_reduce_seconds"].items()
         )
         size = 4 * answer["num_parameters"] / 1e6
-        yield f"  all-reduce {size:,.4g} MB of gradients over links at their full rate, seconds: {seconds}"
-    for warning in answer["warnings"]:
-        yield f"  note       {warning}"
-    command = answer["command"]
-    yield f"  launch     {command or 'no script of this repository trains it yet'}"
-    if command and "FILE.yaml" in command:
-        yield "             FILE.yaml: add --write_config FILE.yaml to this command"
-    if command and is_installed():
-        yield "             scripts/ is in the repository, not in the installed package: run it from a checkout"
+        yield "all-reduce", f"{size:,.4g} MB of gradients over links at their full rate, seconds: {seconds}"
 
 
-def _write_time(answer: dict[str, Any]) -> Iterator[str]:
-    """Write the predicted speed, the parts of a step's time, and the time of the whole recipe."""
-    time, total, tokens = answer["time"], answer["time"]["total"], answer["tokens_per_second"]
-    speed = f"{answer['samples_per_second']:,.4g} samples/s" + (f", {tokens:,.0f} tokens/s" if tokens else "")
-    note = ", padding counted" if tokens else ""
-    yield f"  time       {total:.3g} s per step: {speed}, {answer['share_of_peak']:.0%} of the peak; predicted{note}"
+def _list_time(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """List the predicted speed, and the parts of a step's time."""
+    time, total = answer["time"], answer["time"]["total"]
+    note = ", padding counted" if answer["tokens_per_second"] else ""
     parts = {name: part for name, part in time.items() if name not in NOT_IN_TOTAL and part > 0.005 * total}
-    yield "             " + ", ".join(f"{name.replace('_', ' ')} {part / total:.0%}" for name, part in parts.items())
-    if answer["seconds_to_end"] is not None:
-        hours, energy = answer["seconds_to_end"] / 3600, answer["energy_kwh"]
-        yield f"             {answer['num_steps']:,} steps take {_round(hours)} hours, {_round(energy)} kWh at the power limit"
+    shares = ", ".join(f"{name.replace('_', ' ')} {part / total:.0%}" for name, part in parts.items())
+    yield "time", f"{total:.3g} s per step, {answer['share_of_peak']:.0%} of the peak, predicted{note}: {shares}"
 
 
-def _round(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def write_comparison(answer: dict[str, Any]) -> Iterator[str]:
+    """Write the table of `plan` on several hardware from its JSON object, the cheapest or else the fastest first."""
+    length = "" if answer["num_steps"] is None else f", {answer['num_steps']:,} steps"
+    yield f"{answer['recipe']}, predicted: {answer['global_batch_size']:,} samples per step{length}"
+    table = [("hardware", "GB a device", "b", "k", "precision", "samples/s", "to the end", "dollars")]
+    placed = [row for row in answer["rows"] if "problem" not in row]
+    for row in sorted(placed, key=lambda row: row["cost"] or row["seconds_to_end"] or -row["samples_per_second"]):
+        seconds, cost, precision = row["seconds_to_end"], row["cost"], row["mixed_precision"].replace("no", "float32")
+        precision += " checkpointing" * row["gradient_checkpointing"] + " sharded" * row["sharded"]
+        memory = f"{row['memory_needed'] / 1e9:.1f} of {row['memory_of_device'] / 1e9:.1f}"
+        sizes = (f"{row[name]:,}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+        time = "" if seconds is None else format_range(seconds, *row["seconds_to_end_range"])
+        dollars = "" if cost is None else f"{_dollars(cost)} ({' to '.join(map(_dollars, row['cost_range']))})"
+        speed = round_number(row["samples_per_second"])
+        table.append((row["hardware"], memory, *sizes, precision, speed, time, dollars))
+    columns = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, columns, strict=True)).rstrip()
+    for row in answer["rows"]:
+        if "problem" in row:
+            yield from _wrap(f"{row['hardware']}: {row['problem']}", indent="  ")
+    yield from _list_missing(placed)
+
+
+def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say what hours or dollars need, and how far they may be off."""
+    if not rows:
+        return
+    first = rows[0]
+    if first["seconds_to_end"] is None:
+        yield from _wrap(f"How long: {_explain_missing(first)}.")
+    else:
+        yield from _wrap(f"Ranges: {_explain_band(rows)}.")
+
+
+def _explain_band(answers: list[dict[str, Any]]) -> str:
+    unknown = [answer["hardware"] for answer in answers if not answer["is_speed_compared"]]
+    text = f"published speeds were predicted {answers[0]['speed_band']:.0%} wrong at the worst"
+    names = ", ".join(unknown) if len(answers) > 1 else "this device"
+    return f"{text}, none of them of {names}" if unknown else text
+
+
+def _explain_missing(answer: dict[str, Any]) -> str:
+    needs = {
+        "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N",
+        "max_train_steps": "no length is given: add --max_train_steps N"
+        + " or --num_train_tokens N" * bool(answer["tokens_per_second"]),
+    }
+    return f"not known, because {needs[answer['missing']]}"
 
 
 def write_scale(answer: dict[str, Any]) -> Iterator[str]:

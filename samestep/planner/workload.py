@@ -1,6 +1,7 @@
 """The subject of a plan: a model, its global batch, and the bytes that the optimizer keeps and moves."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from samestep.cut import layout as layouts
@@ -30,6 +31,7 @@ class Workload:
         steps_per_epoch: optimizer steps of an epoch; None likewise.
         schedule: the learning rate of each step; None likewise.
         script: file in scripts/ that trains it; None: this repository has none.
+        script_words: what names it to the script, as words of a command line: the recipe, and every field that was changed.
         moment_bytes: bytes per parameter that the optimizer remembers.
         gradient_bytes: bytes per parameter of gradients between micro-batches.
         optimizer_bytes: bytes per parameter that clipping and update move.
@@ -45,6 +47,7 @@ class Workload:
     steps_per_epoch: float | None = None
     schedule: Schedule | None = None
     script: str | None = None
+    script_words: tuple[str, ...] = ()
     moment_bytes: int = MOMENTS["adamw"]
     gradient_bytes: int = 4
     optimizer_bytes: int = UPDATE["adamw"] + CLIPPING
@@ -108,6 +111,8 @@ def _set_attention(model: Model, attention: str, name: str) -> Model:
 def from_recipe(
     recipe: Recipe,
     *,
+    source: str | None = None,
+    changes: Mapping[str, Any] | None = None,
     attention: str = "sdpa",
     num_train_samples: int | None = None,
     critical_batch_size: float | None = None,
@@ -116,6 +121,8 @@ def from_recipe(
 
     Args:
         recipe: of a task for which `memory.model_from_recipe` has a formula.
+        source: name in the catalog, or the .yaml file, that the recipe was loaded from; None: its name.
+        changes: field -> value, laid over it when it was loaded.
         attention: sdpa or eager, of transformers.
         num_train_samples: samples of the training data, where the recipe does not say it.
         critical_batch_size: samples, for a warning.
@@ -141,6 +148,7 @@ def from_recipe(
         steps_per_epoch=per_epoch,
         schedule=recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None,
         script=recipe.parts.script,
+        script_words=("--recipe", source or recipe.name, *format_flags(changes or {})),
         moment_bytes=MOMENTS[optimizer],
         gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
         second_moment=recipe.second_moment,
@@ -148,3 +156,23 @@ def from_recipe(
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         critical_batch_size=critical_batch_size,
     )
+
+
+def format_flags(values: Mapping[str, Any]) -> list[str]:
+    """Write settings as the words of a command line that sets them, for the parser of flags to read back.
+
+    Args:
+        values: field -> value; a list is of texts or numbers.
+
+    >>> format_flags({"max_seq_length": 512, "train_file": ["a b.txt", "c.txt"], "min_lr_ratio": -1, "do_lower_case": True})
+    ['--max_seq_length', '512', '--train_file', 'a b.txt', 'c.txt', '--min_lr_ratio=-1', '--do_lower_case', 'true']
+    >>> format_flags({"max_train_steps": None})
+    ['--max_train_steps', 'none']
+    """
+    words = []
+    for name, value in values.items():
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        texts = [str(item).lower() if item is None or isinstance(item, bool) else str(item) for item in items]
+        is_joined = len(texts) == 1 and texts[0].startswith("-")  # a word of its own would be read as a flag
+        words += [f"--{name}={texts[0]}"] if is_joined else [f"--{name}", *texts]
+    return words

@@ -1,0 +1,259 @@
+"""The command that a plan prints is the training that was planned: recipe, fields that flags change, cut, launch file."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from common import task_of
+
+from samestep import cli
+from samestep.errors import exit_code
+from samestep.planner.answer import COMPARED, SPEED_BAND
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import from_recipe
+from samestep.recipe import run_settings
+from samestep.recipe.recipe import load
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(monkeypatch, capsys, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["recipes", *words])
+    code = exit_code(cli.main)
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def read_commands(printed: str) -> list[str]:
+    """Read the commands below `Launch`, as a shell reads them."""
+    block = re.search(r"^Launch\n(.*?)\n\n", printed, re.MULTILINE | re.DOTALL)[1]
+    assert all(len(line) <= 100 for line in printed.splitlines() if " " in line.strip())
+    return block.replace("\\\n", "").splitlines()
+
+
+def read_launch(command: str):
+    """Parse a launch by Accelerate's own parser and by the script's own."""
+    words = [word for word in shlex.split(command) if not word.startswith("OMP_NUM_THREADS=")]
+    assert words[:2] == ["accelerate", "launch"]
+    launch = launch_command_parser().parse_args(words[2:])
+    program = Path(launch.training_script)
+    recipe, settings = run_settings.parse(launch.training_script_args, task_of(program.stem), "")
+    return launch, recipe, settings
+
+
+OVERRIDES = """--max_seq_length 512 --learning_rate 3e-4 --train_file 'a dir/*.txt' "it's.txt" --global_batch_size 64
+--num_train_epochs 2 --warmup_ratio 0.1 --tokenizer_name none --do_lower_case false --text_column '$(text) "x"'"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        ("bert_base --on 1x3090", OVERRIDES),
+        ("gpt2_774m --on 4x3090 --attn_implementation eager", "--max_train_steps 7000 --lr_first_step=0"),
+        ("gpt2_124m --on 8xa100-80 --num_train_tokens 1e9", ""),
+        ("bert_base --on 4xt4 --mixed_precision no --gradient_checkpointing --gradient_accumulation_steps 3", ""),
+        ("captcha_3xa100 --on 3xa100-40", "--conv_channels 8 16 --alphabet 0123"),
+        ("bert_small_cpu --on 2xcpu", "--num_warmup_steps 3 --vocab_size 1000"),
+    ],
+)
+def test_a_printed_command_is_the_planned_training(monkeypatch, capsys, recipe, flags):
+    words = ["plan", *shlex.split(recipe), *shlex.split(flags)]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    *_, command = read_commands(run(monkeypatch, capsys, *words))
+    launch, planned, settings = read_launch(command)
+    assert shlex.split(command) == shlex.split(answer["command"])
+    assert planned.fingerprint == answer["fingerprint"]
+    b = settings.per_device_train_batch_size
+    assert (b, planned.global_batch_size) == (answer["per_device_train_batch_size"], answer["global_batch_size"])
+    assert getattr(settings, "gradient_checkpointing", False) == answer["gradient_checkpointing"]
+    if "a dir" in flags:
+        assert planned.train_file == ("a dir/*.txt", "it's.txt")
+        assert (planned.tokenizer_name, planned.text_column) == (None, '$(text) "x"')
+    if answer["write_command"] is None:
+        file = yaml.safe_load(Path(launch.config_file).read_text())
+        assert (launch.mixed_precision or file["mixed_precision"]) == answer["mixed_precision"]
+
+
+def test_a_launch_file_is_written_by_the_command_before_it(monkeypatch, capsys, tmp_path):
+    """And a recipe of one's own keeps its path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my own.yaml").write_text("extends: gpt2_774m\nmax_train_steps: 9000\n")
+    words = ["plan", "my own.yaml", "--on", "5x3090", "--n_layer", "2"]
+    write, command = read_commands(run(monkeypatch, capsys, *words))
+    for _ in range(2):  # the second time nothing is in its way
+        again = run(monkeypatch, capsys, *shlex.split(write)[1:])
+    assert read_commands(again) == [command]
+    launch, planned, _ = read_launch(command)
+    assert planned == load("my own.yaml", {"n_layer": 2})
+    file = Path(launch.config_file)
+    assert yaml.safe_load(file.read_text())["num_processes"] == 5
+    comment = next(line for line in file.read_text().splitlines() if "accelerate launch" in line)
+    assert shlex.split(comment.removeprefix("# ")) == shlex.split(command)
+    file.write_text("num_processes: 6\n")
+    monkeypatch.setattr(sys, "argv", ["recipes", *shlex.split(write)[1:]])
+    assert exit_code(cli.main) == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
+    """As it is printed, pasted into a shell, in any folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("\n\n".join(f"One word {n}. Two words {n * number}." for n in range(40)))
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small |= {"max_seq_length": 32, "vocab_size": 64, "lr_scheduler_type": "linear"}
+    Path("tiny one.yaml").write_text("extends: bert_small_cpu\n" + yaml.safe_dump(small))
+    words = ["plan", "tiny one.yaml", "--on", "1xcpu", "--train_file", "my texts/*.txt", "--max_train_steps", "2"]
+    words += ["--global_batch_size", "6", "--per_device_train_batch_size", "4"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    (command,) = read_commands(run(monkeypatch, capsys, *words))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = Path("runs").glob("*/recipe.yaml")
+    trained = load(str(file))
+    assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json", "gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60"],
+)
+def test_a_refusal_names_hardware_that_fits(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *words.split()])
+    assert exit_code(cli.main) == 2
+    command, other = capsys.readouterr().err.strip().split("this fits: ")[1].split(" and so does --on ")
+    flags = [word for word in shlex.split(command)[1:] if word != "--json"]
+    answers = [json.loads(run(monkeypatch, capsys, *flags, "--json", *words)) for words in ([], ["--on", other])]
+    assert [answer["num_processes"] > 1 for answer in answers] == [True, False]
+    assert all(answer["memory_needed"] <= answer["memory_of_device"] for answer in answers)
+    assert answers[0]["hardware"].endswith("x3090")
+    assert answers[0]["num_parameters"] == answers[1]["num_parameters"]
+
+
+def test_what_fits_nowhere_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "recipes plan gpt2_xl_8xa100 --on 1x3090 --n_embd 102400".split())
+    assert exit_code(cli.main) == 2
+    assert "no known device holds it" in capsys.readouterr().err
+
+
+def test_money_and_tokens(monkeypatch, capsys):
+    words = ["plan", "gpt2_124m", "--on", "8xa100-80", "--num_train_tokens", "10e9", "--price_per_hour", "1.5"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    recipe = load("gpt2_124m")
+    tokens = recipe.global_batch_size * recipe.block_size
+    assert (answer["num_steps"] - 1) * tokens < 10e9 <= answer["num_steps"] * tokens == answer["num_tokens"]
+    assert f"--max_train_steps {answer['num_steps']}" in answer["command"]
+    hours = answer["seconds_to_end"] / 3600
+    assert answer["cost"] == pytest.approx(8 * 1.5 * hours)
+    assert answer["cost_range"] == pytest.approx([0.69 * answer["cost"], 1.31 * answer["cost"]])
+    assert answer["checkpoint_bytes"] == 12 * answer["num_parameters"]
+    first = run(monkeypatch, capsys, *words).split("\n\n")[0]
+    for needle in ("fits", " hours (", "8 devices", f"${answer['cost']:.0f}"):
+        assert needle in " ".join(first.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("gpt2_124m --num_train_tokens 1e9 --max_train_steps 9", "max_train_steps: leave out one"),
+        ("resnet50_1xv100 --num_train_tokens 1e9", "reads images"),
+        ("gpt2_124m --num_train_tokens 0", "num_train_tokens is 0"),
+        ("gpt2_124m --num_train_tokens=-1e9", "num_train_tokens is -1e9"),
+        ("gpt2_124m --num_train_tokens many", "num_train_tokens is many"),
+        ("bert_base --price_per_hour 1", "--price_per_hour needs hardware"),
+        ("bert_base --on 4xt4 --price_per_hour 0", "price_per_hour is 0"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, line, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *line.split()])
+    assert exit_code(cli.main) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_for_the_hours_is_asked_for(monkeypatch, capsys):
+    words = ["plan", "bert_base", "--on", "4xt4", "--num_train_epochs", "3", "--warmup_ratio", "0.1"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    assert (answer["missing"], answer["seconds_to_end"]) == ("num_train_samples", None)
+    assert "--num_train_samples" in run(monkeypatch, capsys, *words)
+    answer = json.loads(run(monkeypatch, capsys, *words, "--num_train_samples", "1000", "--json"))
+    assert (answer["missing"], answer["num_steps"]) == (None, 12)
+
+
+def test_the_band_is_the_largest_error_of_the_published_speeds():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "timing.json").read_text())["rows"]
+    worst = max(abs(row[error]) for row in rows for error in ("error", "without_row", "without_source"))
+    assert pytest.approx(worst, abs=0.005) == SPEED_BAND
+    assert {re.sub(r"^([0-9]+x)+", "", row["hardware"]) for row in rows} == set(COMPARED)
+
+
+def test_a_short_training_is_in_plain_numbers(monkeypatch, capsys):
+    words = ["plan", "bert_small_cpu", "--on", "1xh100", "--max_train_steps", "60"]
+    text = run(monkeypatch, capsys, *words)
+    assert not re.search(r"\de-\d", text.split("Details")[0])
+
+
+HARDWARE = {"3xa100": "3xa100-40", "8xa100": "8xa100-80", "fsdp2_8xa100": "8xa100-80", "cpu": None, "2xcpu": None}
+"""Launch file -> the devices that it means, where its name does not say it; None: micro-batches that no memory limits."""
+FILES = [ROOT / "README.md", *(ROOT / "accelerate_configs").glob("*.yaml")]
+LAUNCH = re.compile(
+    r"accelerate launch --config_file accelerate_configs/(?!fsdp2_2x)(\w+)\.yaml scripts/\w+\.py \\\n#? +"
+    r"--recipe (\w+)(?:.* --per_device_train_batch_size (\d+))?"
+)
+SMALLER = ("captcha_3xa100", 512)
+"""The README's command that shows another cut, in less memory."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_documented_micro_batches_are_the_plans(file):
+    launches = LAUNCH.findall(file.read_text(encoding="utf-8"))
+    assert launches or "2xcpu" in file.name
+    for name, recipe, size in launches:
+        hardware = HARDWARE.get(name, name)
+        if hardware and size and (recipe, int(size)) != SMALLER:
+            placement = place(from_recipe(load(recipe)), parse(hardware), sharded=name.startswith("fsdp2"))
+            assert placement.layout.per_device_train_batch_size == int(size), (name, recipe)
+
+
+def test_several_hardware_are_a_table(monkeypatch, capsys):
+    names = ["1x3090", "4xt4", "8xh100"]
+    words = ["plan", "gpt2_xl_8xa100", "--on", ",".join(names), "--price_per_hour", "0.25,0.3,2.5"]
+    rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
+    assert [row["hardware"] for row in rows] == names
+    assert ["problem" in row for row in rows] == [True, False, False]
+    alone = ["plan", "gpt2_xl_8xa100", "--on", "8xh100", "--price_per_hour", "2.5", "--json"]
+    answer = json.loads(run(monkeypatch, capsys, *alone))
+    assert all(answer[name] == value for name, value in rows[2].items() if name != "write_command")
+    lines = run(monkeypatch, capsys, *words).splitlines()
+    placed = [line.split()[0] for line in lines if line.split()[0] in names]
+    assert sorted(placed) == names[1:]
+    costs = {row["hardware"]: row["cost"] for row in rows[1:]}
+    assert placed == sorted(costs, key=costs.get)
+    assert any(line.startswith("1x3090: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--price_per_hour 1,2,3", "--price_per_hour 1,x", "--html a.html", "--trace", "--write_config a.yaml"]
+)
+def test_mistakes_with_several_hardware(monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_base", "--on", "1x3090,4xt4", *flags.split()])
+    assert exit_code(cli.main) == 2
+    assert flags.split()[0].strip("-") in capsys.readouterr().err
