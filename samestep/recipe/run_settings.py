@@ -103,8 +103,8 @@ class RunSettings:
         """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        is_sharded = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
-        return options | {"may_shard": is_sharded}
+        may_shard = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
+        return options | ({"fsdp_gather": self.fsdp_gather} if may_shard else {"may_shard": False})
 
     def problems(self) -> list[str]:
         problems = []
@@ -133,6 +133,12 @@ class LanguageModelSettings(RunSettings):
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    fsdp_gather: str = setting(
+        "type in which sharded weights (FSDP2) are gathered under mixed precision bf16: bf16, half of the traffic and no "
+        "16-bit copy of all weights; fp32, exactly the rounding of whole weights",
+        choice("bf16", "fp32"),
+        default="bf16",
+    )
     torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
 
     @property
