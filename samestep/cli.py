@@ -17,7 +17,7 @@ from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import answer, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
-from samestep.planner.hardware import MAX_DEVICES, load_device, parse
+from samestep.planner.hardware import MAX_DEVICES, load_device, parse, set_network
 from samestep.planner.memory import MOMENTS
 from samestep.planner.page import page
 from samestep.planner.placement import place
@@ -35,6 +35,7 @@ DEFAULT_MAX_DEVICES = 4096
 CRITICAL_BATCH_HELP = (
     "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 )
+NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class HardwareSettings(OutputSettings):
     )
     write_config: str | None = setting("launch file of Accelerate to write for it", default=None)
     html: str | None = setting("page to write about it, with charts", default=None)
+    network: str | None = setting(NETWORK, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,7 @@ class ScaleSettings(OutputSettings):
     """Choose the devices, all of one kind"""
 
     on: str = setting("device: a name (t4, a100-80, h100), or a .yaml file of your own")
+    network: str | None = setting(NETWORK, default=None)
     up_to: int = setting("largest number of devices", limit(MAX_DEVICES), default=DEFAULT_MAX_DEVICES)
     plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
@@ -291,9 +294,9 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
         "sharded": settings.sharded,
     }
     if settings.on is None:
-        for flag in ("write_config", "html"):
+        for flag in ("write_config", "html", "network"):
             if getattr(settings, flag) is not None:
-                raise UsageError(f"--{flag} needs hardware to write it for: add --on HARDWARE")
+                raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
@@ -303,7 +306,7 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
     else:
         if settings.num_processes is not None:
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
-        placement = place(workload, parse(settings.on), **cut, **options)
+        placement = place(workload, parse(settings.on, settings.network), **cut, **options)
         if settings.write_config is not None:
             _write("write_config", settings.write_config, placement.config)
         options = {option: getattr(placement, option) for option in options}
@@ -338,7 +341,7 @@ def scale_model(argv: list[str]) -> None:
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
     if settings.plot is not None:
         require("plots", "--plot")
-    result = answer.describe_growth(workload, load_device(settings.on), settings.up_to)
+    result = answer.describe_growth(workload, set_network(load_device(settings.on), settings.network), settings.up_to)
     if settings.plot is not None:
         _write("plot", settings.plot, plot_growth(result))
     if settings.json:

@@ -14,7 +14,8 @@ from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import device_names, parse
 from samestep.planner.placement import place
-from samestep.planner.workload import from_recipe
+from samestep.planner.transformer import llama
+from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
 
@@ -88,9 +89,39 @@ def test_warnings():
     assert any("60 of 64 devices get none of 4 samples" in warning for warning in few.warnings)
     assert any(w.startswith("4 samples in a forward") for w in plan("bert_base", "64xh100").warnings)
     assert not any("samples in a forward" in w for w in plan("bert_base", "32xh100").warnings)  # 8
-    assert any("of a step is waiting for PCIe 4.0" in w for w in plan("gpt2_xl_8xa100", "8x3090").warnings)
-    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8xa100-80").warnings)
+    assert any("of a step is waiting for PCIe 4.0" in w for w in plan("bert_base", "8x3090").warnings)
+    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8x3090").warnings)
     assert plan("bert_large_phase1", "8xa100-80").warnings == ()
+
+
+def test_a_second_node_is_no_brake():
+    """Over InfiniBand two nodes are faster than one; over 10 Gb/s they are not, and the notes say which network it is."""
+    one, two = (plan("bert_large_phase1", hardware) for hardware in ("8xa100-80", "2x8xa100-80"))
+    assert two.time.total < 0.8 * one.time.total
+    (note,) = (warning for warning in two.warnings if warning.startswith("between nodes"))
+    assert "200 GB/s" in note
+    assert "--network" in note
+    slow = place(two.workload, parse("2x8xa100-80", "10Gb/s"))
+    assert slow.time.exposed_communication > 0.3 * slow.time.total
+    assert slow.all_reduce_seconds["ring"] > 100 * two.all_reduce_seconds["ring"]
+
+
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(("hardware", "published"), [("8x8xa100-80", 331), ("8x8xh100", None), ("512x8xh100", None)])
+def test_seventy_billion_parameters_fit_where_they_were_trained(hardware, published):
+    """torchtitan trains Llama-3-70B with FSDP2 and full checkpointing on 64 A100, at 331 tokens per second and device."""
+    machine = parse(hardware)
+    workload = from_model(llama(LLAMA_70B, 8192), "llama", global_batch_size=machine.num_processes)
+    placement = place(workload, machine)
+    assert placement.fits
+    assert (placement.sharded, placement.gradient_checkpointing) == (True, True)
+    assert placement.memory.autocast_cache == 0
+    if published:
+        speed = placement.time.tokens_per_second(machine.num_processes, 8192) / machine.num_processes
+        assert speed == pytest.approx(published, rel=0.25)
 
 
 def test_batch_normalisation_is_a_matter_of_micro_steps():

@@ -99,7 +99,8 @@ class Placement:
         device, num_bytes = self.hardware.device, 4 * self.workload.model.num_parameters
         link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
         if self.hardware.num_nodes > 1:
-            link = device.network_gb_per_s * 1e9, device.network_latency_us / 1e6
+            bandwidth = min(device.link_gb_per_s, self.hardware.network_gb_per_s)
+            link = bandwidth * 1e9, device.network_latency_us / 1e6
         processes = self.hardware.num_processes
         return {name: algorithm(processes, num_bytes, *link) for name, algorithm in ALL_REDUCE.items()}
 
@@ -276,7 +277,8 @@ def _predict_time(
     workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
 ) -> StepTime:
     model = workload.model
-    software = default_software(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
+    options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
+    software = default_software(precision, **options)
     work = count_work(model, precision)
     return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
 
@@ -331,6 +333,11 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         )
     if precision == "fp16":
         warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
+    if hardware.num_nodes > 1:
+        warnings.append(
+            f"between nodes {hardware.network_gb_per_s:g} GB/s per node and direction ({hardware.device.network}): --network "
+            "says another, for example --network 25GB/s or 200Gb/s"
+        )
     if time.exposed_communication > WAITING * time.total:
         network = "the network" if hardware.num_nodes > 1 else hardware.device.link
         waiting = time.exposed_communication / time.total
