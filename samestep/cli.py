@@ -300,6 +300,8 @@ def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], t
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
+        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded):
+            raise UsageError(str(refusal))
         memory = workload.memory(layout, **options)
         result = subject | answer.describe_plan(workload, layout, memory, options)
         placement = None

@@ -106,6 +106,50 @@ def test_a_second_node_is_no_brake():
     assert slow.all_reduce_seconds["ring"] > 100 * two.all_reduce_seconds["ring"]
 
 
+def test_what_the_programs_refuse_is_not_planned():
+    """fp16 with sharded weights or folded gradients: float32 instead, or a refusal with what works."""
+    placement = plan("gpt2_xl_8xa100", "4xt4")
+    assert (placement.mixed_precision, placement.sharded) == ("no", True)
+    assert "loss scale is not supported with FSDP" in placement.reason
+    folded = {"accumulation": "optimizer", "second_moment": "unbiased"}
+    assert plan("bert_base", "4xt4", folded).mixed_precision == "no"
+    assert plan("bert_base", "4xt4").mixed_precision == "fp16"
+    for recipe, hardware, changes, options, message in (
+        (
+            "gpt2_774m",
+            "4xt4",
+            None,
+            {"mixed_precision": "fp16"},
+            "fits only with sharded .* set --mixed_precision to no",
+        ),
+        (
+            "bert_base",
+            "4xt4",
+            None,
+            {"mixed_precision": "fp16", "sharded": True},
+            "is fp16, .* set --mixed_precision to no",
+        ),
+        (
+            "bert_base",
+            "4xa100-80",
+            None,
+            {"mixed_precision": "fp16", "sharded": True},
+            "to bf16 or no, or leave it out",
+        ),
+        ("bert_base", "4x3090", folded, {"sharded": True}, "accumulation is optimizer, .* leave --sharded out"),
+        (
+            "finetune_small_cpu",
+            "4x3090",
+            None,
+            {"sharded": True},
+            "only programs of language models do: leave --sharded out",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message) as error:
+            plan(recipe, hardware, changes, **options)
+        assert len(error.value.problems) == 1
+
+
 LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
 LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
@@ -30,7 +30,13 @@ MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings of one run of a recipe on one machine."""
+    """Settings of one run of a recipe on one machine.
+
+    Attributes:
+        may_shard: whether its program can shard weights (FSDP2).
+    """
+
+    may_shard: ClassVar[bool] = False
 
     recipe: str = setting("name in the catalog (`python -m recipes list` shows it), or a .yaml file")
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
@@ -103,8 +109,7 @@ class RunSettings:
         """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        may_shard = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
-        return options | ({"fsdp_gather": self.fsdp_gather} if may_shard else {"may_shard": False})
+        return options | {"may_shard": self.may_shard}
 
     def problems(self) -> list[str]:
         problems = []
@@ -124,6 +129,8 @@ class RunSettings:
 class LanguageModelSettings(RunSettings):
     """Settings of one run that trains a transformer on tokens."""
 
+    may_shard: ClassVar[bool] = True
+
     per_device_train_tokens: int | None = setting(
         "most tokens in one forward, padding included; none: no such limit", POSITIVE, default=None
     )
@@ -142,6 +149,10 @@ class LanguageModelSettings(RunSettings):
     torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
 
     @property
+    def accelerator_options(self) -> dict[str, Any]:
+        return super().accelerator_options | {"fsdp_gather": self.fsdp_gather}
+
+    @property
     def memory_remedy(self) -> str:
         return "--gradient_checkpointing or shorter samples, or share the weights among processes (FSDP2)"
 
@@ -155,6 +166,8 @@ class LanguageModelSettings(RunSettings):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(LanguageModelSettings):
     """Settings of one run that fine-tunes a classifier."""
+
+    may_shard: ClassVar[bool] = False
 
     predict_file: tuple[str, ...] | None = setting(
         "texts to label at the end, columns as in train_file; none: no texts", default=None

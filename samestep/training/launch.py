@@ -21,6 +21,7 @@ from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_
 from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.torch_distributed import register_rendezvous
 from samestep.errors import UsageError
+from samestep.recipe.launches import find_refusal
 from samestep.step.batch_norm import BatchNorm
 from samestep.step.optim import Accumulating
 from samestep.training import sharding
@@ -65,11 +66,8 @@ def create_accelerator(
         gc.freeze()  # modules stay: the collector need not look at them again, which takes 0.4 s each time
         gc.enable()
     problems = _find_environment_problems()
-    if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        problems.append(
-            "the launch file shards weights (FSDP), which only programs of language models do: launch with distributed_type "
-            "MULTI_GPU"
-        )
+    if refusal := find_refusal(is_sharded=parse_flag_from_env("ACCELERATE_USE_FSDP"), may_shard=may_shard):
+        problems.append(str(refusal))
     if problems:
         raise UsageError(problems)
     plugin = sharding.make_plugin()
@@ -116,16 +114,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
         UsageError: an optimizer that accumulates with fp16 or sharded weights.
     """
     if isinstance(optimizer, Accumulating):
-        problem = "accumulation is optimizer, but {}: set it to gradient, or {}"
-        if is_sharded(accelerator):
-            why = "the launch file shards weights (FSDP), whose gradients are parts of tensors that hooks do not see"
-            raise UsageError(problem.format(why, "launch with distributed_type MULTI_GPU"))
-        if accelerator.scaler is not None:
-            why = (
-                "mixed_precision is fp16, where a step whose scaled gradient overflows must be left out, but then it is in the "
-                "moments already"
-            )
-            raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
+        precision = "no" if accelerator.scaler is None else "fp16"
+        if refusal := find_refusal(
+            mixed_precision=precision, is_sharded=is_sharded(accelerator), accumulation="optimizer"
+        ):
+            raise UsageError(str(refusal))
         model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
         wrapped_optimizer = accelerator.prepare(optimizer)
         if accelerator.num_processes > 1:
@@ -201,8 +194,9 @@ def _find_accelerator_problems(accelerator: Accelerator) -> list[str]:
         )
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
-    if accelerator.mixed_precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        problems.append("mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no")
+    shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if refusal := find_refusal(mixed_precision=accelerator.mixed_precision, is_sharded=shards):
+        problems.append(str(refusal))
     is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if accelerator.mixed_precision == "bf16" and is_emulated:
         name = torch.cuda.get_device_name(device)
