@@ -101,6 +101,19 @@ def test_a_sharded_gradient_is_the_whole_one_up_to_rounding(whole, sharded, kind
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
+def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_float32(sharded):
+    for name, result in sharded[0].items():
+        counts = result["sent"]
+        assert {kind for collective, kind in counts if collective == "reduce_scatter_single"} == {"torch.float32"}
+        half, whole = (counts.get(("all_gather_single", f"torch.{kind}"), 0) for kind in ("bfloat16", "float32"))
+        if "bf16 bf16" in name:
+            assert 0 < whole < 0.02 * half  # normalisations
+        else:
+            assert half == 0 < whole
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_a_process_needs_the_memory_that_is_planned(sharded):
     for name, case in name_cases(len(sharded)).items():
         layout = solve_layout(

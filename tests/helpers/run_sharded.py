@@ -1,5 +1,7 @@
 """Gradients of a step, and peak memory of a process, with whole and with sharded weights (FSDP2), on N processes over gloo."""
 
+import collections
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -48,6 +50,27 @@ def collate(kind: str, ids: np.ndarray) -> dict:
     return make_pretraining_micro_batch(list(ids), [64] * len(ids), places, labels, [int(row[0]) % 2 for row in ids])
 
 
+@contextlib.contextmanager
+def record_sent():
+    """Note how many numbers of each type FSDP2 gathers and reduces: {(collective, type): numbers}."""
+    counts, saved = collections.Counter(), {}
+
+    def note(name, call):
+        def noting(*args, **kwargs):
+            tensor = kwargs["input"] if "input" in kwargs else args[1]
+            counts[name, str(tensor.dtype)] += tensor.numel()
+            return call(*args, **kwargs)
+
+        return noting
+
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        saved[name] = getattr(torch.distributed, name)
+        setattr(torch.distributed, name, note(name, saved[name]))
+    yield counts
+    for name, call in saved.items():
+        setattr(torch.distributed, name, call)
+
+
 def measure(
     folder: Path, kind: str, precision: str, gather: str, k: int, shape: dict, recomputed: bool = False
 ) -> dict:
@@ -73,9 +96,10 @@ def measure(
         loss = losses.weighted_loss(sums, counts, weights) * accumulate.loss_scale(accelerator)
         accelerator.backward(loss)
 
-    for micro_batch in accumulate.iterate_micro_batches(accelerator, micro_batches):
-        with accelerator.accumulate(model):
-            run(micro_batch)
+    with record_sent() as numbers:
+        for micro_batch in accumulate.iterate_micro_batches(accelerator, micro_batches):
+            with accelerator.accumulate(model):
+                run(micro_batch)
     parameters = dict(model.named_parameters())
     assert {p.grad.dtype for p in parameters.values()} == {torch.float32}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -86,7 +110,7 @@ def measure(
     largest = None
     if gather != "whole":
         largest = min(peak(lambda: run(micro_batches[0]), folder) for _ in range(2))
-    return {"gradient": gradients, "norm": norm, "peak": largest}
+    return {"gradient": gradients, "norm": norm, "peak": largest, "sent": dict(numbers)}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
