@@ -23,7 +23,7 @@ from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import answer, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
 from samestep.planner.growth import MOST_DEVICES, find_hardware
-from samestep.planner.hardware import MAX_DEVICES, Hardware, load_device, parse
+from samestep.planner.hardware import MAX_DEVICES, Hardware, load_device, parse, set_network
 from samestep.planner.memory import MOMENTS, model_from_recipe
 from samestep.planner.page import page
 from samestep.planner.placement import Placement, TooLargeError, place
@@ -54,6 +54,7 @@ STEPS = ("max_train_steps", "num_train_epochs")
 CRITICAL_BATCH_HELP = (
     "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 )
+NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class HardwareSettings(OutputSettings):
         "with commas",
         default=None,
     )
+    network: str | None = setting(NETWORK, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,7 @@ class ScaleSettings(OutputSettings):
     """Choose the devices, all of one kind"""
 
     on: str = setting("device: a name (t4, a100-80, h100), or a .yaml file of your own")
+    network: str | None = setting(NETWORK, default=None)
     up_to: int = setting("largest number of devices", limit(MAX_DEVICES), default=DEFAULT_MAX_DEVICES)
     plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
@@ -367,19 +370,21 @@ def _plan(
         _compare(workload, settings, prices, cut | options)
         return
     if settings.on is None:
-        for flag in ("write_config", "html", "price_per_hour"):
+        for flag in ("write_config", "html", "price_per_hour", "network"):
             if getattr(settings, flag) is not None:
                 raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
+        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded):
+            raise UsageError(str(refusal))
         memory = workload.memory(layout, **options)
         result = subject | answer.describe_plan(workload, layout, memory, options)
         placement = None
     else:
         if settings.num_processes is not None:
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
-        placement = _place(workload, parse(settings.on), cut | options, words)
+        placement = _place(workload, parse(settings.on, settings.network), cut | options, words)
         if settings.write_config is not None:
             _write("write_config", settings.write_config, placement.config(settings.write_config))
         options = {option: getattr(placement, option) for option in options}
@@ -435,7 +440,7 @@ def _compare(workload: Workload, settings: PlanSettings, prices: list[float], op
             raise UsageError(f"--{flag} with several hardware in --on: name one of them")
     rows: list[dict[str, Any]] = []
     for name, price in itertools.zip_longest(settings.on.split(","), prices):
-        hardware = parse(name)
+        hardware = parse(name, settings.network)
         try:
             placement = place(workload, hardware, **options)
         except UsageError as error:
@@ -490,7 +495,7 @@ def scale_model(argv: list[str]) -> None:
 def _scale(workload: Workload, settings: ScaleSettings) -> None:
     if settings.plot is not None:
         require("plots", "--plot")
-    result = answer.describe_growth(workload, load_device(settings.on), settings.up_to)
+    result = answer.describe_growth(workload, set_network(load_device(settings.on), settings.network), settings.up_to)
     if settings.plot is not None:
         _write("plot", settings.plot, plot_growth(result))
     if settings.json:

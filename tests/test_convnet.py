@@ -114,8 +114,8 @@ def test_a_step_of_the_captcha_reader_by_hand():
     saved = 4 * 3 * 60 * 160 + 4 * (2 * e + pooled) + 8 * pooled
     assert network.saved_bytes(autocast=False) == saved
     forward, backward = network.peaks(10, autocast=False, gradient_checkpointing=False)
-    assert forward == (0, 10 * saved, 0)
-    assert backward == (0, 10 * (saved + 4 * 2 * e) + 4 * 9 * 3 * 64, 0)
+    assert forward == (0, 10 * saved, 0, 0)
+    assert backward == (0, 10 * (saved + 4 * 2 * e) + 4 * 9 * 3 * 64, 0, 0)
     wide = model_from_recipe(load("captcha_3xa100", {"conv_channels": (64,), "hidden_size": 16}))
     alone = wide.peaks(1, autocast=False, gradient_checkpointing=False)[1]
     assert alone.activations == saved + 4 * pooled * 16 > saved + 4 * 2 * e

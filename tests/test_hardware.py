@@ -27,6 +27,7 @@ def test_every_number_of_a_device_has_a_source(name):
     assert set(fields) <= {*NUMBERS, "network_gb_per_s"}
     assert len(fields) == len(set(fields))
     assert {field for field in NUMBERS if getattr(device, field) is not None} <= set(fields)
+    assert "network_gb_per_s" in fields
     assert all(line.split(": ", 1)[1].strip() for line in device.sources)
 
 
@@ -86,9 +87,26 @@ def test_counts_may_be_left_out():
 
 def test_a_device_of_ones_own(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text((DEVICES / "t4.yaml").read_text() + "network_gb_per_s: 1.25\n")
+    file.write_text((DEVICES / "t4.yaml").read_text().replace("network_gb_per_s: 6.25\n", "network_gb_per_s: 3\n"))
     hardware = parse(f"2x4x{file}")
-    assert (hardware.num_processes, hardware.device.name, hardware.device.network_gb_per_s) == (8, "mine", 1.25)
+    assert (hardware.num_processes, hardware.device.name, hardware.network_gb_per_s) == (8, "mine", 3)
+
+
+def test_nodes_have_a_network():
+    """An adapter per device where InfiniBand is usual, else one per node; a flag says the bandwidth of a node."""
+    bandwidths = {text: parse(text).network_gb_per_s for text in ("2x8xh100", "2x4xh100", "2x8xa100-80", "2x8x3090")}
+    assert bandwidths == {"2x8xh100": 400, "2x4xh100": 200, "2x8xa100-80": 200, "2x8x3090": 1.25}
+    for text, bandwidth in (("25GB/s", 25), ("200Gb/s", 25), ("200 Gb/s", 25), ("12.5GB/s", 12.5), ("100Mb/s", 0.0125)):
+        assert parse("2x8xh100", text).network_gb_per_s == pytest.approx(bandwidth)
+
+
+@pytest.mark.parametrize(
+    "network", ["25", "25GB", "fast", "0GB/s", "-1GB/s", "nan GB/s", "25gb/s", "", "999999999GB/s" * 9]
+)
+def test_a_bad_network_is_refused(network):
+    with pytest.raises(UsageError, match=r"network is .*, must be the bandwidth of a node and direction") as error:
+        parse("2x8xh100", network)
+    assert len(error.value.problems) == 1
 
 
 FACTS = "memory_mib: 24576\nbf16_tflops: 100\nmemory_gb_per_s: 900\nwatts: 300\n"

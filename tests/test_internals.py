@@ -234,6 +234,14 @@ def test_each_generation_of_workers_meets_in_keys_of_its_own(monkeypatch):
 # ------------------------------------------------------------------------------------------------------ torch, operators
 
 
+def test_rows_looked_up_many_times_have_the_sum_of_their_gradients():
+    """In the gradient's own type: of bfloat16 torch on a CPU stops adding at 256."""
+    ids = torch.tensor([[1, 3, 1], [0, 1, 2]]).repeat(200, 1)
+    gradient = torch.ones(*ids.shape, 2)
+    assert torch_operators.embedding_backward(gradient, ids, 5, None)[:, 0].tolist() == [200, 600, 200, 200, 0]
+    assert torch_operators.embedding_backward(gradient, ids, 5, 1)[:, 1].tolist() == [200, 0, 200, 200, 0]
+
+
 def test_operators_on_lists():
     torch.manual_seed(0)
     a, b, c = ([torch.rand(n) for n in (2, 3)] for _ in range(3))

@@ -17,10 +17,13 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from common import task_of
+from common import launch_environment, task_of
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import load
 from samestep.training import launch
 
@@ -376,6 +379,26 @@ def test_sharding_that_would_change_the_step_is_refused(bare, changes, message):
     for key, value in env.items():
         bare.setenv(key, value)
     assert message in " ".join(problems())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "options"),
+    [
+        ("gpt2_774m", "4xt4", {}),  # fits in fp16 only if it is sharded
+        ("gpt2_xl_8xa100", "8xv100-16", {}),
+        ("bert_base", "4xt4", {"sharded": True}),
+        ("gpt2_xl_8xa100", "8x3090", {}),
+    ],
+)
+def test_what_is_planned_is_no_launch_that_is_refused(bare, tmp_path, recipe, hardware, options):
+    placement = place(from_recipe(load(recipe)), parse(hardware), **options)
+    config = placement.config() if callable(placement.config) else placement.config
+    (tmp_path / "written.yaml").write_text(config)
+    for key, value in launch_environment(tmp_path / "written.yaml").items():
+        bare.setenv(key, value)
+    bare.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    accelerator = launch.create_accelerator()
+    assert accelerator.mixed_precision == placement.mixed_precision
 
 
 KEEPS = """

@@ -61,9 +61,12 @@ def test_plan_of_memory(monkeypatch, capsys):
         assert totals[-1] == sum(items.values())
     assert answer["tokens_per_step"] * answer["flops_per_token"] == 512 * answer["flops_per_sample"]
     assert (answer["num_parameters"], answer["mixed_precision"], answer["sharded"]) == (1_557_611_200, "bf16", True)
-    assert [round(total / 1e9, 1) for total in totals] == [40.4, 46.0, 30.4, 19.1]
-    _, out, _ = run(monkeypatch, capsys, f"{line} --sharded --gradient_checkpointing true --mixed_precision fp16")
-    assert in_one_line(out).endswith("(mixed_precision fp16, gradient_checkpointing, sharded)")
+    assert [round(total / 1e9, 1) for total in totals] == [40.4, 46.0, 30.4, 15.7]
+    _, out, _ = run(monkeypatch, capsys, f"{line} --sharded --gradient_checkpointing true --mixed_precision no")
+    assert in_one_line(out).endswith("(mixed_precision no, gradient_checkpointing, sharded)")
+    code, _, err = run(monkeypatch, capsys, f"{line} --sharded --mixed_precision fp16")
+    assert code == 2
+    assert "loss scale is not supported with FSDP: set it to bf16 or no" in err
     assert "MB (1e6 bytes) per process" in run(monkeypatch, capsys, "plan bert_small_cpu")[1]
 
 
@@ -144,7 +147,7 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         (f"{MODEL} --max_train_steps 1 --num_train_epochs 2 --num_train_samples 9", "are both given: leave one out"),
         (f"{MODEL} --optimizer sgd --learning_rate 0.1 --lr_scaling_rule sqrt", "changes Adam's numbers"),
         ("plan captcha_3xa100 --gradient_checkpointing", "gradient_checkpointing works layer by layer"),
-        ("plan resnet50_1xv100 --on 4xt4 --sharded", "sharded works layer by layer"),
+        ("plan resnet50_1xv100 --on 4xt4 --sharded", "only programs of language models do: leave --sharded out"),
         (
             "plan resnet50_1xv100 --on 4xt4 --attn_implementation eager",
             "resnet50_1xv100 has no attention: leave it out",

@@ -14,7 +14,8 @@ from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import device_names, parse
 from samestep.planner.placement import TooLargeError, place
-from samestep.planner.workload import from_recipe
+from samestep.planner.transformer import llama
+from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import catalog_names, load
 
 
@@ -100,9 +101,83 @@ def test_warnings():
     assert (long.layout.per_device_train_batch_size, long.time.share_of_peak > 0.5) == (4, True)
     assert not any("starting kernels" in warning for warning in long.warnings)
     assert any("--machine_rank" in warning for warning in plan("bert_base", "2x8xa100-80").warnings)
-    assert any("of a step is waiting for PCIe 4.0" in w for w in plan("gpt2_xl_8xa100", "8x3090").warnings)
-    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8xa100-80").warnings)
+    assert any("of a step is waiting for PCIe 4.0" in w for w in plan("bert_base", "8x3090").warnings)
+    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8x3090").warnings)
     assert plan("bert_large_phase1", "8xa100-80").warnings == ()
+
+
+def test_a_second_node_is_no_brake():
+    """Over InfiniBand two nodes are faster than one; over 10 Gb/s they are not, and the notes say which network it is."""
+    one, two = (plan("bert_large_phase1", hardware) for hardware in ("8xa100-80", "2x8xa100-80"))
+    assert two.time.total < 0.8 * one.time.total
+    (note,) = (warning for warning in two.warnings if warning.startswith("between nodes"))
+    assert "200 GB/s" in note
+    assert "--network" in note
+    slow = place(two.workload, parse("2x8xa100-80", "10Gb/s"))
+    assert slow.time.exposed_communication > 0.3 * slow.time.total
+    assert slow.all_reduce_seconds["ring"] > 100 * two.all_reduce_seconds["ring"]
+
+
+def test_what_the_programs_refuse_is_not_planned():
+    """fp16 with sharded weights or folded gradients: float32 instead, or a refusal with what works."""
+    placement = plan("gpt2_xl_8xa100", "4xt4")
+    assert (placement.mixed_precision, placement.sharded) == ("no", True)
+    assert "loss scale is not supported with FSDP" in placement.reason
+    folded = {"accumulation": "optimizer", "second_moment": "unbiased"}
+    assert plan("bert_base", "4xt4", folded).mixed_precision == "no"
+    assert plan("bert_base", "4xt4").mixed_precision == "fp16"
+    for recipe, hardware, changes, options, message in (
+        (
+            "gpt2_774m",
+            "4xt4",
+            None,
+            {"mixed_precision": "fp16"},
+            "fits only with sharded .* set --mixed_precision to no",
+        ),
+        (
+            "bert_base",
+            "4xt4",
+            None,
+            {"mixed_precision": "fp16", "sharded": True},
+            "is fp16, .* set --mixed_precision to no",
+        ),
+        (
+            "bert_base",
+            "4xa100-80",
+            None,
+            {"mixed_precision": "fp16", "sharded": True},
+            "to bf16 or no, or leave it out",
+        ),
+        ("bert_base", "4x3090", folded, {"sharded": True}, "accumulation is optimizer, .* leave --sharded out"),
+        (
+            "finetune_small_cpu",
+            "4x3090",
+            None,
+            {"sharded": True},
+            "only programs of language models do: leave --sharded out",
+        ),
+    ):
+        with pytest.raises(UsageError, match=message) as error:
+            plan(recipe, hardware, changes, **options)
+        assert len(error.value.problems) == 1
+
+
+LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(("hardware", "published"), [("8x8xa100-80", 331), ("8x8xh100", None), ("512x8xh100", None)])
+def test_seventy_billion_parameters_fit_where_they_were_trained(hardware, published):
+    """torchtitan trains Llama-3-70B with FSDP2 and full checkpointing on 64 A100, at 331 tokens per second and device."""
+    machine = parse(hardware)
+    workload = from_model(llama(LLAMA_70B, 8192), "llama", global_batch_size=machine.num_processes)
+    placement = place(workload, machine)
+    assert placement.fits
+    assert (placement.sharded, placement.gradient_checkpointing) == (True, True)
+    assert placement.memory.autocast_cache == 0
+    if published:
+        speed = placement.time.tokens_per_second(machine.num_processes, 8192) / machine.num_processes
+        assert speed == pytest.approx(published, rel=0.25)
 
 
 def test_batch_normalisation_is_a_matter_of_micro_steps():

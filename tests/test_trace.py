@@ -344,7 +344,6 @@ def test_a_traced_model_is_planned_for(tmp_path):
     with pytest.raises(ValueError, match="not recomputed"):
         model.peaks(1, autocast=True, gradient_checkpointing=True)
     assert (model.unit, model.length, model.kernels) == ("token", 96, "eager")
-    assert model.num_gathered == model.num_parameters
 
 
 def test_sgd_remembers_half_as_much(tmp_path):

@@ -30,6 +30,21 @@ def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
+def embedding_backward(
+    gradient: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int | None
+) -> torch.Tensor:
+    """Add up the gradient of looked-up rows, in its own type: [..., h] and int64 [...] -> [num_rows, h].
+
+    torch 2.13, `aten::embedding_dense_backward`, the backward of `torch.nn.functional.embedding`. What is documented,
+    `Tensor.index_add_`, adds in another order each time on a GPU.
+
+    Args:
+        padding_idx: row whose gradient is 0; None: no row.
+    """
+    padding = -1 if padding_idx is None else padding_idx
+    return torch.ops.aten.embedding_dense_backward(gradient, ids, num_rows, padding, False)
+
+
 def replace_on_cpus(**kernels: Callable[..., torch.Tensor]) -> torch.library.Library:
     """Compute operators of `aten` by other kernels on CPUs, backwards included, as long as the returned library exists.
 

@@ -433,11 +433,6 @@ class TracedModel:
     num_layers = 1
     num_logits = 0  # they are among the bytes of the forward
 
-    @property
-    def num_gathered(self) -> int:
-        """Number of parameters that are gathered at once: all."""
-        return self.num_parameters
-
     def saved_bytes(self, *, autocast: bool) -> int:
         """Return the bytes that the forward of a sample leaves for its backward, logits included."""
         return self.forward[autocast][-1].per_sample

@@ -88,11 +88,6 @@ class ConvNet:
         return number + sum((n + 1) * m for n, m in zip(self.linear_widths, self.linear_widths[1:], strict=False))
 
     @property
-    def num_gathered(self) -> int:
-        """Parameters that a process of a sharded run gathers at once: all, as no layer is wrapped by itself."""
-        return self.num_parameters
-
-    @property
     def flops_per_sample(self) -> int:
         """FLOPs of forward and backward, a multiply-add as two. The first convolution computes no gradient of its input."""
         matmuls = [c.num_weights * c.pixels for c in self.convolutions]

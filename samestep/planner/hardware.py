@@ -31,7 +31,9 @@ class Device:
     link: str = setting("what connects the devices of one node")
     link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", QUANTITY)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", QUANTITY, default=25.0)
+    network: str = setting("what connects the nodes", default="10 Gb/s Ethernet, one adapter per node")
+    network_gb_per_s: float = setting("bandwidth of a node's adapter and direction, GB/s", QUANTITY, default=1.25)
+    network_per_device: bool = setting("whether each device of a node has such an adapter", default=False)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
@@ -70,6 +72,12 @@ class Hardware:
         """N: one process per device."""
         return self.num_devices * self.num_nodes
 
+    @property
+    def network_gb_per_s(self) -> float:
+        """Bandwidth between nodes, per node and direction, GB/s."""
+        device = self.device
+        return device.network_gb_per_s * (self.num_devices if device.network_per_device else 1)
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         return f"{nodes}{self.num_devices}x{self.device.name}"
@@ -80,8 +88,12 @@ def device_names() -> list[str]:
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
 
 
-def parse(text: str) -> Hardware:
+def parse(text: str, network: str | None = None) -> Hardware:
     """Read hardware that is written as [NODESx]COUNTxNAME; NAME is a device, or the .yaml file of a device of your own.
+
+    Args:
+        text: the hardware.
+        network: as of `set_network`.
 
     Raises:
         UsageError: another spelling, an unknown device, numbers below 1, a file that breaks a rule.
@@ -101,7 +113,33 @@ def parse(text: str) -> Hardware:
         raise UsageError(
             f"hardware {format_value(text)} counts {nodes * devices:,} devices, must be {MAX_DEVICES:,} or fewer"
         )
-    return Hardware(load_device(name), devices, nodes)
+    return Hardware(set_network(load_device(name), network), devices, nodes)
+
+
+UNITS = {"GB/s": 1.0, "Gb/s": 1 / 8, "MB/s": 1e-3, "Mb/s": 1e-3 / 8}
+"""Of bandwidths, in GB/s."""
+
+
+def set_network(device: Device, bandwidth: str | None) -> Device:
+    """Return the device with another bandwidth between nodes, per node and direction; None: with its own.
+
+    Raises:
+        UsageError: the bandwidth is not a number with one of `UNITS`, or out of range.
+
+    >>> set_network(load_device("3090"), "200Gb/s").network_gb_per_s
+    25.0
+    """
+    if bandwidth is None:
+        return device
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GM][Bb]/s)", bandwidth)
+    value = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not QUANTITY.holds(value):
+        raise UsageError(
+            f"network is {format_value(bandwidth)}, must be the bandwidth of a node and direction, more than 0: for example "
+            "25GB/s, 200Gb/s"
+        )
+    changes = {"network": "as asked", "network_gb_per_s": value, "network_per_device": False}
+    return dataclasses.replace(device, **changes)
 
 
 def load_device(name_or_file: str) -> Device:

@@ -91,7 +91,7 @@ class Memory:
             top, 4 N that are not counted.
         moments: 8 N for Adam's two, 4 N for SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights during a forward and its backward; 0 in float32.
-        gathered: parameters gathered from the other processes, in sharded runs only.
+        gathered: in sharded runs only: parameters gathered from the other processes, and gradients on their way to them.
         activations: activations that one micro-batch saves for its backward, and a layer's temporaries.
         head: logits and the results computed from them, the gradients of the vocabulary matrix and of the hidden states.
         forward, backward, optimizer_step: the sums at the peak of each; the largest is the sum of the items.
@@ -119,6 +119,11 @@ class Memory:
         return sum(self.items.values())
 
 
+def gathered_bytes(mixed_precision: str, fsdp_gather: str) -> int:
+    """Return the bytes in which FSDP2 gathers a parameter: 2 under mixed precision bf16 with fsdp_gather bf16, else 4."""
+    return 2 if mixed_precision == fsdp_gather == "bf16" else 4
+
+
 def planned_memory(
     model: Model,
     layout: Layout,
@@ -126,15 +131,15 @@ def planned_memory(
     mixed_precision: str,
     gradient_checkpointing: bool = False,
     sharded: bool = False,
+    fsdp_gather: str = "bf16",
     moment_bytes: int = MOMENTS["adamw"],
     gradient_bytes: int = 4,
 ) -> Memory:
     """Plan the memory that one process needs for a model's step, cut by a layout.
 
     States     4 N parameters + 4 N gradients + 8 N moments (Adam), in float32.
-    Sharded    (FSDP2) the states divided by the processes, and gathered in float32 one layer and all parameters outside the
-               layers. Autocast's copies stay whole. Not counted: a layer gathered ahead of its use, a layer's gradient that
-               waits for its reduction. Not measured.
+    Sharded    (FSDP2) the states divided by the processes; gathered, two layers and all parameters outside the layers, and a
+               layer's gradient while it is reduced (`Transformer.sharded_peaks`). In bf16 there is no autocast cache.
     Peak       the largest of the model's `peaks` comes on top: benchmarks/results/memory.md has them beside the peaks that
                torch traces.
 
@@ -144,6 +149,7 @@ def planned_memory(
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
+        fsdp_gather: type in which FSDP2 gathers weights under mixed precision bf16: bf16 or fp32.
         moment_bytes: bytes per parameter that the optimizer remembers.
         gradient_bytes: bytes per parameter of gradients between micro-batches; 0 where they accumulate in the optimizer.
 
@@ -168,22 +174,22 @@ def planned_memory(
             )
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
-    gathered = 4 * model.num_gathered if sharded else 0
-    first, *later = model.peaks(
-        num_samples, autocast=mixed_precision != "no", gradient_checkpointing=gradient_checkpointing
-    )
+    options = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
+    if sharded:
+        options |= {
+            "gathered_bytes": gathered_bytes(mixed_precision, fsdp_gather),
+            "num_processes": layout.num_processes,
+        }
+    first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
     backward = max(later, key=sum)
     states = (4 + gradient_bytes + moment_bytes) * share
-    cache, activations, head = max(first, backward, key=sum)
+    peak = max(first, backward, key=sum)
     return Memory(
         parameters=4 * share,
         gradients=gradient_bytes * share,
         moments=moment_bytes * share,
-        autocast_cache=cache,
-        gathered=gathered,
-        activations=activations,
-        head=head,
-        forward=states + gathered + sum(first),
-        backward=states + gathered + sum(backward),
+        **peak._asdict(),
+        forward=states + sum(first),
+        backward=states + sum(backward),
         optimizer_step=states,
     )

@@ -17,6 +17,7 @@ from samestep.planner.hardware import Hardware
 from samestep.planner.memory import Memory
 from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
 from samestep.planner.workload import Workload
+from samestep.recipe.launches import Refusal
 from samestep.recipe.reading import is_installed, shipped_folder
 
 CONFIGS = shipped_folder("accelerate_configs")
@@ -106,7 +107,8 @@ class Placement:
         device, num_bytes = self.hardware.device, 4 * self.workload.model.num_parameters
         link = device.link_gb_per_s * 1e9, device.link_latency_us / 1e6
         if self.hardware.num_nodes > 1:
-            link = device.network_gb_per_s * 1e9, device.network_latency_us / 1e6
+            bandwidth = min(device.link_gb_per_s, self.hardware.network_gb_per_s)
+            link = bandwidth * 1e9, device.network_latency_us / 1e6
         processes = self.hardware.num_processes
         return {name: algorithm(processes, num_bytes, *link) for name, algorithm in ALL_REDUCE.items()}
 
@@ -248,7 +250,26 @@ def place(
             [True] if gradient_checkpointing else [False, True] if model.has_equal_layers else [False]
         )
     ]
-    options = next((options for options in candidates if fits(min_batch, *options)), None)
+    refusals = {is_sharded: workload.find_refusal(precision, is_sharded) for _, is_sharded in candidates}
+    allowed = [options for options in candidates if not refusals[options[1]]]
+    options = next((options for options in allowed if fits(min_batch, *options)), None)
+    refused = [options for options in candidates if refusals[options[1]]]
+    if options is None and refused and (not allowed or any(fits(min_batch, *options) for options in refused)):
+        refusal, is_sharded = refusals[refused[0][1]], refused[0][1]
+        if precision != "fp16" or mixed_precision is not None:
+            raise UsageError(_explain(refusal, workload, hardware, mixed_precision, sharded, is_sharded))
+        placement = place(
+            workload,
+            hardware,
+            per_device_train_batch_size=per_device_train_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            mixed_precision="no",
+            gradient_checkpointing=gradient_checkpointing,
+            sharded=sharded,
+        )
+        reason = f"{placement.reason}; in float32, as the programs refuse fp16 here ({refusal.reason})"
+        return dataclasses.replace(placement, reason=reason)
+    candidates = allowed
     if options is None:
         need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
         size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
@@ -300,6 +321,24 @@ def place(
     )
 
 
+def _explain(
+    refusal: Refusal,
+    workload: Workload,
+    hardware: Hardware,
+    mixed_precision: str | None,
+    sharded: bool,
+    is_sharded: bool,
+) -> str:
+    """Write why the programs refuse what would fit, and what works; the flags as of `place`, `is_sharded`: what would fit."""
+    subject = f"{workload.name} fits only with sharded weights (FSDP2), but " if is_sharded and not sharded else ""
+    others = [
+        name for name in ("bf16", "no") if hardware.device.tflops(name) and not workload.find_refusal(name, is_sharded)
+    ]
+    if mixed_precision is not None and others:
+        return f"{subject}{refusal.reason}: set --mixed_precision to {' or '.join(others)}, or leave it out"
+    return f"{subject}{refusal.reason}: {'leave --sharded out' if sharded else refusal.remedy}"
+
+
 def _cut(
     workload: Workload, hardware: Hardware, b: int, precision: str, checkpointing: bool, sharded: bool
 ) -> tuple[Layout, Memory]:
@@ -314,7 +353,8 @@ def _predict_time(
     workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
 ) -> StepTime:
     model = workload.model
-    software = default_software(precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes)
+    options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
+    software = default_software(precision, **options)
     work = count_work(model, precision)
     return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
 
@@ -378,6 +418,11 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
         )
     if precision == "fp16":
         warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
+    if hardware.num_nodes > 1:
+        warnings.append(
+            f"between nodes {hardware.network_gb_per_s:g} GB/s per node and direction ({hardware.device.network}): --network "
+            "says another, for example --network 25GB/s or 200Gb/s"
+        )
     if time.exposed_communication > WAITING * time.total:
         network = "the network" if hardware.num_nodes > 1 else hardware.device.link
         waiting = time.exposed_communication / time.total

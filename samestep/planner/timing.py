@@ -12,7 +12,7 @@ from collections.abc import Callable
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Model
+from samestep.planner.memory import Model, gathered_bytes
 from samestep.planner.transformer import Transformer
 
 BUCKET = 25 * 2**20
@@ -65,6 +65,7 @@ class Software:
         optimizer_bytes: bytes moved per parameter once per step: clipping and update.
         gradient_bytes: bytes of a gradient per parameter, as reduced between processes.
         overlapped: whether gradients are reduced while the last backward still runs.
+        gathered_bytes: bytes of a parameter, as gathered by FSDP2 from the processes.
     """
 
     kernels: str
@@ -72,20 +73,37 @@ class Software:
     optimizer_bytes: float
     gradient_bytes: float = 4
     overlapped: bool = True
+    gathered_bytes: float = 4
 
 
-def default_software(mixed_precision: str, *, kernels: str = "eager", optimizer_bytes: float = 40) -> Software:
+def default_software(
+    mixed_precision: str,
+    *,
+    kernels: str = "eager",
+    optimizer_bytes: float = 40,
+    sharded: bool = False,
+    fsdp_gather: str = "bf16",
+) -> Software:
     """Return the software of this repository's programs: sdpa attention, fused optimizers, DDP or FSDP2.
 
     weight_bytes: float32 4 + 4 to read twice, 4 for the gradient, 12 to add it; autocast 6 to cast, 2 + 2 to read, 8 for the
-    gradient and its cast, 12 to add it.
+    gradient and its cast, 12 to add it. Sharded, a parameter of w bytes is received, read and written twice (6 w), and the
+    gradient copied to the buffer of its reduction and sent (w or 4, and 8) where it was added.
 
     Args:
         mixed_precision: no, bf16 or fp16.
         kernels: as in `Software`.
         optimizer_bytes: as in `Software`; the default is for clipping and AdamW.
+        sharded: FSDP2 instead of DDP.
+        fsdp_gather: type in which FSDP2 gathers weights under mixed precision bf16: bf16 or fp32.
     """
-    return Software(kernels, 24 if mixed_precision == "no" else 30, optimizer_bytes)
+    weight_bytes = 24 if mixed_precision == "no" else 30
+    if not sharded:
+        return Software(kernels, weight_bytes, optimizer_bytes)
+    w = gathered_bytes(mixed_precision, fsdp_gather)
+    # Gathered in bf16, nothing is cast: 4 to read, 2 for the gradient, 2 + 8 to reduce it
+    weight_bytes = 16 if w == 2 else weight_bytes
+    return Software(kernels, weight_bytes + 6 * w, optimizer_bytes, gathered_bytes=w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +199,7 @@ def all_reduce(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     """
     device, part = hardware.device, calibration.reachable_link
     link = device.link_gb_per_s * 1e9 * part, device.link_latency_us / 1e6
-    network = device.network_gb_per_s * 1e9 * part, device.network_latency_us / 1e6
+    network = hardware.network_gb_per_s * 1e9 * part, device.network_latency_us / 1e6
     if hardware.num_nodes == 1:
         return min(algorithm(hardware.num_devices, num_bytes, *link) for algorithm in ALL_REDUCE.values())
     fastest = min(algorithm(hardware.num_nodes, num_bytes, *network) for algorithm in ALL_REDUCE.values())
@@ -198,7 +216,7 @@ def all_gather(hardware: Hardware, num_bytes: float, calibration: Calibration = 
     device, p = hardware.device, hardware.num_processes
     bandwidth, latency = device.link_gb_per_s, device.link_latency_us
     if hardware.num_nodes > 1:
-        bandwidth, latency = min(bandwidth, device.network_gb_per_s), max(latency, device.network_latency_us)
+        bandwidth, latency = min(bandwidth, hardware.network_gb_per_s), max(latency, device.network_latency_us)
     return ring(p, num_bytes, bandwidth * 1e9 * calibration.reachable_link, latency / 1e6) / 2
 
 
@@ -258,7 +276,7 @@ def step_time(
     mixed_precision: str,
     software: Software,
     *,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: float = False,
     sharded: bool = False,
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
@@ -275,8 +293,9 @@ def step_time(
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
                          micro-batch: exposed are max(0, communication - backward) and the last bucket
-          sharded        two all-gathers of the weights and a reduce-scatter of the gradients in every micro-batch, layer by
-                         layer; hidden behind the micro-batch except the first gather and the last reduction
+          sharded        two all-gathers of the weights (gathered_bytes each) and a reduce-scatter of the gradients in every
+                         micro-batch, layer by layer; hidden behind the micro-batch except the first gather and the last
+                         reduction
 
     The device does one thing at a time: matmuls and traffic add up, where the roofline takes the larger of the two
     (Williams, Waterman, Patterson, Roofline, 2009), since kernels between matmuls wait for bandwidth alone.
@@ -287,7 +306,8 @@ def step_time(
         hardware: N devices and the links between them.
         mixed_precision: no, bf16 or fp16.
         software: `default_software` for this repository's programs.
-        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work.
+        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work; or the share of
+            layers for which they are.
         sharded: FSDP2 instead of DDP.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
@@ -300,7 +320,7 @@ def step_time(
         raise UsageError(f"{hardware} has {hardware.num_processes} process(es), the layout {layout.num_processes}")
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
-    passes = 4 / 3 if gradient_checkpointing else 1
+    passes = 1 + gradient_checkpointing / 3
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
@@ -359,9 +379,11 @@ def _communication(
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:
-        layer = all_gather(hardware, 4 * work.num_parameters / work.num_layers, calibration)
-        total = 3 * work.num_layers * layer
-        return k * total, k * min(total, max(0.0, total - seconds) + 2 * layer)
+        size = work.num_parameters / work.num_layers
+        gather = all_gather(hardware, software.gathered_bytes * size, calibration)
+        reduction = all_gather(hardware, software.gradient_bytes * size, calibration)
+        total = work.num_layers * (2 * gather + reduction)
+        return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
     num_bytes = software.gradient_bytes * work.num_parameters
     num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)

@@ -18,11 +18,13 @@ class Peak(NamedTuple):
         autocast_cache: 16-bit copies of weights.
         activations: activations, and gradients of activations.
         head: logits, gradients of the vocabulary matrix and of the head's input.
+        gathered: of sharded weights, what is whole for a while: gathered layers, and gradients on their way to their owners.
     """
 
     autocast_cache: int
     activations: int
     head: int
+    gathered: int = 0
 
 
 class Layer(NamedTuple):
@@ -94,11 +96,6 @@ class Transformer:
     def num_parameters(self) -> int:
         """N, the parameters of L layers and of the parts outside. A tied head counts once."""
         return self.num_layers * self.layer.num_parameters + self.num_outside
-
-    @property
-    def num_gathered(self) -> int:
-        """Parameters that a process of a sharded run gathers at once: a layer, and all parameters outside the layers."""
-        return self.layer.num_parameters + self.num_outside
 
     @property
     def num_logits(self) -> int:
@@ -180,6 +177,55 @@ class Transformer:
             Peak(cast_bytes * num_cached[0], saved_bytes + outside_bytes, backward),
             Peak(cast_bytes * num_cached[1], layer_peak, 4 * matrix * self.tied_head),
             Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
+        )
+
+    def sharded_peaks(
+        self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool, gathered_bytes: int, num_processes: int
+    ) -> tuple[Peak, ...]:
+        """Count the bytes of `peaks` where FSDP2 shards the weights over N processes, a unit per layer and one for the rest.
+
+        With w = gathered_bytes, P the parameters of a layer, O those outside the layers, V h the vocabulary matrix
+
+        All of the micro-batch
+            cache           as in `peaks` for w = 4, less what the backward is through with; for w = 2 none: casts come
+            gathered        w O
+        End of the forward, backward of the head
+            gathered        w P, the last layer's: the buffer of a collective is kept until the next one
+            head            as in `peaks`; in chunks and for w = 2, 2 V h more in the backward, the gradient's cast
+        Backward of the last layer
+            gathered        3 w P: the layer, the next one, gathered ahead, and the layer's gradient
+            head            w V h, tied or not: a gradient waits for its unit's reduction
+        Backward of the layer before it
+            activations     less those of a layer
+            gathered        3 w P, and 4 P, the last layer's gradient in the buffer of its reduction, in float32
+        End of the backward
+            gathered        w O and 4 P, as before; or, in place of the head's, the reduction of what is outside the layers:
+                            w O for gradients, 4 O for the buffer and 4 O / N for the result
+            head            w V h, 4 V h for the embedding's gradient in float32, and its cast or the sum of both
+        """
+        options = {"autocast": autocast, "gradient_checkpointing": gradient_checkpointing}
+        forward, head, layer, end = self.peaks(num_samples, **options)
+        w, size, outside = gathered_bytes, self.layer.num_parameters, self.num_outside
+        matrix, is_half = self.vocab_size * self.hidden_size, gathered_bytes == 2
+        waiting = w * matrix if self.num_predicted else 0
+        cast = 2 * matrix if is_half and self.chunked_head else 0
+        # A layer's share of what the forward keeps; of one that is recomputed, its input
+        token = 4 * self.hidden_size if gradient_checkpointing else self.layer_bytes(autocast=autocast)
+        kept = num_samples * self.length * token
+        # Where the last layer is computed for queries only, `peaks` has the backward of the layer before it
+        is_reduced = self.num_queries is not None
+        last = waiting + 6 * matrix if is_half else end.head + waiting * (not self.tied_head)
+        result = 4 * -(-outside // num_processes)
+        caches = [0 if is_half else peak.autocast_cache for peak in (forward, head, layer)]
+        if caches[2] and not gradient_checkpointing:
+            caches[2] -= 2 * matrix * (self.num_predicted > 0) + 2 * size * is_reduced
+        return (
+            Peak(caches[0], forward.activations, forward.head, w * (outside + size)),
+            Peak(caches[1], head.activations, head.head + cast, w * (outside + size)),
+            Peak(caches[2], layer.activations, waiting, w * (outside + 3 * size) + 4 * size * is_reduced),
+            Peak(caches[2], max(0, layer.activations - kept), waiting, w * (outside + 3 * size) + 4 * size),
+            Peak(0, 0, last, w * outside + 4 * size),
+            Peak(0, 0, 0, (w + 4) * outside + result + 4 * size),
         )
 
     def _unpadded_peaks(

@@ -10,6 +10,7 @@ from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
 from samestep.planner.memory import MOMENTS, Memory, Model, model_from_recipe, planned_memory
 from samestep.planner.transformer import Transformer
+from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
 
@@ -38,6 +39,7 @@ class Workload:
         second_moment: how the optimizer estimates its second moment; None: it does not.
         batch_normalization: whether statistics depend on the micro-batch.
         critical_batch_size: global batch beyond which samples are wasted; None: unknown.
+        may_shard: whether its program can shard weights (FSDP2).
     """
 
     name: str
@@ -54,6 +56,13 @@ class Workload:
     second_moment: str | None = None
     batch_normalization: bool = False
     critical_batch_size: float | None = None
+    may_shard: bool = True
+
+    def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
+        """Find what the program that trains it has against a launch; None: nothing."""
+        accumulation = "gradient" if self.gradient_bytes else "optimizer"
+        options = {"may_shard": self.may_shard, "accumulation": accumulation}
+        return find_refusal(mixed_precision=mixed_precision, is_sharded=is_sharded, **options)
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
@@ -154,6 +163,7 @@ def from_recipe(
         second_moment=recipe.second_moment,
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
+        may_shard=recipe.parts.find("settings").may_shard,
         critical_batch_size=critical_batch_size,
     )
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from shutil import which
-from typing import Any
+from typing import Any, ClassVar
 
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import pretrained_shape, rehearsal
@@ -32,7 +32,13 @@ MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings of one run of a recipe on one machine."""
+    """Settings of one run of a recipe on one machine.
+
+    Attributes:
+        may_shard: whether its program can shard weights (FSDP2).
+    """
+
+    may_shard: ClassVar[bool] = False
 
     recipe: str = setting("name in the catalog (`python -m recipes list` shows it), or a .yaml file")
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
@@ -128,8 +134,7 @@ class RunSettings:
         """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        is_sharded = isinstance(self, LanguageModelSettings) and not isinstance(self, FineTuningSettings)
-        return options | {"may_shard": is_sharded}
+        return options | {"may_shard": self.may_shard}
 
     def problems(self) -> list[str]:
         problems = []
@@ -149,6 +154,8 @@ class RunSettings:
 class LanguageModelSettings(RunSettings):
     """Settings of one run that trains a transformer on tokens."""
 
+    may_shard: ClassVar[bool] = True
+
     per_device_train_tokens: int | None = setting(
         "most tokens in one forward, padding included; none: no such limit", POSITIVE, default=None
     )
@@ -158,7 +165,17 @@ class LanguageModelSettings(RunSettings):
         default=None,
     )
     gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    fsdp_gather: str = setting(
+        "type in which sharded weights (FSDP2) are gathered under mixed precision bf16: bf16, half of the traffic and no "
+        "16-bit copy of all weights; fp32, exactly the rounding of whole weights",
+        choice("bf16", "fp32"),
+        default="bf16",
+    )
     torch_compile: bool = setting("compile each layer; needs a C++ compiler, and minutes at the start", default=False)
+
+    @property
+    def accelerator_options(self) -> dict[str, Any]:
+        return super().accelerator_options | {"fsdp_gather": self.fsdp_gather}
 
     @property
     def memory_remedy(self) -> str:
@@ -174,6 +191,8 @@ class LanguageModelSettings(RunSettings):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(LanguageModelSettings):
     """Settings of one run that fine-tunes a classifier."""
+
+    may_shard: ClassVar[bool] = False
 
     predict_file: tuple[str, ...] | None = setting(
         "texts to label at the end, columns as in train_file; none: no texts", default=None

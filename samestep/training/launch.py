@@ -6,7 +6,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -16,14 +16,15 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_cpus
 from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.torch_distributed import register_rendezvous
 from samestep.errors import UsageError
+from samestep.recipe.launches import find_refusal
 from samestep.step.batch_norm import BatchNorm
 from samestep.step.optim import Accumulating
+from samestep.training import sharding
 
 # How torchrun (so also `accelerate launch`) and three kinds of mpirun count and number the processes.
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -39,7 +40,11 @@ UNSUPPORTED_FEATURES = {
 
 
 def create_accelerator(
-    mixed_precision: str | None = None, ddp_timeout: float = 1800, may_shard: bool = True, **kwargs
+    mixed_precision: str | None = None,
+    ddp_timeout: float = 1800,
+    may_shard: bool = True,
+    fsdp_gather: str = "bf16",
+    **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
 
@@ -51,6 +56,7 @@ def create_accelerator(
         mixed_precision: no, fp16 or bf16; None: as the launch says.
         ddp_timeout: seconds that a process waits for another in a collective.
         may_shard: whether FSDP2 is supported.
+        fsdp_gather: type in which sharded weights are gathered under mixed precision bf16: bf16 or fp32. Without, their own.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -60,14 +66,11 @@ def create_accelerator(
         gc.freeze()  # modules stay: the collector need not look at them again, which takes 0.4 s each time
         gc.enable()
     problems = _find_environment_problems()
-    if not may_shard and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        problems.append(
-            "the launch file shards weights (FSDP), which only programs of language models do: launch with distributed_type "
-            "MULTI_GPU"
-        )
+    if refusal := find_refusal(is_sharded=parse_flag_from_env("ACCELERATE_USE_FSDP"), may_shard=may_shard):
+        problems.append(str(refusal))
     if problems:
         raise UsageError(problems)
-    plugin = _make_sharding_plugin()
+    plugin = sharding.make_plugin()
     search_for_lomo_once()
     # Accelerate 1.15 knows no other name for `broadcast_buffers`; torch 2.13 warns in every process that a new name will come.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -92,24 +95,15 @@ def create_accelerator(
     if accelerator.device.type == "cpu":
         stop_malloc_returning_memory()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read when the first kernel is made
+    if plugin is not None and accelerator.mixed_precision == "bf16" and fsdp_gather == "bf16":
+        plugin.mixed_precision_policy = sharding.HALF_PRECISION
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         shard_on_cpus(accelerator, plugin)
     return accelerator
 
 
-def _make_sharding_plugin() -> FullyShardedDataParallelPlugin | None:
-    """Make the plugin for FSDP2 if the launch file asks for it; None: every process holds the whole model.
-
-    Parameters are gathered in their own type, and `prepare` leaves it to autocast which operations are in bf16, as without
-    sharding; Accelerate's own policy would reduce gradients in bf16.
-    """
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return None
-    return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
-
-
 def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
-    """Call `accelerator.prepare`, and put autocast around a sharded model's forward, which Accelerate leaves out.
+    """Call `accelerator.prepare`, for weights that are sharded by way of `sharding.prepare`.
 
     An optimizer that accumulates takes the place of DistributedDataParallel.
 
@@ -120,26 +114,20 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
         UsageError: an optimizer that accumulates with fp16 or sharded weights.
     """
     if isinstance(optimizer, Accumulating):
-        problem = "accumulation is optimizer, but {}: set it to gradient, or {}"
-        if is_sharded(accelerator):
-            why = "the launch file shards weights (FSDP), whose gradients are parts of tensors that hooks do not see"
-            raise UsageError(problem.format(why, "launch with distributed_type MULTI_GPU"))
-        if accelerator.scaler is not None:
-            why = (
-                "mixed_precision is fp16, where a step whose scaled gradient overflows must be left out, but then it is in the "
-                "moments already"
-            )
-            raise UsageError(problem.format(why, "mixed_precision to bf16 or no"))
+        precision = "no" if accelerator.scaler is None else "fp16"
+        if refusal := find_refusal(
+            mixed_precision=precision, is_sharded=is_sharded(accelerator), accumulation="optimizer"
+        ):
+            raise UsageError(str(refusal))
         model = accelerator.prepare_model(model, evaluation_mode=True)  # moved, under autocast, not wrapped
         wrapped_optimizer = accelerator.prepare(optimizer)
         if accelerator.num_processes > 1:
             optimizer.distribute(model)
         optimizer.allocate()
         return model, wrapped_optimizer
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if isinstance(model, FSDPModule) and accelerator.mixed_precision == "bf16":
-        model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
-    return model, optimizer
+    if is_sharded(accelerator):
+        return sharding.prepare(accelerator, model, optimizer)
+    return accelerator.prepare(model, optimizer)
 
 
 def waits_in_forward(accelerator: Accelerator, model: nn.Module) -> bool:
@@ -206,8 +194,9 @@ def _find_accelerator_problems(accelerator: Accelerator) -> list[str]:
         )
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
-    if accelerator.mixed_precision == "fp16" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        problems.append("mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no")
+    shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if refusal := find_refusal(mixed_precision=accelerator.mixed_precision, is_sharded=shards):
+        problems.append(str(refusal))
     is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if accelerator.mixed_precision == "bf16" and is_emulated:
         name = torch.cuda.get_device_name(device)

@@ -1,0 +1,54 @@
+"""Launches that the programs refuse: the planner asks before it proposes one, and the programs when they start."""
+
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """A launch that would not be what it says, or whose steps would not be the recipe's.
+
+    Attributes:
+        reason: field, value and rule.
+        remedy: what to do instead.
+    """
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.remedy}"
+
+
+def find_refusal(
+    *, mixed_precision: str = "no", is_sharded: bool = False, may_shard: bool = True, accumulation: str = "gradient"
+) -> Refusal | None:
+    """Find what speaks against a launch; None: nothing.
+
+    Args:
+        mixed_precision: no, fp16 or bf16.
+        is_sharded: whether the launch shards weights (FSDP2).
+        may_shard: whether the program can (`RunSettings.may_shard`).
+        accumulation: the recipe's: gradient or optimizer.
+
+    >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
+    mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
+    """
+    if is_sharded and not may_shard:
+        return Refusal(
+            "the launch file shards weights (FSDP), which only programs of language models do",
+            "launch with distributed_type MULTI_GPU",
+        )
+    if accumulation == "optimizer" and is_sharded:
+        return Refusal(
+            "accumulation is optimizer, but the launch file shards weights (FSDP), whose gradients are parts of tensors that "
+            "hooks do not see",
+            "set it to gradient, or launch with distributed_type MULTI_GPU",
+        )
+    if accumulation == "optimizer" and mixed_precision == "fp16":
+        return Refusal(
+            "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be left "
+            "out, but then it is in the moments already",
+            "set it to gradient, or mixed_precision to bf16 or no",
+        )
+    if is_sharded and mixed_precision == "fp16":
+        return Refusal("mixed_precision is fp16, whose loss scale is not supported with FSDP", "set it to bf16 or no")
+    return None

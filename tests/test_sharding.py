@@ -1,0 +1,136 @@
+"""FSDP2 on real processes: gradients beside those of whole weights, their types, and a process's memory beside the plan."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from common import ROOT, launch_environment
+from run_sharded import NUM_SAMPLES
+from small_models import small
+
+from samestep.cut.layout import solve_layout
+from samestep.planner.memory import model_from_recipe, planned_memory
+
+SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
+WAYS = {2: [("no", "bf16", False), ("bf16", "bf16", False), ("bf16", "fp32", False)], 3: [("bf16", "bf16", True)]}
+"""Processes -> precision, type of what is gathered, whether activations are recomputed."""
+
+
+def name_cases(num_processes: int) -> dict[str, dict]:
+    return {
+        f"{kind} {precision} {gather}{' recomputed' * recomputed}": {
+            "kind": kind,
+            "precision": precision,
+            "gather": gather,
+            "k": 2,
+            "shape": shape,
+            "recomputed": recomputed,
+        }
+        for kind, shape in SHAPES.items()
+        for precision, gather, recomputed in WAYS[num_processes]
+    }
+
+
+WHOLE = {
+    f"{kind} {precision} {k}": {"kind": kind, "precision": precision, "gather": "whole", "k": k, "shape": shape}
+    for kind, shape in SHAPES.items()
+    for precision, k in (("no", 1), ("bf16", 1), ("bf16", 3))
+}
+
+
+@pytest.fixture(scope="module")
+def measure(trainings, tmp_path_factory):
+    def run(num_processes: int, cases: dict) -> list[dict]:
+        folder = tmp_path_factory.mktemp("sharded")
+        environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
+        words = [str(folder), json.dumps(cases)]
+        trainings.run(words, num_processes, timeout=150, environment=environment, module="run_sharded")
+        return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(measure):
+    return measure(1, WHOLE)[0]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def sharded(request, measure):
+    return measure(request.param, name_cases(request.param))
+
+
+def flat(result: dict) -> torch.Tensor:
+    """Join the gradient's tensors, but for keys' biases: attention does not depend on them, their gradients are rounding."""
+    gradients = {name: g for name, g in result["gradient"].items() if not name.endswith("key.bias")}
+    return torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_sharded_gradient_is_the_whole_one_up_to_rounding(whole, sharded, kind):
+    """In float32 up to float32's; in bf16 as near to the exact one as whole weights are, in however many micro-batches."""
+    exact = flat(whole[f"{kind} no 1"])
+    cuts = [flat(whole[f"{kind} bf16 {k}"]) for k in (1, 3)]
+    usual = statistics.mean(distance(cut, exact) for cut in cuts)
+    between = distance(cuts[1], cuts[0])
+    ours = {name.removeprefix(f"{kind} "): flat(result) for name, result in sharded[0].items() if name.startswith(kind)}
+    print(f"{kind}, {len(sharded)} processes: whole weights in bf16 {usual:.5f}, between cuts {between:.5f}")
+    for name, gradient in ours.items():
+        print(
+            f"  {name}: beside float32 {distance(gradient, exact):.7f}, beside whole bf16 {distance(gradient, cuts[0]):.5f}"
+        )
+    for name, gradient in ours.items():
+        if name.startswith("no"):
+            assert distance(gradient, exact) < 1e-6
+        else:
+            assert 0.5 * usual < distance(gradient, exact) < 1.3 * usual
+            assert distance(gradient, cuts[0]) < 1.5 * usual
+    for name, result in sharded[0].items():
+        assert result["norm"] == pytest.approx(
+            torch.cat([g.flatten() for g in result["gradient"].values()]).norm().item(), rel=1e-4
+        )
+        assert all(flat(other[name]).equal(flat(result)) for other in sharded[1:])
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_float32(sharded):
+    for name, result in sharded[0].items():
+        counts = result["sent"]
+        assert {kind for collective, kind in counts if collective == "reduce_scatter_single"} == {"torch.float32"}
+        half, whole = (counts.get(("all_gather_single", f"torch.{kind}"), 0) for kind in ("bfloat16", "float32"))
+        if "bf16 bf16" in name:
+            assert 0 < whole < 0.02 * half  # normalisations
+        else:
+            assert half == 0 < whole
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_process_needs_the_memory_that_is_planned(sharded):
+    for name, case in name_cases(len(sharded)).items():
+        layout = solve_layout(
+            num_processes=len(sharded), global_batch_size=NUM_SAMPLES, gradient_accumulation_steps=case["k"]
+        )
+        recipe = small(case["kind"], case["shape"]["num_layers"], vocab_size=case["shape"]["vocab_size"])
+        planned = planned_memory(
+            model_from_recipe(recipe),
+            layout,
+            mixed_precision=case["precision"],
+            gradient_checkpointing=case["recomputed"],
+            sharded=True,
+            fsdp_gather=case["gather"],
+        )
+        measured = max(result[name]["peak"] for result in sharded)
+        # Parameters, gradients and moments are there before the micro-batch
+        more = planned.autocast_cache + planned.gathered + planned.activations + planned.head
+        print(f"{name}, {len(sharded)} processes: planned {more / 1e6:.2f} MB, measured {measured / 1e6:.2f}")
+        assert more == pytest.approx(measured, rel=0.07)
+        assert (planned.autocast_cache > 0) == name.endswith("bf16 fp32")
