@@ -1,4 +1,4 @@
-"""Answers `accelerate-recipes list | plan | scale | audit-script`, or `python -m recipes`; all but the last without torch.
+"""Answers `samestep list | plan | scale | audit-script`, or `python -m recipes`; all but the last without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -437,5 +437,5 @@ def main() -> int | None:
 
 
 def console() -> None:
-    """Run the console command `accelerate-recipes`."""
+    """Run the console command `samestep`."""
     sys.exit(exit_code(main))
