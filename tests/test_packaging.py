@@ -208,9 +208,7 @@ def test_the_wheel_holds_what_the_checkout_holds(installed):
     assert not (installed / "recipes").exists()
     points = configparser.ConfigParser()
     points.read(next(installed.glob("*.dist-info")) / "entry_points.txt")
-    assert dict(points["console_scripts"]) == dict.fromkeys(
-        ("samestep", "accelerate-recipes"), "samestep.cli:console"
-    )
+    assert dict(points["console_scripts"]) == dict.fromkeys(("samestep", "accelerate-recipes"), "samestep.cli:console")
     assert dict(points["pytest11"]) == {"stepaudit": "stepaudit.pytest_plugin"}
 
 
