@@ -240,7 +240,7 @@ def _make_workload(
         model = _import_trace().traced_model(path, training.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
-        model = model_from_config(config, training.seq_len, name=name)
+        model = model_from_config(config, training.seq_len, name=name, load_defaults=_load_defaults)
     per_epoch, num_steps = None, training.max_train_steps
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
@@ -271,6 +271,13 @@ def _load_config(name: str) -> dict[str, Any]:
             f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
+
+
+def _load_defaults(model_type: str) -> dict[str, Any]:
+    """Load the configuration of transformers for a model of this type, as it is when nothing is given."""
+    from transformers import AutoConfig  # here: it takes its time
+
+    return AutoConfig.for_model(model_type).to_dict()
 
 
 def _plan(workload: Workload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any]) -> None:
