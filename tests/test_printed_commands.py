@@ -6,7 +6,9 @@ and a CPU.
 A command of an unknown kind fails: it gets a check here, or its block a language that holds no commands.
 """
 
+import contextlib
 import csv
+import itertools
 import json
 import math
 import re
@@ -17,6 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -140,6 +143,9 @@ def files(corpus, tmp_path_factory) -> Path:
     qwen |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     (folder / "Qwen/Qwen3-0.6B/config.json").write_text(json.dumps(qwen))
+    plan = ["samestep", "plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(None), mock.patch.object(sys, "argv", plan):
+        cli.main()
     return folder
 
 
@@ -254,7 +260,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["curl", "-o", file, address]:
             assert file == address.rpartition("/")[2].replace("input.txt", "tinyshakespeare.txt")
             assert address.startswith("https://")
-        case ["git", "clone", *_] | ["cd", _] | ["sbatch", _] | ["export", _]:
+        case ["git", "clone", *_] | ["cd", _] | ["sbatch", _] | ["export", *_]:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")
@@ -275,6 +281,9 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     """Run a command of ours as it is printed, and check the commands that it prints."""
     if tuple(argv) in AUDITED:
         return
+    for flag, name in itertools.pairwise(argv):
+        if flag == "--write_config":  # a file that later commands read
+            Path(name).unlink(missing_ok=True)
     monkeypatch.setattr(sys, "argv", ["samestep", *argv])
     monkeypatch.setattr(audit, "record", lambda program, variation, *_: recorder.record(program, variation))
     try:
