@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-startup bench-verdicts bench-packages bench-own-loops claims test-studies audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-startup bench-verdicts bench-packages bench-own-loops docs claims test-studies audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -107,6 +107,9 @@ bench-choices: venv ## loss curves of --speed auto beside those of safe; writes 
 
 bench-startup: venv ## seconds from the command to the end of the first step, by stages; writes benchmarks/results/startup.*
 	$(BIN)/python benchmarks/startup.py --precision $(PRECISION)
+
+docs: venv ## write the reference in docs/ from the code: fields of recipes, public names
+	$(BIN)/python docs/reference.py
 
 claims: venv ## test common claims about gradient accumulation, 5 seeds each: an hour on 2 cores, resumable; writes studies/claims/claims.md
 	$(BIN)/python studies/claims/study.py --jobs 2

@@ -1,4 +1,4 @@
-"""`python -m recipes`: the same as the command `accelerate-recipes`."""
+"""`python -m recipes`: the same as the command `samestep`."""
 
 from samestep.cli import console
 

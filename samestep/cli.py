@@ -1,4 +1,4 @@
-"""Answers `accelerate-recipes list | plan | scale | audit-script`, or `python -m recipes`; all but an audit without torch.
+"""Answers `samestep list | plan | scale | audit-script`, or `python -m recipes`; all but an audit without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -173,7 +173,8 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
-    "audit-script": 'audit-script --processes 1,2 --vary "batch=8,accum=1" --vary "batch=2,accum=4" -- train.py',
+    "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
+    '--vary "batch=2,accum=4" -- train.py',
 }
 SUMMARIES = {
     "list": "list the recipes of the catalog",
@@ -311,7 +312,7 @@ def _make_workload(
         model = _import_trace().traced_model(path, training.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
-        model = model_from_config(config, training.seq_len, name=name)
+        model = model_from_config(config, training.seq_len, name=name, load_defaults=_load_defaults)
     per_epoch, num_steps = None, training.max_train_steps
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
@@ -342,6 +343,13 @@ def _load_config(name: str) -> dict[str, Any]:
             f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
+
+
+def _load_defaults(model_type: str) -> dict[str, Any]:
+    """Load the configuration of transformers for a model of this type, as it is when nothing is given."""
+    from transformers import AutoConfig  # here: it takes its time
+
+    return AutoConfig.for_model(model_type).to_dict()
 
 
 def _plan(
@@ -611,5 +619,5 @@ def main() -> int | None:
 
 
 def console() -> None:
-    """Run the console command `accelerate-recipes`."""
+    """Run the console command `samestep`."""
     sys.exit(exit_code(main))

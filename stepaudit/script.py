@@ -36,6 +36,10 @@ class _Parser(argparse.ArgumentParser):
     """Parses flags as argparse does, but refuses shortened flags, and says each problem in one line."""
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
+        argv = list(argv)
+        while "--vary" in argv[:-1]:  # argparse takes a value that begins with a dash, -b=8, for a flag
+            index = argv.index("--vary")
+            argv[index : index + 2] = [f"--vary={argv[index + 1]}"]
         flags, unknown_words = self.parse_known_args(argv)
         if unknown_words:
             word, valid = unknown_words[0][:60], re.findall(r"--\w+", USAGE)

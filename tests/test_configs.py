@@ -97,3 +97,26 @@ def test_a_length_beyond_the_positions_is_refused(tmp_path):
     with pytest.raises(UsageError, match="seq_len is 65, but it has 64 positions: use 64 or less"):
         model_from_config(read_config(str(tmp_path / "config.json")), 65, name="it")
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"
+
+
+def test_positions_of_roberta_begin_after_the_padding(tmp_path):
+    save(tmp_path, "RobertaForMaskedLM")
+    with pytest.raises(UsageError, match="seq_len is 63, but it has 62 positions"):
+        model_from_config(read_config(str(tmp_path)), 63, name="it")
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "GPT2LMHeadModel", "Qwen3ForCausalLM", "RobertaForMaskedLM"])
+def test_what_a_short_configuration_leaves_out_is_the_default_of_its_class(kind):
+    """All of it is loaded at once, and only if something is missing."""
+    model_type = SMALL_CONFIGS[kind][0].removesuffix("Config").lower()
+    full = transformers.AutoConfig.for_model(model_type, architectures=[kind]).to_dict()
+    calls = []
+
+    def load_defaults(name: str) -> dict:
+        calls.append(name)
+        return transformers.AutoConfig.for_model(name).to_dict()
+
+    short = {"model_type": model_type, "architectures": [kind]}
+    shapes = [model_from_config(config, 128, name="it", load_defaults=load_defaults) for config in (full, short)]
+    assert shapes[0] == shapes[1]
+    assert calls == [model_type]

@@ -1,5 +1,7 @@
 """What the documentation says is run."""
 
+import dataclasses
+import importlib.util
 import re
 from types import SimpleNamespace
 
@@ -7,12 +9,21 @@ import pytest
 import torch
 from common import ROOT, fresh_accelerator
 
+import samestep
 import stepaudit as audit
 from samestep.recipe import run_settings
+from samestep.recipe.recipe import TASKS
 from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 TAGGER, LOOP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+def load_reference():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.distributed
@@ -70,6 +81,17 @@ def test_the_loop_of_accumulation_in_the_optimizer():
     assert namespace["norm"].item() == pytest.approx(
         torch.stack([p.grad.norm() for p in model.parameters()]).norm().item(), rel=1e-5
     )
+
+
+def test_the_reference_is_current():
+    """What `make docs` writes: every field of recipes, every public name."""
+    reference = load_reference()
+    for page in reference.PARTS:
+        assert (ROOT / "docs" / page).read_text(encoding="utf-8") == reference.write(page), f"{page}: make docs"
+    fields, names = reference.fields(), reference.names()
+    for recipe in TASKS.values():
+        assert not [field.name for field in dataclasses.fields(recipe) if f"\n| `{field.name}`" not in fields]
+    assert not [name for name in (*samestep.__all__, *audit.__all__) if f"\n| `{name}` | " not in names]
 
 
 def test_links_lead_somewhere():

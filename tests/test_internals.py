@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers.integrations import moe
 
 from samestep._internals import (
     accelerate_state,
@@ -444,6 +445,21 @@ def test_samples_of_one_document_whatever_their_places_say():
     with transformers_models.assume_single_document():
         assert not torch.allclose(last(4), last(5))
     assert torch.equal(last(4), last(5))
+
+
+def test_experts_multiply_by_an_operator_that_has_a_rule_for_float32():
+    """The result is that of torch's kernel; a failure on fake tensors raises, and is not logged."""
+    tokens, weights = torch.randn(6, 8), torch.randn(2, 8, 4)
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    expected = F.grouped_mm(tokens, weights, offs=offsets)
+    with transformers_models.trace_experts():
+        torch.testing.assert_close(moe._grouped_mm(tokens, weights, offsets), expected)
+        with torch_tracing.FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(tensor) for tensor in (tokens, weights, offsets)]
+            assert moe._grouped_mm(*fakes).shape == expected.shape
+            with torch_tracing.silence_log(), pytest.raises(RuntimeError, match="BF16"):
+                F.grouped_mm(*fakes[:2], offs=fakes[2])
+            assert not torch_tracing.fake_tensor.log.disabled
 
 
 def test_attention_is_read_and_chosen():

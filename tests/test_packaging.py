@@ -208,7 +208,7 @@ def test_the_wheel_holds_what_the_checkout_holds(installed):
     assert not (installed / "recipes").exists()
     points = configparser.ConfigParser()
     points.read(next(installed.glob("*.dist-info")) / "entry_points.txt")
-    assert dict(points["console_scripts"]) == {"accelerate-recipes": "samestep.cli:console"}
+    assert dict(points["console_scripts"]) == dict.fromkeys(("samestep", "accelerate-recipes"), "samestep.cli:console")
     assert dict(points["pytest11"]) == {"stepaudit": "stepaudit.pytest_plugin"}
 
 
@@ -244,5 +244,9 @@ def test_a_package_called_recipes_is_no_obstacle(installed, tmp_path):
     pytest_run = "import pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
     done = run(installed, tmp_path, pytest_run, "pytest")
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    console = "from samestep.cli import console; console()"
+    for words in (("list",), ("plan", "bert_base", "--on", "1x3090")):
+        done = run(installed, tmp_path, console, "/bin/samestep", *words)
+        assert (done.returncode, done.stderr, "bert_base" in done.stdout) == (0, "", True)
     imported = "import samestep.cli, stepaudit.pytest_plugin; assert 'recipes' not in sys.modules"
     assert run(installed, tmp_path, imported, "x").returncode == 0

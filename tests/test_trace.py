@@ -378,6 +378,73 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
     assert traced.peak - state == pytest.approx(measured, rel=0.01)
 
 
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "kv_lora_rank": 16}
+EXPERTS = {
+    "MixtralForCausalLM": ("mixtral", {"num_key_value_heads": 1, "num_local_experts": 4}, "intermediate_size"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 1, "num_experts": 4}, "moe_intermediate_size"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", GROUPS | {"q_lora_rank": 16}, "moe_intermediate_size"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_traced(kind, tmp_path, capfd):
+    """Each token's products with one expert more: forward and backward of three matrices, in float32, also under autocast."""
+    model_type, values, width = EXPERTS[kind]
+    values = TINY | values | {width: 48, "model_type": model_type, "architectures": [kind], "dtype": "bfloat16"}
+    path = write(tmp_path, **values, num_experts_per_tok=1)
+    one = [trace_config(path, 2, 16, mixed_precision=precision) for precision in ("no", "bf16")]
+    path = write(tmp_path, **values, num_experts_per_tok=2)
+    two = [trace_config(path, 2, 16, mixed_precision=precision) for precision in ("no", "bf16")]
+    for before, after in zip(one, two, strict=True):
+        assert after.flops - before.flops == 3 * 2 * (2 * 16) * 2 * 3 * 32 * 48
+        assert after.num_parameters == before.num_parameters
+        assert after.parameters == 4 * after.num_parameters
+        assert after.forward > before.forward
+    model = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert two[0].num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert capfd.readouterr().err == ""
+
+
+def test_experts_are_traced_as_they_are_allocated(tmp_path):
+    sizes = TINY | {"hidden_size": 128, "num_key_value_heads": 1, "num_local_experts": 4, "intermediate_size": 256}
+    config = transformers.MixtralConfig(**sizes | {"vocab_size": 2000, "use_cache": False})
+    model = transformers.MixtralForCausalLM(config).train()
+    ids = torch.zeros(4, 128, dtype=torch.int64)
+
+    def step() -> None:
+        model(ids.clone(), labels=ids).loss.backward()
+
+    step()
+    measured = peak(step, tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "imitate_cuda", contextlib.nullcontext)
+        traced = trace_config(str(tmp_path), 4, 128, mixed_precision="no")
+    state = traced.parameters + traced.gradients + traced.moments
+    assert traced.peak - state == pytest.approx(measured, rel=0.01)
+
+
+def test_sounds_and_texts_that_answer_texts(tmp_path, monkeypatch):
+    """Whisper reads spectrograms of full length; T5 begins with a token that its config need not name."""
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": 50}
+    heads = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("attention_heads", 2),)}
+    sizes |= heads | {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 100, "max_target_positions": 24}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    path = write(tmp_path, **whisper, **sizes, **tokens)
+    monkeypatch.setattr(trace, "TRACED_SIZES", ((1, 2),))
+    model = traced_model(path, 8)
+    assert (model.unit, model.length) == ("token", 8)
+    assert model.flops_per_sample < trace_config(path, 1, 16, mixed_precision="no").flops
+    with pytest.raises(UsageError, match=r"length 25 exceeds .* 24"):
+        trace_config(path, 2, 25, mixed_precision="no")
+    t5 = {"model_type": "t5", "vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    path = write(tmp_path, **t5, architectures=["T5ForConditionalGeneration"])
+    model = transformers.T5ForConditionalGeneration(transformers.AutoConfig.from_pretrained(tmp_path))
+    traced = trace_config(path, 2, 16, mixed_precision="bf16")
+    assert traced.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_keys_and_values_are_not_cached(tmp_path):
     peaks = []
     for use_cache in (True, False):
@@ -416,7 +483,7 @@ def write(folder, **values) -> str:
         ({"model_type": "nope", "auto_map": {"AutoConfig": "evil.Config"}}, "is not one of transformers"),
         ({"model_type": "gpt2", "n_layer": "x"}, "is not one of transformers: .*n_layer"),
         ({"model_type": "gpt2", "n_positions": 8}, "length 16 exceeds max_position_embeddings 8 of .*: lower it"),
-        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "needs input_features"),
+        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}, "needs input_values"),
         ({"model_type": "encodec"}, "encodec of .* has no class with a loss"),
         (TINY | {"model_type": "bert", "hidden_act": "nosuch"}, "^BertFor.* cannot be made of its config: 'nosuch'$"),
         (

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # torch 2.13. Documented under these names, but in modules that are not: there is no other way to them.
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -19,6 +20,11 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "imitate_cuda", "tree_leaves"]
 ATTENTION_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch 2.13: the kernel that `scaled_dot_product_attention` takes on CPUs, of which torch's FLOP counter knows nothing."""
 ATTENTION_ON_CPUS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def silence_log() -> contextlib.AbstractContextManager:
+    """Let failures on fake tensors only raise within this context (torch 2.13, `fake_tensor.log`): torch logs each one, too."""
+    return mock.patch.object(fake_tensor.log, "disabled", True)
 
 
 def address(storage: torch.UntypedStorage) -> int:

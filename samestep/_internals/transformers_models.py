@@ -3,8 +3,15 @@
 from contextlib import AbstractContextManager
 from unittest import mock
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.integrations import moe
+
+EXPERTS_MATMUL = torch.ops.transformers.grouped_mm_fallback
+"""transformers 5.23: products of tokens [S, n] with the weights [E, n, m] of their experts, of which torch's FLOP counter knows
+nothing."""
+EXPERTS_MATMUL_BACKWARD = torch.ops.transformers.grouped_mm_fallback_backward
 
 
 def attention_kernel(config: PreTrainedConfig) -> str:
@@ -41,5 +48,19 @@ def assume_single_document() -> AbstractContextManager:
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
 
 
+def trace_experts() -> AbstractContextManager:
+    """Let mixtures of experts multiply by `EXPERTS_MATMUL` within this context, in the dtype of their weights.
+
+    transformers 5.23, `integrations.moe._can_use_grouped_mm`: it chooses torch's `grouped_mm`, whose kernels take float32, too,
+    but not its rule for fake tensors (torch 2.13). Autocast leaves either of them alone.
+    """
+    return mock.patch.object(moe, "_can_use_grouped_mm", _no_kernel)
+
+
 def _no_sequences(position_ids: Tensor) -> None:
     """Find no packed sequences; unlike a mock, keep no reference to the argument."""
+
+
+def _no_kernel(tokens: Tensor, weights: Tensor, offsets: Tensor) -> bool:
+    """Find no kernel; unlike a mock, keep no references to the arguments."""
+    return False

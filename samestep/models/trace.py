@@ -78,6 +78,10 @@ FLOPS = flop_registry | {
     torch_tracing.ATTENTION_ON_CPUS_BACKWARD: (
         lambda _, q, k, v, *__, **___: 2 * sdpa_flop_count(q.shape, k.shape, v.shape)
     ),
+    transformers_models.EXPERTS_MATMUL: lambda tokens, weights, *_, **__: 2 * tokens.numel() * weights.shape[-1],
+    transformers_models.EXPERTS_MATMUL_BACKWARD: (
+        lambda tokens, weights, *_, **__: 4 * tokens.numel() * weights.shape[-1]
+    ),
 }
 
 
@@ -287,6 +291,13 @@ MAPPINGS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 )
+INPUTS: dict[str, Callable[[PreTrainedConfig, int, int], Tensor]] = {
+    "input_ids": lambda config, b, length: torch.zeros(b, length, dtype=torch.int64),
+    "pixel_values": lambda config, b, length: torch.zeros(b, getattr(config, "num_channels", 3), length, length),
+    # Spectrograms of full length, which an encoder halves once
+    "input_features": lambda config, b, length: torch.zeros(b, config.num_mel_bins, 2 * config.max_source_positions),
+}
+"""Main input of a model -> makes it, for b samples of a length."""
 SAMPLE_LABEL_CLASSES = ("SequenceClassification", "ImageClassification", "NextSentencePrediction")  # a label per sample
 USUAL_HYPERPARAMETERS = Hyperparameters(1e-3, 0.9, 0.999, 1e-8)
 
@@ -310,7 +321,7 @@ def trace_config(
         name_or_path: a folder with a config.json, such a file, or a name on the hub. Its `architectures` names the class;
             if it does not, the class is the first of those for masked tokens, next tokens, images and sequences that exists.
         num_samples: in one forward.
-        length: tokens of a sample; of an image, pixels per side.
+        length: tokens of a sample, also of the text that goes with a sound; of an image, pixels per side.
         mixed_precision: no, bf16 or fp16.
         gradient_checkpointing: recompute the activations of each layer in the backward.
         attn_implementation: sdpa, where the model has it, or eager.
@@ -318,19 +329,20 @@ def trace_config(
 
     Raises:
         UsageError: the config cannot be read, its model is unknown, length is beyond its positions, or its forward needs
-            more than token ids or pixels and labels, or reads numbers.
+            more than one of INPUTS and labels, or reads numbers.
     """
     config = _config(name_or_path)
     model_class = _model_class(name_or_path, config)
     transformers_models.choose_attention(config, model_class, attn_implementation)
     name, main_input = model_class.__name__, model_class.main_input_name
     labels = find_labels(model_class)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if main_input not in ("input_ids", "pixel_values"):
-        raise UsageError(f"{name} of {name_or_path} needs {main_input}: only input_ids and pixel_values can be made up")
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", getattr(text_config, "max_target_positions", None))
+    if main_input not in INPUTS:
+        raise UsageError(f"{name} of {name_or_path} needs {main_input}: only {', '.join(INPUTS)} can be made up")
     if not labels:
         raise UsageError(f"{name} of {name_or_path} takes no labels, so it has no loss: name another in architectures")
-    if main_input == "input_ids" and positions is not None and length > positions:
+    if main_input != "pixel_values" and positions is not None and length > positions:
         raise UsageError(f"length {length} exceeds max_position_embeddings {positions} of {name_or_path}: lower it")
 
     def build() -> PreTrainedModel:
@@ -340,22 +352,24 @@ def trace_config(
             raise UsageError(f"{name} of {name_or_path} cannot be made of its config: {_line(error)}") from None
 
     def loss(model: nn.Module, num_samples: int) -> Tensor:
-        per_token = (num_samples, length)
-        if main_input == "input_ids":
-            inputs = {"input_ids": torch.zeros(per_token, dtype=torch.int64)}
-        else:
-            inputs = {"pixel_values": torch.zeros(num_samples, getattr(config, "num_channels", 3), length, length)}
-        for label in labels:
-            is_per_sample = label != "labels" or any(kind in name for kind in SAMPLE_LABEL_CLASSES)
-            inputs[label] = torch.zeros(num_samples if is_per_sample else per_token, dtype=torch.int64)
+        inputs = dict.fromkeys([main_input, *labels])
         try:
+            inputs[main_input] = INPUTS[main_input](config, num_samples, length)
+            for label in labels:
+                is_per_sample = label != "labels" or any(kind in name for kind in SAMPLE_LABEL_CLASSES)
+                inputs[label] = torch.zeros(num_samples if is_per_sample else (num_samples, length), dtype=torch.int64)
             return model(**inputs).loss
         except Exception as error:  # of any kind: the code is not ours
             raise UsageError(
                 f"{name} of {name_or_path} cannot be traced on {', '.join(inputs)}: {_line(error)}"
             ) from None
 
-    with imitate_cuda(), transformers_models.assume_single_document():
+    with (
+        imitate_cuda(),
+        torch_tracing.silence_log(),
+        transformers_models.assume_single_document(),
+        transformers_models.trace_experts(),
+    ):
         return trace_step(
             build,
             loss,
@@ -380,6 +394,8 @@ def _config(name_or_path: str) -> PreTrainedConfig:
     except Exception as error:  # whatever the config holds
         raise UsageError(f"the config of {name_or_path} is not one of transformers: {_line(error)}") from None
     config.get_text_config().use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which token begins a text makes no difference here
     return config
 
 
@@ -483,7 +499,7 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
             ]
         )
     trace = trace_config(name_or_path, 1, length, mixed_precision="no", attn_implementation=attn_implementation)
-    is_text = _model_class(name_or_path, _config(name_or_path)).main_input_name == "input_ids"
+    is_text = _model_class(name_or_path, _config(name_or_path)).main_input_name != "pixel_values"
     return TracedModel(
         num_parameters=trace.num_parameters,
         flops_per_sample=trace.flops,

@@ -43,13 +43,21 @@ def _find_class(config: Mapping[str, Any]) -> str:
     return names[0][:60] if isinstance(names, list) and names and isinstance(names[0], str) else "?"
 
 
-def model_from_config(config: Mapping[str, Any], length: int | None, *, name: str) -> Model:
+def model_from_config(
+    config: Mapping[str, Any],
+    length: int | None,
+    *,
+    name: str,
+    load_defaults: Callable[[str], Mapping[str, Any]] | None = None,
+) -> Model:
     """Return the shape of a configuration's model, as its own class computes it: the loss of its head, all logits at once.
 
     Args:
         config: configuration of transformers, for example from `read_config`.
         length: tokens of a sample; None for images.
         name: the model's name, for messages.
+        load_defaults: loads the defaults of a model_type, called if a field is missing: a configuration may leave out what
+            equals them. None: every field must be there.
 
     Raises:
         UsageError: a class without a formula, a missing field, a length above the model's number of positions.
@@ -66,12 +74,16 @@ def model_from_config(config: Mapping[str, Any], length: int | None, *, name: st
     if is_text and length is None:
         raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
     num_positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if num_positions is not None and config["model_type"] == "roberta":
+        num_positions -= config.get("pad_token_id", 1) + 1  # positions are counted from the one after the padding's
     if is_text and num_positions is not None and length > num_positions:
         raise UsageError(f"seq_len is {length}, but {name} has {num_positions} positions: use {num_positions} or less")
     try:
         return _SHAPES[kind](config, length)
     except KeyError as error:
-        raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
+        if load_defaults is None:
+            raise UsageError(f"{name}: its configuration has no {error.args[0]}") from None
+    return model_from_config({**load_defaults(config["model_type"]), **config}, length, name=name)
 
 
 # Field -> its largest value that is accepted, as in recipes.
@@ -157,6 +169,10 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
     "BertForPreTraining": lambda config, length: transformer.bert(config, length, length),
     "BertForMaskedLM": _masked_language_model,
     "BertForSequenceClassification": lambda config, length: transformer.bert(
+        {**config, "num_labels": _count_labels(config)}, length, None
+    ),
+    "RobertaForMaskedLM": _masked_language_model,
+    "RobertaForSequenceClassification": lambda config, length: transformer.bert(
         {**config, "num_labels": _count_labels(config)}, length, None
     ),
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),

@@ -218,7 +218,7 @@ ACTIVATIONS = tuple(
 
 
 def program_name() -> str:
-    """Return what was called, as it is typed: `python -m recipes`, `accelerate-recipes`, `pretrain_bert.py`."""
+    """Return what was called, as it is typed: `python -m recipes`, `samestep`, `pretrain_bert.py`."""
     path = Path(sys.argv[0])
     return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
 

@@ -14,6 +14,8 @@ SMALL_CONFIGS = {
     "BertForPreTraining": ("BertConfig", BERT),
     "BertForMaskedLM": ("BertConfig", BERT),
     "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 5}),
+    "RobertaForMaskedLM": ("RobertaConfig", BERT),
+    "RobertaForSequenceClassification": ("RobertaConfig", BERT | {"num_labels": 5}),
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}),
     "LlamaForCausalLM": ("LlamaConfig", LLAMA),
     "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
