@@ -227,7 +227,7 @@ def plan(name: str, argv: list[str]) -> None:
             )
         length = model_from_recipe(recipe).length
         changes |= {"max_train_steps": _count_steps(settings.num_train_tokens, recipe.global_batch_size, length)}
-        recipe = recipes.load(name, changes)
+        recipe = pretrained_shape.load(name, changes)
     workload = from_recipe(
         recipe,
         source=name,

@@ -1,6 +1,8 @@
 """Errors for people: a clear message, an exit code, no traceback."""
 
+import contextlib
 import errno
+import json
 import os
 import re
 import signal
@@ -50,7 +52,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; write a `UsageError` or `RunError` to stderr, a line for each problem.
 
     Process 0 reports for all. The other processes wait until the launcher ends them, and report only if it does not, because
-    then the mistake is theirs alone (a file that one machine lacks).
+    then the mistake is theirs alone (a file that one machine lacks). Torchrun's report of the failure has the lines, too.
 
     Args:
         main: the program; it returns its exit code, or None for 0.
@@ -82,8 +84,13 @@ def exit_code(main: Callable[[], int | None]) -> int:
             time.sleep(PROCESS_0_SECONDS)
         if isinstance(error, RunError):
             print(file=sys.stderr)  # a progress bar may be on the line
-        for problem in problems:
-            print(f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}", file=sys.stderr, flush=True)
+        lines = [f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}" for problem in problems]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        if file := os.environ.get(
+            "TORCHELASTIC_ERROR_FILE"
+        ):  # of torchrun, whose own report of this failure then ends so
+            with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as stream:
+                json.dump({"message": "\n".join(lines), "timestamp": int(time.time())}, stream)
         if "RANK" in os.environ:
             os._exit(code)  # without the destructors of a process group that others still use, which can wait for ever
         return code

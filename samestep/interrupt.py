@@ -41,8 +41,10 @@ class StopRequest:
     def __init__(self, max_train_minutes: float | None = None):
         self.deadline = None if max_train_minutes is None else time.monotonic() + 60 * max_train_minutes
         self.request_time: float | None = None
-        passed_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")  # torch 2.13: set by torchrun
-        is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in passed_on
+        launcher_signals = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(
+            ","
+        )  # torch 2.13: set by torchrun
+        is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in launcher_signals
         numbers = [number for number in SIGNALS if not (number == signal.SIGHUP and is_detached)]
         self.previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
 

@@ -18,9 +18,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from common import launch_environment, task_of
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.cut.layout import solve_layout
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import parse
 from samestep.planner.placement import place
 from samestep.planner.workload import from_recipe
@@ -427,3 +428,21 @@ def test_freed_memory_is_kept_on_a_cpu():
         for mode in ("kept", "not")
     }
     assert measured["kept"] < measured["not"] / 10
+
+
+def test_the_launchers_report_of_a_mistake_has_its_line(monkeypatch, tmp_path, capsys):
+    """Torchrun prints a traceback and a report whatever a process says; with it the last thing to be read is the mistake."""
+    file, codes = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "_exit", codes.append)
+
+    def fail() -> None:
+        raise UsageError(["one is 1: set it to 2", "two"])
+
+    exit_code(fail)
+    lines = capsys.readouterr().err.strip()
+    assert lines.splitlines() == ["ERROR: one is 1: set it to 2", "ERROR: two"]
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=codes[0], error_file=str(file))
+    assert (failure.message, failure.exitcode) == (lines, 2)
+    assert lines in ChildFailedError("train.py", {0: failure}).format_msg()

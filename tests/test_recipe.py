@@ -44,6 +44,23 @@ def test_the_resolved_yaml_is_the_same_recipe(tmp_path):
         assert load(str(tmp_path / "copy.yaml")) == load(name)
 
 
+def test_a_recipe_with_other_values_says_so_and_describes_its_data(tmp_path):
+    file, base = tmp_path / "mine.yaml", load("bert_small_cpu")
+    file.write_text("extends: bert_small_cpu\ntrain_file: [a.txt]\nlearning_rate: 1e-3\nseed: 7\n")
+    recipe = load(str(file))
+    assert (recipe.description, recipe.source) == (
+        "BERT pretraining on a.txt.",
+        "bert_small_cpu, but for train_file, seed",
+    )
+    assert recipe.expect != base.expect
+    file.write_text("extends: bert_small_cpu\nseed: 7\nexpect: a loss of 5\n")
+    recipe = load(str(file))
+    assert (recipe.description, recipe.expect) == (base.description, "a loss of 5")
+    assert load("bert_small_cpu", {"max_train_steps": base.max_train_steps, "learning_rate": "1e-3"}) == base
+    many = [f"/x/{number}.txt" for number in range(9)]
+    assert load("bert_small_cpu", {"train_file": many}).data_name == "0.txt, 1.txt, 2.txt, 6 more files"
+
+
 def test_published_bert_numbers():
     base = load("bert_base")
     assert (base.global_batch_size, base.learning_rate, base.max_train_steps, base.num_warmup_steps) == (

@@ -38,7 +38,7 @@ STAGES = (
     "must be up to 64 numbers up to 131,072",
     lambda values: len(values) <= 64 and max(values, default=1) <= 2**17,
 )
-MAX_NAMES = 4  # of files, in a description
+MAX_NAMES, MAX_PATH = 4, 100  # in a description: files, and characters of a path
 BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
 
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
@@ -188,8 +188,8 @@ class Recipe:
     @property
     def data_name(self) -> str | None:
         """Names of the training data: files, a folder, a dataset and its configuration; None: the task makes its data."""
-        files = getattr(self, "train_file", None) or [getattr(self, "train_dir", None)]
-        names = [Path(file).name if Path(file).is_absolute() else file for file in files if file is not None]
+        paths = getattr(self, "train_file", None) or filter(None, [getattr(self, "train_dir", None)])
+        names = [Path(path).name if Path(path).is_absolute() or len(path) > MAX_PATH else path for path in paths]
         if len(names) > MAX_NAMES:
             names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1} more files"]
         datasets = [getattr(self, name, None) for name in ("dataset_name", "dataset_config_name")]
@@ -774,10 +774,10 @@ def _change(values: Mapping[str, Any], changes: Mapping[str, Any], origin: str) 
     A description of other data is left empty, for `load` to write.
     """
     merged = overlay(values, changes)
-    changed = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
-    if changed:
-        texts = {"source": f"{origin}, but for {', '.join(changed)}", "expect": "not measured with these values"}
-        if any(name in DATA for name in changed):
+    names = [name for name in changes if name not in TEXTS and not _is_same(merged[name], values.get(name))]
+    if names:
+        texts = {"source": f"{origin}, but for {', '.join(names)}", "expect": "not measured with these values"}
+        if any(name in DATA for name in names):
             texts["description"] = ""
         merged |= {name: text for name, text in texts.items() if name not in changes}
     return merged
@@ -819,11 +819,12 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
         raise UsageError(
             f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
         )
-    changed = _change(values, changes or {}, str(values.get("name", name_or_file)))
-    recipe = build(TASKS[kind], changed, f"recipe {format_name(name_or_file)}")
+    values = _change(values, changes or {}, str(values.get("name", name_or_file)))
+    recipe = build(TASKS[kind], values, f"recipe {format_name(name_or_file)}")
     if not recipe.description:
         subject = (type(recipe).__doc__ or kind).partition(":")[0]
-        recipe = dataclasses.replace(recipe, description=f"{subject} on {recipe.data_name}.")
+        place = f" on {recipe.data_name}" if recipe.data_name else ""
+        recipe = dataclasses.replace(recipe, description=f"{subject.rstrip('.')}{place}.")
     return recipe
 
 

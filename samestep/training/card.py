@@ -1,10 +1,11 @@
 """Writes the model card: what was trained on what, how, where, with which result; and uploads it with the model."""
 
+import contextlib
 import dataclasses
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -132,13 +133,11 @@ def _is_on_hub(name: str | None) -> bool:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that took part, those that are installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(PackageNotFoundError):
+            numbers[name] = version(name)
+    return numbers
 
 
 def format_number(value: Any) -> str:
@@ -171,14 +170,14 @@ def write(
     front = yaml.safe_dump(training.metadata(library), sort_keys=False, allow_unicode=True)
     base = getattr(recipe, "model_name_or_path", None)
     start = "random weights" if base is None else f"the weights of `{base if _is_on_hub(base) else Path(base).name}`"
-    seen = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
+    amount = " and ".join(f"{results[f'{unit}_seen']:,} {unit}" for unit in UNITS if f"{unit}_seen" in results)
     lines = [
         recipe.description,
         "",
         f"- **Data**: {recipe.data_name or 'made by the program'}; {training.train}"
         + (f"; held out: {training.held_out}" if training.held_out is not None else "; nothing held out"),
         f"- **Start**: {start}",
-        f"- **Seen in training**: {seen or 'not known'}, in {training.num_steps:,} optimizer steps",
+        f"- **Seen in training**: {amount or 'not known'}, in {training.num_steps:,} optimizer steps",
         f"- **Precision**: {training.precision}",
         f"- **Hardware**: {training.hardware}",
     ]
@@ -217,13 +216,13 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     if not evaluations:
         return []
     every = -(-len(evaluations) // MAX_EVALUATIONS)
-    chosen = [line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1]
-    names = list(chosen[-1])
+    shown_lines = [line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1]
+    names = list(shown_lines[-1])
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    return lines + [f"| {' | '.join(format_number(line.get(name)) for name in names)} |" for line in chosen]
+    return lines + [f"| {' | '.join(format_number(line.get(name)) for name in names)} |" for line in shown_lines]
 
 
-def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Any) -> str:
+def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Callable[[str], None]) -> str:
     """Upload the results, without checkpoints, and return the URL of the commit.
 
     Args:
