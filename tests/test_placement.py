@@ -118,6 +118,24 @@ def test_a_second_node_is_no_brake():
     assert slow.all_reduce_seconds["ring"] > 100 * two.all_reduce_seconds["ring"]
 
 
+def test_network_is_a_flag_of_plan_and_scale(monkeypatch, capsys):
+    def seconds(flags: str) -> float:
+        code, out, _ = run(monkeypatch, capsys, f"plan bert_base --on 2x8xa100-80 --json {flags}")
+        assert code == 0
+        return json.loads(out)["time"]["total"]
+
+    assert seconds("--network 10Gb/s") > 2 * seconds("") == 2 * seconds("--network 200GB/s")
+    rows = [
+        json.loads(run(monkeypatch, capsys, f"scale bert_base --on h100 --up_to 16 --json {flags}")[1])["rows"]
+        for flags in ("", "--network 1GB/s")
+    ]
+    assert rows[0][:4] == rows[1][:4]
+    assert rows[0][4]["strong"]["seconds"] < rows[1][4]["strong"]["seconds"]
+    code, _, err = run(monkeypatch, capsys, "plan bert_base --network 25GB/s")
+    assert code == 2
+    assert "--network needs hardware" in err
+
+
 def test_what_the_programs_refuse_is_not_planned():
     """fp16 with sharded weights or folded gradients: float32 instead, or a refusal with what works."""
     placement = plan("gpt2_xl_8xa100", "4xt4")

@@ -11,6 +11,7 @@ from small_models import small
 
 from samestep.cut.layout import solve_layout
 from samestep.planner.memory import model_from_recipe, planned_memory
+from samestep.recipe import run_settings
 
 SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
 WAYS = {2: [("no", "bf16", False), ("bf16", "bf16", False), ("bf16", "fp32", False)], 3: [("bf16", "bf16", True)]}
@@ -59,6 +60,13 @@ def whole(measure):
 @pytest.fixture(scope="module", params=[2, 3])
 def sharded(request, measure):
     return measure(request.param, name_cases(request.param))
+
+
+def test_the_flag_reaches_the_accelerator(tmp_path):
+    for flags, gather in (("", "bf16"), (" --fsdp_gather fp32", "fp32")):
+        argv = f"--recipe gpt2_small_cpu --output_dir {tmp_path}{flags}".split()
+        options = run_settings.parse(argv, "gpt2_pretraining", "")[1].accelerator_options
+        assert (options["fsdp_gather"], options["may_shard"]) == (gather, True)
 
 
 def flat(result: dict) -> torch.Tensor:
