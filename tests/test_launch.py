@@ -221,7 +221,9 @@ def test_processes_that_would_each_train_alone_are_refused(tmp_path):
     done, reports = run(config, tmp_path)
     assert done.returncode != 0
     assert reports == []
-    assert done.stderr.count("ERROR: 2 processes were launched, but each would train alone, on cpu") == 1
+    start = "ERROR: 2 processes were launched, but each would train alone, on cpu"
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(start)]
+    assert f"traceback : {line}" in done.stderr, "the launcher's report has it, too"
 
 
 def test_launch_file_for_two_that_starts_one_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from samestep.recipe import run_settings as run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMAND = r"accelerate launch --config_file accelerate_configs/(\S+) scripts/(\w+)\.py \\\n  (.*)"
+COMMAND = r"accelerate launch (?:--quiet )?--config_file accelerate_configs/(\S+) scripts/(\w+)\.py \\\n  (.*)"
 ROWS = re.findall(rf"^# .*: (\d+)(.*)\n{COMMAND}$", README, re.MULTILINE)
 
 
