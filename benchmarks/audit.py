@@ -336,8 +336,8 @@ def overview(results: dict) -> str:
     return (
         f"{harness.table(['script', *layouts], lines)}\n"
         f"Each column is a layout: at most b samples in a forward, on N processes. A number is the largest relative error\n"
-        f"of the gradient in {num_steps} steps in fp32 (float64 where it is named), beside the whole global batch in one forward;\n"
-        f"exact is at most {results['about']['tolerance']:g}. "
+        f"of the gradient in {num_steps} steps in fp32 (float64 where it is named), beside the whole global\n"
+        f"batch in one forward; exact is at most {results['about']['tolerance']:g}. "
         f"The control, a loop as Accelerate documents it, has {max(control_row['errors']):.2g}.\n"
         "More: [benchmarks/results/audit.md](benchmarks/results/audit.md).\n"
     )
