@@ -264,6 +264,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")
+        case ["hf", "auth", "login"]:
+            assert find_spec("huggingface_hub")
         case _:
             raise AssertionError(f"{command.origin}: no test knows this command, or its block is none: {command.text}")
 
@@ -296,7 +298,7 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     if is_audit:
         assert "\nexact" in output.out or json.loads(output.out)["is_exact"]
         AUDITED.add(tuple(argv))
-    for line in re.findall(r"(?:\w+=\S+ )?accelerate launch .*scripts/.*", output.out):
+    for line in re.findall(r"(?:\w+=\S+ )?accelerate launch .*scripts/.*", re.sub(r"\\\n\s*", "", output.out)):
         check(command._replace(words=tuple(shlex.split(line)), text=line), monkeypatch, capsys, recorder)
 
 
