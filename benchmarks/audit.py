@@ -335,8 +335,9 @@ def overview(results: dict) -> str:
     control_row, num_steps = results["control"], len(results["scripts"][0]["errors"])
     return (
         f"{harness.table(['script', *layouts], lines)}\n"
-        f"Largest relative error of the gradient in {num_steps} steps in fp32 (float64 where it is named),\n"
-        f"beside the whole global batch in one forward; exact is at most {results['about']['tolerance']:g}. "
+        f"Each column is a layout: at most b samples in a forward, on N processes. A number is the largest relative error\n"
+        f"of the gradient in {num_steps} steps in fp32 (float64 where it is named), beside the whole global\n"
+        f"batch in one forward; exact is at most {results['about']['tolerance']:g}. "
         f"The control, a loop as Accelerate documents it, has {max(control_row['errors']):.2g}.\n"
         "More: [benchmarks/results/audit.md](benchmarks/results/audit.md).\n"
     )

@@ -329,6 +329,13 @@ def _make_workload(
     )
 
 
+def _load_defaults(model_type: str) -> dict[str, Any]:
+    """Load the configuration of transformers for a model of this type, as it is when nothing is given."""
+    from transformers import AutoConfig  # here: it takes its time
+
+    return AutoConfig.for_model(model_type).to_dict()
+
+
 def _load_config(name: str) -> dict[str, Any]:
     """Load the configuration of a model here, or on the hub."""
     if os.path.exists(name) or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
@@ -343,13 +350,6 @@ def _load_config(name: str) -> dict[str, Any]:
             f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
-
-
-def _load_defaults(model_type: str) -> dict[str, Any]:
-    """Load the configuration of transformers for a model of this type, as it is when nothing is given."""
-    from transformers import AutoConfig  # here: it takes its time
-
-    return AutoConfig.for_model(model_type).to_dict()
 
 
 def _plan(

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,14 +118,16 @@ def launch_command(name: str) -> dict[str, str]:
     return {"script": script} | dict(zip(words[::2], words[1::2], strict=True))
 
 
-def run(config: Path, tmp_path: Path, **changes: str | None) -> tuple[subprocess.CompletedProcess, list[dict]]:
+def run(
+    config: Path, tmp_path: Path, flags: Sequence[str] = (), **changes: str | None
+) -> tuple[subprocess.CompletedProcess, list[dict]]:
     """Launch PROGRAM; its result and what each of its processes saw. None removes a variable of the environment."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path)} | changes
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(program)],
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *flags, str(program)],
         env={key: value for key, value in env.items() if value is not None},
         cwd=tmp_path,
         capture_output=True,
@@ -202,6 +207,26 @@ def test_fsdp2_2xcpu_is_two_processes_that_shard(tmp_path):
     assert done.returncode == 0, done.stderr
     common = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [None, None]}
     assert reports == [common | {"process_index": 0, "sharded": True}, common | {"process_index": 1, "sharded": True}]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+def test_two_machines_are_two_launches_that_agree(tmp_path):
+    """As docs/multi-node.md prints it: one launch file, whose rank and address the command of each machine replaces."""
+    config = tmp_path / "nodes.yaml"
+    values = yaml.safe_load((CONFIGS / "2xcpu.yaml").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        values |= {"num_machines": 2, "machine_rank": 0, "main_process_port": free.getsockname()[1]}
+    config.write_text(yaml.safe_dump(values | {"main_process_ip": "127.0.0.9"}))
+    with ThreadPoolExecutor(2) as pool:
+        flags = [("--machine_rank", str(rank), "--main_process_ip", "127.0.0.1") for rank in (0, 1)]
+        results = list(pool.map(lambda words: run(config, tmp_path, words), flags))
+    assert [done.returncode for done, _ in results] == [0, 0], results[0][0].stderr
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(report["process_index"], report["num_processes"], report["sum"]) for report in reports] == [
+        (0, 2, 11.0),
+        (1, 2, 11.0),
+    ]
 
 
 def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):

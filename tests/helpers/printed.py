@@ -17,7 +17,7 @@ from stepaudit import script as audit
 COMMANDS = {"", "sh", "bash", "console"}
 """Languages of fenced blocks that hold commands: a block without a language does."""
 OTHER = {"python", "diff", "text", "yaml", "json"}
-PROGRAMS = r"make|python|accelerate|pip|git|samestep|accelerate-recipes|tensorboard|scripts/\w+\.py"
+PROGRAMS = r"make|hf|python|accelerate|pip|git|samestep|accelerate-recipes|tensorboard|scripts/\w+\.py"
 INLINE = re.compile(rf"(?<!`)`((?:{PROGRAMS}) [^`]+)`(?!`)")
 
 
