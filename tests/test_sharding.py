@@ -14,7 +14,10 @@ from samestep.planner.memory import model_from_recipe, planned_memory
 from samestep.recipe import run_settings
 
 SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
-WAYS = {2: [("no", "bf16", False), ("bf16", "bf16", False), ("bf16", "fp32", False)], 3: [("bf16", "bf16", True)]}
+WAYS = {
+    2: [("no", "bf16", False), ("bf16", "bf16", False), ("bf16", "fp32", False)],
+    3: [("no", "bf16", False), ("bf16", "bf16", True)],
+}
 """Processes -> precision, type of what is gathered, whether activations are recomputed."""
 
 

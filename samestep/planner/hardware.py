@@ -31,9 +31,9 @@ class Device:
     link: str = setting("what connects the devices of one node")
     link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", QUANTITY)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network: str = setting("what connects the nodes", default="10 Gb/s Ethernet, one adapter per node")
-    network_gb_per_s: float = setting("bandwidth of a node's adapter and direction, GB/s", QUANTITY, default=1.25)
-    network_per_device: bool = setting("whether each device of a node has such an adapter", default=False)
+    network: str | None = setting("what connects the nodes; null: not said", default=None)
+    network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", QUANTITY, default=1.25)
+    network_per_device: bool = setting("whether each device of a node has that bandwidth for itself", default=False)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )

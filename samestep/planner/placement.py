@@ -419,9 +419,10 @@ def _make_warnings(workload: Workload, layout: Layout, precision: str, hardware:
     if precision == "fp16":
         warnings.append("fp16's loss scaling leaves steps out that overflow: those are not the same on other hardware")
     if hardware.num_nodes > 1:
+        kind = f" ({hardware.device.network})" if hardware.device.network else ""
         warnings.append(
-            f"between nodes {hardware.network_gb_per_s:g} GB/s per node and direction ({hardware.device.network}): --network "
-            "says another, for example --network 25GB/s or 200Gb/s"
+            f"between nodes {hardware.network_gb_per_s:g} GB/s per node and direction{kind}: --network says another, for "
+            "example --network 25GB/s or 200Gb/s"
         )
     if time.exposed_communication > WAITING * time.total:
         network = "the network" if hardware.num_nodes > 1 else hardware.device.link

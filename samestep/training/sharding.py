@@ -49,8 +49,9 @@ def prepare(
     if accelerator.state.fsdp_plugin.mixed_precision_policy is HALF_PRECISION:
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        fully_shard(_find_norms(model), mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
-        _set_parameters(optimizer, groups, model)
+        if norms := _find_norms(model):
+            fully_shard(norms, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
+            _set_parameters(optimizer, groups, model)
         _widen_embeddings(model)
         model, optimizer = accelerator.prepare(model, optimizer)
         # Accelerate finds the optimizer's parameters by address: those that have no rows on this process have the same one
