@@ -38,8 +38,10 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         UsageError: by the plan, one sample, or the micro-batch that the settings ask for, needs more than the free memory.
     """
     b, k = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    if accelerator.device.type != "cpu" or recipe.parts.shape is None:
+        return b
     (free_bytes,) = broadcast_object_list([read_free_bytes()])
-    if accelerator.device.type != "cpu" or free_bytes is None or recipe.parts.shape is None:
+    if free_bytes is None:
         return b
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
     workload = from_recipe(recipe, attention=getattr(settings, "attn_implementation", None) or "sdpa")
