@@ -220,7 +220,7 @@ class Run:
         if self.completed_steps == self.num_steps:
             evaluate()
         self.log.close()
-        if not self.is_finished:
+        if not self.is_finished and not self.settings.rehearse:
             self.accelerator.print(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
