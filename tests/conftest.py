@@ -19,6 +19,9 @@ os.environ.update(
     PYTHONWARNINGS="ignore",
     PYTHONPATH=os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
+# As where a terminal started the tests, also under nohup; children inherit it.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import matplotlib.figure
 import pytest
