@@ -35,11 +35,12 @@ TINY_CLASSIFIER = (
 ).split()
 TINY_RESNET = (
     "--recipe resnet_digits_cpu --image_height 16 --image_width 16 --embedding_size 4 --hidden_sizes 4 8 --depths 1 1 "
-    "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
+    "--label_smoothing 0 --learning_rate 0.1 --weight_decay 1e-4 --max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
 ).split()
 TINY_READER = (
     "--recipe captcha_cpu --num_train_samples 61 --num_validation_samples 20 --image_height 40 --image_width 96 "
-    "--conv_channels 2 4 4 4 --hidden_size 16 --adam_epsilon 1e-6 "
+    "--conv_channels 2 4 4 4 --hidden_size 16 --optimizer adamw --sgd_momentum none --adam_beta1 0.9 --adam_beta2 0.999 "
+    "--adam_epsilon 1e-6 --learning_rate 2e-3 --lr_scaling_rule sqrt --min_lr_ratio 0.01 --weight_decay 0.05 "
     "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
 ).split()
 TINIES = {
