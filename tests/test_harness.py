@@ -9,6 +9,8 @@ import sys
 import pytest
 from common import ROOT, load_benchmark
 
+from samestep.recipe.recipe import load
+
 harness = load_benchmark("harness")
 RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
 FILES = {"bench": "run"}  # results -> program, where they have two names
@@ -17,6 +19,7 @@ PARTS = {
     "audit": ("README.md", "audit", "overview"),
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "loops": ("docs/exactness.md", "loops", "part"),
+    "stability": ("README.md", "stability", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }
 
@@ -41,12 +44,19 @@ def test_a_generated_part_of_a_document_shows_what_was_measured(programs, part):
     assert harness.read_part(ROOT / document, part) == getattr(programs[name], function)(read_results(name))
 
 
+def test_recipes_promise_what_was_measured(programs):
+    results = read_results("stability")
+    for row in results["rows"]:
+        assert load(row["recipe"]).expect == programs["stability"].expectation(row, results["about"])
+
+
 def test_the_causes_in_the_guide_are_generated(programs):
     assert harness.read_part(ROOT / "docs" / "audit.md", "causes") == programs["verdicts"].guide()
 
 
-def test_its_examples():
+def test_their_examples(programs):
     assert doctest.testmod(harness).failed == 0
+    assert doctest.testmod(programs["stability"]).failed == 0
 
 
 def test_turns_rotate_and_warm_up_is_not_listed():

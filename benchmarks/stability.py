@@ -1,0 +1,284 @@
+"""How much of a recipe's result hangs on rounding, beside what hangs on its seed?
+
+    make bench-stability                                     # every recipe of the CPU catalog: hours on 2 cores, resumable
+    python benchmarks/stability.py --only resnet_digits_cpu --flags "--learning_rate 0.05" --output digits --work runs/digits
+    python benchmarks/stability.py --only finetune_reviews_cpu --reviews reviews.csv     # docs/finetuning.md makes it
+
+Every recipe is trained to its end, as `make` trains it (bf16), and its held-out numbers at the end are compared:
+
+- roundings: the recipe's own seed, so the same samples, first weights and rates in every step. What differs is only how sums
+  are rounded: `--speed safe`; cut into 4 and into uneven micro-batches; the kernels of `--speed auto`; float32 instead of
+  bfloat16; first weights whose last bits are flipped, in float32 and bfloat16.
+- seeds: five seeds by `--speed safe`, and the same five by `--speed auto`.
+
+Shown: means and standard deviations (n - 1) over roundings and seeds; the first step whose loss differs from the safe run's by
+more than 1 %; and the mean of auto - safe over the seeds with its standard error, for pairs of the same seed.
+
+A run that is finished is not done again: runs/stability/RECIPE/RUN holds it. Remove the folder to measure anew.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from samestep.recipe.recipe import Recipe, load
+
+FLIPPED = harness.ROOT / "benchmarks" / "flipped.py"
+PARTED = 0.01  # relative difference of a step's loss at which two curves have parted
+NUM_SEEDS, NUM_ROUNDINGS = 5, 7
+# Recipe -> script, and what is compared at the end: names in all_results.json.
+RECIPES = {
+    "bert_small_cpu": ("pretrain_bert", ("eval_mlm_loss", "eval_mlm_accuracy", "eval_nsp_accuracy")),
+    "gpt2_small_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
+    "finetune_small_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
+    "resnet_digits_cpu": ("train_image_classifier", ("eval_loss", "eval_accuracy")),
+    "captcha_cpu": ("train_captcha", ("eval_loss", "eval_character_accuracy", "eval_string_accuracy")),
+    "finetune_reviews_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
+    "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
+}
+FILES = {"finetune_reviews_cpu": "reviews", "gpt2_shakespeare_char_cpu": "shakespeare"}
+"""Recipe -> flag that names its data, which no package holds."""
+REMARKS = {
+    "bert_small_cpu": "a pair's length alone gives a next-sentence accuracy of 0.66",
+    "finetune_small_cpu": "always naming the largest of 11 parts is right for 0.35",
+}
+SAFE, AUTO = "--speed safe", "--speed auto"
+
+
+def plan_runs(recipe: Recipe) -> dict[str, tuple[int, str, str, bool]]:
+    """List the runs of a recipe: name -> seed, precision, flags, whether the first weights' last bits are flipped."""
+    seed, batch = recipe.seed, recipe.global_batch_size
+    quarter, uneven = batch // 4, batch * 3 // 8
+    runs = {
+        "safe": (seed, "bf16", SAFE, False),
+        "auto": (seed, "bf16", AUTO, False),
+        "cut in 4": (seed, "bf16", f"{SAFE} --per_device_train_batch_size {quarter}", False),
+        "cut unevenly": (seed, "bf16", f"{SAFE} --per_device_train_batch_size {uneven}", False),
+        "last bits": (seed, "bf16", SAFE, True),
+        "float32": (seed, "no", SAFE, False),
+        "float32, last bits": (seed, "no", SAFE, True),
+    }
+    for other in range(seed + 1, seed + NUM_SEEDS):
+        runs[f"safe, seed {other}"] = (other, "bf16", SAFE, False)
+        runs[f"auto, seed {other}"] = (other, "bf16", AUTO, False)
+    return runs
+
+
+def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work: Path, threads: int) -> dict[str, Any]:
+    """Train to the end, unless that was done before.
+
+    Returns:
+        all_results.json, with the losses of the steps.
+    """
+    seed, precision, more, is_flipped = how
+    folder = work / name / run.replace(", ", "-").replace(" ", "-")
+    script = harness.ROOT / "scripts" / f"{RECIPES[name][0]}.py"
+    words = harness.launch(FLIPPED if is_flipped else script, precision, "cpu.yaml", "--quiet")
+    if is_flipped:
+        words.append(str(script))
+    words += ["--recipe", name, "--seed", str(seed), *more.split(), *flags.split(), "--output_dir", str(folder)]
+    stamp = folder.with_suffix(".command")
+    command = " ".join(words[words.index("--recipe") :])
+    if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": str(threads)}
+        start = time.perf_counter()
+        ended = subprocess.run([*words, "--overwrite_output_dir"], env=environment, capture_output=True, text=True)
+        if ended.returncode:
+            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
+        stamp.write_text(command)
+        for heavy in ("model.safetensors", *(path.name for path in folder.glob("checkpoint-*"))):
+            path = folder / heavy
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        print(f"{name}, {run}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    results = json.loads((folder / "all_results.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    first = next(line for line in lines if "eval_loss" in line)
+    return results | {"losses": [line["loss"] for line in lines if "loss" in line], "first": first}
+
+
+def find_parting(losses: list[float], reference: list[float]) -> int | None:
+    """Find the first step, from 1, whose loss differs by more than `PARTED`.
+
+    >>> find_parting([2.0, 1.0, 0.5], [2.0, 1.001, 0.6]), find_parting([1.0], [1.0])
+    (3, None)
+    """
+    pairs = enumerate(zip(losses, reference, strict=True), 1)
+    return next((step for step, (loss, other) in pairs if abs(loss - other) > PARTED * abs(other)), None)
+
+
+def measure(name: str, flags: str, work: Path, jobs: int, threads: int) -> dict[str, Any]:
+    """Train a recipe in every way, and gather what came of it: a row of the results."""
+    recipe = load(name)
+    runs = plan_runs(recipe)
+    with ThreadPoolExecutor(jobs) as pool:
+        started = {run: pool.submit(train, name, run, how, flags, work, threads) for run, how in runs.items()}
+        results = {run: result.result() for run, result in started.items()}
+    reference = results["safe"]["losses"]
+    row = {"recipe": name, "seed": recipe.seed, "steps": len(reference)}
+    row |= {"first": {metric: results["safe"]["first"][metric] for metric in RECIPES[name][1]}, "runs": {}}
+    for run, result in results.items():
+        row["runs"][run] = {metric: result[metric] for metric in RECIPES[name][1]}
+        row["runs"][run] |= {"seed": runs[run][0], "train_seconds": result["train_seconds"]}
+        if runs[run][0] == recipe.seed:
+            row["runs"][run]["parts_at"] = find_parting(result["losses"], reference)
+    return row
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Compute mean and standard deviation."""
+    return statistics.mean(values), statistics.stdev(values)
+
+
+def summarize(row: dict[str, Any], metric: str) -> dict[str, Any]:
+    """Compute mean and standard deviation over roundings and seeds, and auto - safe with its standard error."""
+    runs, seed = row["runs"], row["seed"]
+    roundings = [run[metric] for run in runs.values() if run["seed"] == seed]
+    safe = {run["seed"]: run[metric] for name, run in runs.items() if name.startswith("safe")}
+    auto = {run["seed"]: run[metric] for name, run in runs.items() if name.startswith("auto")}
+    differences = [auto[number] - safe[number] for number in safe]
+    return {
+        "roundings": spread(roundings),
+        "seeds": spread(list(safe.values())),
+        "difference": (statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))),
+        "parts_at": min((run["parts_at"] for run in runs.values() if run.get("parts_at")), default=None),
+    }
+
+
+def main() -> None:
+    parser = harness.flags("stability", __doc__, only=RECIPES)
+    parser.add_argument("--flags", default="", help="changes of the recipes, as on a script's command line")
+    parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "stability", help="folder of the runs")
+    for name, flag in FILES.items():
+        parser.add_argument(f"--{flag}", type=Path, help=f"data of {name}")
+    parser.add_argument(
+        "--jobs", type=harness.positive, default=2, help="runs at the same time, which share the cores [2]"
+    )
+    arguments = parser.parse_args()
+    threads = max(1, len(os.sched_getaffinity(0)) // arguments.jobs)
+    about = harness.about("make bench-stability", ("torch", "transformers", "accelerate"), threads)
+    files = {name: getattr(arguments, flag) for name, flag in FILES.items()}
+    names = [name for name in arguments.only if name not in FILES or files[name]]
+    for number, name in enumerate(names, 1):
+        flags = arguments.flags + (f" --train_file {files[name].resolve()}" if name in FILES else "")
+        rows = harness.read_other_rows(arguments.output, "rows", "recipe", [name])
+        rows.append(measure(name, flags, arguments.work, arguments.jobs, threads))
+        rows.sort(key=lambda row: list(RECIPES).index(row["recipe"]))
+        results = {"about": about, "rows": rows}
+        if arguments.output == harness.RESULTS / "stability":
+            harness.write_part(harness.ROOT / "README.md", "stability", part(results))
+            write_expectation(name, next(row for row in rows if row["recipe"] == name), about)
+        harness.write(arguments.output, results, markdown(results), number == len(names))
+
+
+def readable(metric: str) -> str:
+    """Turn a metric's name into words.
+
+    >>> readable("eval_mlm_accuracy")
+    'mlm accuracy'
+    """
+    return metric.removeprefix("eval_").replace("_", " ")
+
+
+def describe(row: dict[str, Any], metric: str) -> str:
+    """Say what a held-out number is at the end: mean of the seeds ± their standard deviation."""
+    mean, deviation = summarize(row, metric)["seeds"]
+    return f"{mean:.3f} ± {deviation:.3f}"
+
+
+def expectation(row: dict[str, Any], about: dict[str, Any]) -> str:
+    """Make the text of a recipe's field `expect`."""
+    numbers = [
+        f"{readable(metric)} {row['first'][metric]:.3f} -> {describe(row, metric)} (roundings ± "
+        f"{summarize(row, metric)['roundings'][1]:.4f})"
+        for metric in RECIPES[row["recipe"]][1]
+    ]
+    remark = f"; {REMARKS[row['recipe']]}" if row["recipe"] in REMARKS else ""
+    return (
+        f"measured on CPU cores in bf16 (Python {about['python']}; Python's documentation differs a little between versions), "
+        f"held out, mean of {NUM_SEEDS} seeds ± standard deviation, beside it that of {NUM_ROUNDINGS} roundings of one seed: "
+        f"{', '.join(numbers)}{remark} (benchmarks/results/stability.md)"
+    )
+
+
+def write_expectation(name: str, row: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write the field `expect` of a recipe in the catalog."""
+    file = harness.ROOT / "recipes" / "catalog" / f"{name}.yaml"
+    lines = textwrap.fill(
+        expectation(row, about), 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    text = file.read_text(encoding="utf-8")
+    file.write_text(
+        re.sub(r"^expect: .*?(?=^\S)", lambda _: f"expect: >-\n{lines}\n", text, flags=re.M | re.S), encoding="utf-8"
+    )
+
+
+def part(results: dict) -> str:
+    """Make the README's table of what the recipes reach."""
+    rows = [
+        [
+            row["recipe"],
+            readable(metric),
+            f"{row['first'][metric]:.3f}",
+            describe(row, metric),
+            f"± {summarize(row, metric)['roundings'][1]:.4f}",
+        ]
+        for row in results["rows"]
+        for metric in RECIPES[row["recipe"]][1]
+    ]
+    heads = f"recipe | held out | first | last, {NUM_SEEDS} seeds | {NUM_ROUNDINGS} roundings"
+    return harness.part("stability.py", results["about"], harness.table(heads, rows))
+
+
+HEADS = ("recipe", "held out", "mean, roundings", "SD", "mean, seeds", "SD", "SD / SD", "auto - safe", "parts at step")
+
+
+def markdown(results: dict) -> str:
+    summaries, runs = [], []
+    for row in results["rows"]:
+        metrics = RECIPES[row["recipe"]][1]
+        for metric in metrics:
+            summary = summarize(row, metric)
+            (mean, by_rounding), (mean_of_seeds, by_seed) = summary["roundings"], summary["seeds"]
+            difference, error = summary["difference"]
+            summaries.append(
+                [
+                    row["recipe"],
+                    readable(metric),
+                    f"{mean:.4f}",
+                    f"{by_rounding:.4f}",
+                    f"{mean_of_seeds:.4f}",
+                    f"{by_seed:.4f}",
+                    f"{by_rounding / by_seed:.2f}" if by_seed else "-",
+                    f"{difference:+.4f} ± {error:.4f}",
+                    summary["parts_at"] or f"none of {row['steps']}",
+                ]
+            )
+        for name, run in row["runs"].items():
+            values = ", ".join(f"{readable(metric)} {run[metric]:.4f}" for metric in metrics)
+            runs.append([row["recipe"], name, values, run.get("parts_at") or "-"])
+    return harness.page(
+        "Results of recipes over roundings and seeds",
+        "stability.py",
+        results["about"],
+        f"SD: standard deviation. auto - safe: mean and standard error over {NUM_SEEDS} seeds.\n\n"
+        f"{harness.table(HEADS, summaries)}\nEvery run:\n\n"
+        f"{harness.table('recipe | run | held out | parts at step', runs)}",
+    )
+
+
+if __name__ == "__main__":
+    main()
