@@ -46,7 +46,7 @@ def test_the_resolved_yaml_is_the_same_recipe(tmp_path):
 
 def test_a_recipe_with_other_values_says_so_and_describes_its_data(tmp_path):
     file, base = tmp_path / "mine.yaml", load("bert_small_cpu")
-    file.write_text("extends: bert_small_cpu\ntrain_file: [a.txt]\nlearning_rate: 1e-3\nseed: 7\n")
+    file.write_text(f"extends: bert_small_cpu\ntrain_file: [a.txt]\nlearning_rate: {base.learning_rate}\nseed: 7\n")
     recipe = load(str(file))
     assert (recipe.description, recipe.source) == (
         "BERT pretraining on a.txt.",
@@ -56,7 +56,10 @@ def test_a_recipe_with_other_values_says_so_and_describes_its_data(tmp_path):
     file.write_text("extends: bert_small_cpu\nseed: 7\nexpect: a loss of 5\n")
     recipe = load(str(file))
     assert (recipe.description, recipe.expect) == (base.description, "a loss of 5")
-    assert load("bert_small_cpu", {"max_train_steps": base.max_train_steps, "learning_rate": "1e-3"}) == base
+    assert (
+        load("bert_small_cpu", {"max_train_steps": base.max_train_steps, "learning_rate": str(base.learning_rate)})
+        == base
+    )
     many = [f"/x/{number}.txt" for number in range(9)]
     assert load("bert_small_cpu", {"train_file": many}).data_name == "0.txt, 1.txt, 2.txt, 6 more files"
 
