@@ -11,6 +11,7 @@ _HOMES = {
     "evaluate": "samestep.training.own_loop",
     "exact_steps": "samestep.training.own_loop",
     "exact_windows": "samestep.training.own_loop",
+    "noise_by_sample": "samestep.step.noise",
     "per_sample": "samestep.data.per_sample",
 }
 __all__ = list(_HOMES)

@@ -19,14 +19,17 @@ from samestep.training.checkpoint import read
 
 # Name -> program, and flags beside its tiny model's.
 WORKLOADS = {
-    "bert": ("pretrain_bert", ""),
-    "packed": ("pretrain_gpt2", ""),
+    "bert": ("pretrain_bert", " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"),
+    "packed": ("pretrain_gpt2", " --resid_pdrop 0.1 --embd_pdrop 0.1 --attn_pdrop 0.1"),
     "documents": ("pretrain_gpt2", " --packing false --train_file CORPUS/short.jsonl"),
     "masked": ("pretrain_gpt2", " --document_mask true"),
 }
 # Of classifiers: of texts, of pairs, of images normalised by groups, by statistics of the whole step.
 CLASSIFIERS = {
-    "texts": ("finetune_classifier", " --layerwise_lr_decay 0.8"),
+    "texts": (
+        "finetune_classifier",
+        " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --layerwise_lr_decay 0.8",
+    ),
     "pairs": ("finetune_classifier", " --text_column text --text_pair_column other"),
     "groups": ("train_image_classifier", ""),
     "reader": ("train_captcha", ""),

@@ -185,10 +185,11 @@ def test_a_mistake_loses_nothing_of_an_earlier_run(train, tmp_path):
         assert {path: path.stat().st_mtime_ns for path in output_dir.rglob("[!.]*")} == times
 
 
-def test_dropout_is_said_to_be_inexact(train, capsys):
-    train("run", SMALL + " --hidden_dropout_prob 0.1 --max_train_steps 1")
-    assert "hidden_dropout_prob 0.1: the noise is drawn per process and micro-batch" in capsys.readouterr().out
-    train("without", SMALL + " --max_train_steps 1")
+def test_a_kernel_with_its_own_noise_is_named(train, capsys):
+    flags = SMALL + " --attention_probs_dropout_prob 0.1 --max_train_steps 1"
+    train("run", flags + " --attn_implementation sdpa")
+    assert "attention dropout with attn_implementation sdpa" in capsys.readouterr().out
+    train("without", flags)
     assert "noise" not in capsys.readouterr().out
 
 

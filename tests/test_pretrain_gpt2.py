@@ -169,10 +169,10 @@ def test_no_compiler_is_said_at_once(train, monkeypatch):
         train("run", SMALL + " --torch_compile")
 
 
-def test_dropout_is_said_to_be_inexact(train, capsys):
-    train("run", SMALL + " --attn_pdrop 0.1 --max_train_steps 1")
-    assert "attn_pdrop 0.1: the noise is drawn per process and micro-batch" in capsys.readouterr().out
-    train("without", SMALL + " --max_train_steps 1")
+def test_a_kernel_with_its_own_noise_is_named(train, capsys):
+    train("run", SMALL + " --attn_pdrop 0.1 --attn_implementation sdpa --max_train_steps 1")
+    assert "attention dropout with attn_implementation sdpa" in capsys.readouterr().out
+    train("without", SMALL + " --attn_pdrop 0.1 --resid_pdrop 0.1 --max_train_steps 1")
     assert "noise" not in capsys.readouterr().out
 
 

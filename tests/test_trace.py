@@ -172,17 +172,17 @@ def test_what_cuda_keeps_otherwise():
     assert saved_bytes(dropout) == 4 * numbers
 
 
-def test_dropout_is_the_same_when_it_is_recomputed():
+def test_dropout_by_sample_keeps_nothing():
     changes = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     plain, dropout = (
         trace_recipe(small("bert"), 4, mixed_precision="no"),
         trace_recipe(small("bert", **changes), 4, mixed_precision="no"),
     )
     tokens, h, layers = 4 * 128, 128, 5
-    num_selected = 4 * 20  # the first and the masked ones, for which the last layer is computed
-    # After attention, after the feed-forward layer; of the embeddings.
-    masks = (2 * (layers - 1) + 1) * tokens * h + 2 * num_selected * h
-    assert dropout.forward - plain.forward == masks
+    masks = (
+        (2 * (layers - 1) + 1) * tokens * h
+    )  # of torch's dropout: after attention, after the feed-forward layer, embeddings
+    assert 0 < dropout.forward - plain.forward < masks / 100
     recomputed = trace_recipe(small("bert", **changes), 4, mixed_precision="no", gradient_checkpointing=True)
     assert recomputed.peak < dropout.peak
 

@@ -28,6 +28,7 @@ from samestep._internals.transformers_models import attention_kernel
 from samestep.data.ragged import Rows, Tables, make_rows, make_tables, split_by_length
 from samestep.models import cpu_matmul
 from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.step import noise
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -66,7 +67,10 @@ def kernel_candidates(
     """
     kernel, names = settings.attn_implementation, ["sdpa"]
     if device.type == "cpu":
-        names = ["eager", "sdpa"] + [name + BY_LENGTH for name in ("eager", "sdpa") if not settings.torch_compile]
+        kinds = (
+            ["eager"] if model.config.attention_probs_dropout_prob else ["eager", "sdpa"]
+        )  # sdpa draws its own noise
+        names = kinds + [name + BY_LENGTH for name in kinds if not settings.torch_compile]
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")
     names = [kernel] if kernel else names
@@ -103,6 +107,7 @@ def last_hidden_at(
         parts, query_parts = _make_parts(lengths), _make_parts(num_queries)
     num_groups = bert.config.num_attention_heads if "eager" in kernel else 1
     token_tables, query_tables = make_tables(parts, num_groups), make_tables(query_parts, num_groups)
+    _name_rows(bert.embeddings.dropout, position_ids, ends, queries)
     hidden = bert.embeddings(input_ids, token_type_ids, position_ids)
     *layers, last = bert.encoder.layer
     for layer in layers:
@@ -111,6 +116,16 @@ def last_hidden_at(
     if is_alone:
         token_tables, query_tables = make_tables(parts, 1), make_tables(query_parts, 1)
     return last(hidden, queries=queries, token_tables=token_tables, query_tables=query_tables, is_alone=is_alone)[0]
+
+
+def _name_rows(dropout: nn.Module, position_ids: torch.Tensor, ends: torch.Tensor, queries: torch.Tensor) -> None:
+    """Tell the noise which rows of [1, M, width] and of [W, width] are which tokens of which samples."""
+    if isinstance(dropout, noise.Dropout) and dropout.training:
+        shape, num_samples = tuple(position_ids.shape), len(ends) - 1
+        # int64 [M]: the sample of each token; S for tokens of no sample
+        sample = torch.searchsorted(ends[1:], torch.arange(shape[1], device=ends.device, dtype=ends.dtype), right=True)
+        dropout.noise.set_rows(shape, sample, position_ids[0], num_samples)
+        dropout.noise.rows[tuple(queries.shape)] = dropout.noise.rows[shape][0, queries]
 
 
 def _make_parts(lengths: Sequence[np.ndarray]) -> list[Rows]:
@@ -141,8 +156,7 @@ def _last_layer(
         inputs = ((module.query, query_hidden), (module.key, hidden), (module.value, hidden))
         q, k, v = (project(x).unflatten(1, (-1, module.attention_head_size)) for project, x in inputs)
         kernel = attention_kernel(module.config).removeprefix("unpadded_")
-        dropout = module.dropout.p if module.training else 0.0
-        y = _attention(kernel, module, q, k, v, query_tables, token_tables, module.scaling, dropout)
+        y = _attention(kernel, module, q, k, v, query_tables, token_tables, tuple(queries.shape))
     y = layer.attention.output(y.flatten(1), query_hidden)
     return layer.output(layer.intermediate(y), y)[None]
 
@@ -166,10 +180,11 @@ def _attention_alone(
     q = torch.einsum("whd,hdn->whn", module.query(query_hidden).unflatten(1, (heads, -1)), key)
     x = hidden[:, None].to(q.dtype)
     outputs = []
-    tables = zip(_to_tables(q, query_tables), _to_tables(x, token_tables), token_tables.is_token, strict=True)
-    for query, tokens, is_token in tables:  # [S', heads, 1, width], [S', 1, T, width]
+    keys = _row_keys(module, query_tables, (len(q),))
+    tables = zip(_to_tables(q, query_tables), _to_tables(x, token_tables), token_tables.is_token, keys, strict=True)
+    for query, tokens, is_token, row_keys in tables:  # [S', heads, 1, width], [S', 1, T, width]
         p = _scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
-        p = F.dropout(p, module.dropout.p, module.training)
+        p = _drop(module, p, row_keys)
         outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
     y = _from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
     y, total = y.split([y.shape[-1] - 1, 1], -1)
@@ -186,13 +201,11 @@ def _interface(kernel: str):
         attention_mask: None,
         *,
         token_tables: Tables,
-        scaling: float,
-        dropout: float = 0.0,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return _attention(kernel, module, q, k, v, token_tables, token_tables, scaling, dropout)[None], None
+        return _attention(kernel, module, q, k, v, token_tables, token_tables, (1, len(q)))[None], None
 
     return attention
 
@@ -209,10 +222,14 @@ def _attention(
     v: torch.Tensor,
     query_tables: Tables,
     token_tables: Tables,
-    scaling: float,
-    dropout: float,
+    shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """Compute softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d]."""
+    """Compute softmax(scaling q k^T) v of each sample: q [W, heads, d], k and v [M, heads, d] -> [W, heads, d].
+
+    Args:
+        shape: by which the noise knows the rows of the queries.
+    """
+    scaling, dropout = module.scaling, module.dropout.p if module.training else 0.0
     if kernel == "varlen":
         assert not dropout, "the kernel has none"
         longest = query_tables.sources[0].shape[2], token_tables.sources[0].shape[2]
@@ -221,17 +238,40 @@ def _attention(
         y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], q_ends, k_ends, *longest, scale=scaling)
         return torch.cat([y, y.new_zeros(padding, *y.shape[1:])])
     q_tables, k_tables, v_tables = _to_tables(q, query_tables), _to_tables(k, token_tables), _to_tables(v, token_tables)
-    outputs = []
+    outputs, row_keys = [], _row_keys(module, query_tables, shape)
     # Of each table [S', heads, W', d] and twice [S', heads, T, d]
-    for queries, keys, values, is_token in zip(q_tables, k_tables, v_tables, token_tables.is_token, strict=True):
+    tables = zip(q_tables, k_tables, v_tables, token_tables.is_token, row_keys, strict=True)
+    for queries, keys, values, is_token, query_keys in tables:
         if kernel.startswith("sdpa"):
             y = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling
             )
         else:
-            y = F.dropout(_scores(queries, keys, is_token, scaling).softmax(-1), dropout, module.training) @ values
+            y = _drop(module, _scores(queries, keys, is_token, scaling).softmax(-1), query_keys) @ values
         outputs.append(y)
     return _from_tables(outputs, query_tables, len(q))
+
+
+def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
+    """Return the noise's keys for the probabilities of a BertSelfAttention: of each table of queries int64 [S', heads, W'];
+    None where there is no noise by sample.
+
+    Args:
+        shape: by which the noise knows the rows of the queries.
+    """
+    dropout = module.dropout
+    if not isinstance(dropout, noise.Dropout) or not dropout.training or not dropout.p:
+        return [None] * len(tables.sources)
+    keys = dropout.noise.rows[shape].flatten()
+    heads = torch.arange(module.num_attention_heads, device=keys.device)[:, None]
+    # [S', g, W'] with the parts t g, ..., t g + g - 1 of token t: the first part's number / g is the token's
+    tokens = [source[:, :1] // source.shape[1] for source in tables.sources]
+    return [noise.mix(keys[token] + heads) for token in tokens]
+
+
+def _drop(module: nn.Module, probabilities: torch.Tensor, row_keys: torch.Tensor | None) -> torch.Tensor:
+    """Apply a BertSelfAttention's dropout to its probabilities [S', heads, W', T]."""
+    return module.dropout(probabilities) if row_keys is None else module.dropout.drop(probabilities, row_keys)
 
 
 def _to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:

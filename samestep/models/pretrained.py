@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import cached_file
 
 from samestep._internals.transformers_models import attention_kernel
@@ -114,9 +114,50 @@ def causal_kernel_candidates(
         name -> function that makes the model use these kernels.
     """
     first = causal_attention(device, mixed_precision, length)
-    names = [kernel] if kernel else sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
-    candidates = {name: partial(model.set_attn_implementation, name) for name in names}
+    names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
+    if device.type == "cpu" and getattr(model.config, "attn_pdrop", 0.0):
+        names = ["eager"]  # sdpa draws its own noise, not by sample
+    names = [kernel] if kernel else names
+    candidates = {
+        name: partial(model.set_attn_implementation, BY_SAMPLE if name == "eager" else name) for name in names
+    }
     return cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
+
+
+def find_noisy_kernel(model: nn.Module) -> str | None:
+    """Return the name of the attention kernel that draws dropout of its own, not by sample; None: there is none.
+
+    Args:
+        model: has models of transformers as children.
+    """
+    for child in model.children():
+        config = getattr(child, "config", None)
+        if any(getattr(config, name, 0) for name in ("attention_probs_dropout_prob", "attn_pdrop")):
+            kernel = attention_kernel(config).removeprefix("unpadded_")
+            if "eager" not in kernel:
+                return kernel
+    return None
+
+
+def _eager_by_sample(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' eager kernel does, [S, heads, T, d] -> [S, T, heads, d], but with the module's own
+    dropout, whose noise may be drawn by sample."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(2, 3) * scaling + attention_mask
+    return (module.attn_dropout(scores.softmax(-1).to(value.dtype)) @ value).transpose(1, 2), None
+
+
+BY_SAMPLE = "eager_by_sample"
+AttentionInterface.register(BY_SAMPLE, _eager_by_sample)
 
 
 def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
@@ -134,12 +175,12 @@ def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Te
     places = torch.arange(length, device=input_ids.device)
     hidden = gpt2.drop(gpt2.wte(input_ids) + gpt2.wpe(places[None] if position_ids is None else position_ids))
     mask = None  # sdpa is causal by itself
-    if position_ids is not None or kernel == "eager":
+    if position_ids is not None or kernel.startswith("eager"):
         mask = (places <= places[:, None])[None, None]  # [1, 1, T, T], or [S, 1, T, T] with documents
         if position_ids is not None:
             document = (position_ids == 0).cumsum(1)[:, None]
             mask = mask & (document[..., None] == document[:, :, None])
-        if kernel == "eager":
+        if kernel.startswith("eager"):
             mask = hidden.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(hidden.dtype).min)
     for block in gpt2.h:
         hidden = block(hidden, attention_mask=mask, use_cache=False)

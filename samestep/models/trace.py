@@ -30,6 +30,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step import optim
+from samestep.step.noise import noise_by_sample
 
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -259,6 +260,7 @@ def trace_recipe(
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
             model = model_class.from_recipe(recipe, None)
+        noise_by_sample(model, recipe.seed)
         if issubclass(settings_class, LanguageModelSettings):
             settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
             (use_kernels,) = model.kernel_candidates(torch.device("cuda"), mixed_precision, settings).values()

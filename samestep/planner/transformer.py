@@ -59,7 +59,7 @@ class Transformer:
         layer: one of the L.
         num_outside: parameters outside the layers: embeddings, the last normalisation, the head without shared matrices.
         flops_per_sample: FLOPs of forward and backward of a sample of T tokens.
-        attention_dropout: whether eager attention has dropout, which keeps masks.
+        attention_dropout: whether eager attention has dropout.
         tied_head: whether the head is the embedding's matrix, so that its gradient waits for the embedding's.
         chunked_head: whether the head is `losses.linear_cross_entropy`.
         eager_attention: attention stores its [T, T] matrices; False: the sdpa kernels do not.
@@ -67,6 +67,7 @@ class Transformer:
         num_queries: tokens of a sample for which the last layer is computed, that is, queries of its attention, in
             `samestep.models.attention`; None: all, in transformers' own forward.
         context_bytes: bytes that the last layer keeps of each other token, in float32 and under autocast.
+        keeps_masks: whether dropout keeps a mask, a byte per number, as torch's does; `samestep.step.noise` draws it again.
     """
 
     vocab_size: int
@@ -85,6 +86,7 @@ class Transformer:
     post_norm: bool = False
     num_queries: int | None = None
     context_bytes: tuple[int, int] = (0, 0)
+    keeps_masks: bool = True
 
     unit = "token"
     has_equal_layers = True  # they are recomputed and sharded one by one
@@ -113,10 +115,11 @@ class Transformer:
         """Count the bytes that a layer saves for its backward, per token; eager attention's [T, T] matrices included.
 
         Eager attention saves per head and pair of tokens its probabilities (4), under autocast their cast (2), and with dropout
-        a mask (1) and, in float32, the probabilities after dropout (4). Left out everywhere: statistics of the normalisations
-        and of attention, below 1 %.
+        in float32 the probabilities after dropout (4), and a mask (1) if masks are kept. Left out everywhere: statistics of the
+        normalisations and of attention, below 1 %.
         """
-        probabilities = (6 + self.attention_dropout) if autocast else (4 + 5 * self.attention_dropout)
+        probabilities = 6 if autocast else 4 + 4 * self.attention_dropout
+        probabilities += self.attention_dropout and self.keeps_masks
         square = self.num_heads * self.length * probabilities
         return self.layer.saved_bytes[autocast] + self.eager_attention * (self.layer.repeated_bytes[autocast] + square)
 
@@ -383,9 +386,9 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is
         length: T.
         num_predicted: largest number of masked tokens of a sample; None: a classifier.
         is_unpadded: whether `samestep.models.attention` computes it: without padding, the last layer for the first and the
-            masked tokens only. A layer keeps 4 h (under autocast 2 h) more per token, attention's output as tables and as rows.
-            The last layer keeps keys, values and its input of the other tokens, 12 h (8 h); in a classifier, measured, 6.5 h
-            (11 h).
+            masked tokens only, dropout by `samestep.step.noise`. A layer keeps 4 h (under autocast 2 h) more per token,
+            attention's output as tables and as rows. The last layer keeps keys, values and its input of the other tokens, 12 h
+            (8 h); in a classifier, measured, 6.5 h (11 h).
     """
     vocab, h, f, layers = (
         shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -398,7 +401,7 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is
         flops += 6 * h * (shape["num_labels"] - 2)  # instead of the two classes of the next sentence
     else:
         head = (h * h + h) + 2 * h + vocab + (2 * h + 2)  # transform, its norm, bias; next sentence
-    layer = _layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0, 24)
+    layer = _layer(h, f, shape["hidden_act"], shape["hidden_dropout_prob"] > 0 and not is_unpadded, 24)
     if is_unpadded:
         layer = layer._replace(saved_bytes=(layer.saved_bytes[0] + 4 * h, layer.saved_bytes[1] + 2 * h))
     return Transformer(
@@ -415,6 +418,7 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is
         tied_head=num_predicted is not None,
         post_norm=True,
         num_queries=1 + (num_predicted or 0) if is_unpadded else None,
+        keeps_masks=not is_unpadded,
         context_bytes=(12 * h, 8 * h) if num_predicted is not None else (13 * h // 2, 11 * h),
     )
 
@@ -425,11 +429,12 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) ->
     Args:
         shape: as `transformers.GPT2Config` takes it.
         length: T.
-        chunked_head: whether `losses.linear_cross_entropy` computes the head; False: all logits at once.
+        chunked_head: whether our script computes it: `losses.linear_cross_entropy` the head, `samestep.step.noise` dropout;
+            False: transformers, all logits at once, and masks that are kept.
     """
     vocab, positions, h, layers = (shape[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer"))
     f = shape.get("n_inner") or 4 * h
-    layer = _layer(h, f, shape["activation_function"], shape["resid_pdrop"] > 0, 20)
+    layer = _layer(h, f, shape["activation_function"], shape["resid_pdrop"] > 0 and not chunked_head, 20)
     num_outside = (vocab + positions) * h + 2 * h
     num_parameters = layers * layer.num_parameters + num_outside
     return Transformer(
@@ -444,6 +449,7 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) ->
         flops_per_sample=gpt2_flops(num_parameters, positions, h, layers, length),
         attention_dropout=shape["attn_pdrop"] > 0,
         chunked_head=chunked_head,
+        keeps_masks=not chunked_head,
     )
 
 

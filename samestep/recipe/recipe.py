@@ -310,9 +310,9 @@ class BertRecipe(Recipe):
     intermediate_size: int = setting("width of the feed-forward layer", WIDTH)
     hidden_act: str = setting("activation of the feed-forward layer", choice(*ACTIVATIONS))
     max_position_embeddings: int = setting("positions; at least max_seq_length", LENGTH)
-    hidden_dropout_prob: float = setting("dropout; above 0 its noise depends on the layout", FRACTION)
+    hidden_dropout_prob: float = setting("dropout, drawn by sample", FRACTION)
     attention_probs_dropout_prob: float = setting(
-        "attention dropout; above 0 its noise depends on the layout", FRACTION
+        "attention dropout, drawn by sample where attention is eager", FRACTION
     )
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
@@ -445,9 +445,9 @@ class Gpt2Pretraining(TextPretraining):
         "activation of the feed-forward layer; gelu_pytorch_tanh is GPT-2's gelu_new in one kernel",
         choice("gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "silu"),
     )
-    resid_pdrop: float = setting("dropout after each layer; above 0 its noise depends on the layout", FRACTION)
-    embd_pdrop: float = setting("dropout of the embeddings; above 0 its noise depends on the layout", FRACTION)
-    attn_pdrop: float = setting("attention dropout; above 0 its noise depends on the layout", FRACTION)
+    resid_pdrop: float = setting("dropout after each layer, drawn by sample", FRACTION)
+    embd_pdrop: float = setting("dropout of the embeddings, drawn by sample", FRACTION)
+    attn_pdrop: float = setting("attention dropout, drawn by sample where attention is eager", FRACTION)
     initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
     layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
 

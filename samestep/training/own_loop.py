@@ -33,6 +33,7 @@ from samestep.errors import UsageError
 from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
+from samestep.step.noise import Noise
 from samestep.training import prepared
 from samestep.training.launch import SIZES, is_sharded
 
@@ -48,11 +49,13 @@ class CountedBatch:
         batch: as collated.
         counts: int64 [terms], numbers of targets in the batch.
         is_placeholder: the batch counts nothing: this process has no sample left, but DDP waits for its gradient.
+        samples: (epoch, sample id) of each sample, where they are known.
     """
 
     batch: Any
     counts: torch.Tensor
     is_placeholder: bool = False
+    samples: Sequence[tuple[int, int]] = ()
 
 
 class Step:
@@ -75,18 +78,21 @@ class Step:
         micro_batches: Sequence[CountedBatch],
         num_targets: torch.Tensor,
         is_first: bool,
+        noise: Noise | None = None,
     ):
         self.index, self.epoch, self.num_targets = index, epoch, num_targets
         self.num_micro_batches = len(micro_batches)
         self.is_idle = all(part.is_placeholder for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
-        self._current: CountedBatch | None = None
+        self._noise, self._current = noise, None
         self._sums = torch.zeros((), device=accelerator.device)
 
     def __iter__(self) -> Iterator[Any]:
         self._sums = torch.zeros((), device=self._accelerator.device)
         for number, part in enumerate(iterate_micro_batches(self._accelerator, self._micro_batches), 1):
             self._current, self._num_losses = part, 0
+            if self._noise is not None:
+                self._noise.set_samples(part.samples, self._accelerator.device)
             yield send_to_device(part.batch, self._accelerator.device, non_blocking=True)
             if self._is_first:
                 self._check_use(number)
@@ -185,6 +191,7 @@ def exact_steps(
     length: Callable[[Any], int] | None = None,
     max_tokens: int | None = None,
     num_workers: int = 0,
+    noise: Noise | None = None,
 ) -> "ExactSteps":
     """Take steps with the gradient of one batch of `global_batch_size` samples, on any number of processes.
 
@@ -217,6 +224,7 @@ def exact_steps(
             samples of a step.
         max_tokens: tokens in a micro-batch at most, padding included; needs `length`.
         num_workers: processes that prepare steps ahead.
+        noise: what `noise_by_sample(model, seed)` returned: the same dropout for every cut. None: the model draws its own.
 
     Returns:
         `ExactSteps`: has a length, and iterates over `Step`.
@@ -259,14 +267,15 @@ def exact_steps(
         max_tokens=max_tokens,
         same_num_micro_batches=is_sharded(accelerator),
     )
-    return ExactSteps(accelerator, steps, range(first_step, last), num_workers)
+    return ExactSteps(accelerator, steps, range(first_step, last), num_workers, noise)
 
 
 class ExactSteps:
     """The steps of a training, of type `Step`. See `exact_steps`."""
 
-    def __init__(self, accelerator: Accelerator, steps: Steps, numbers: range, num_workers: int):
+    def __init__(self, accelerator: Accelerator, steps: Steps, numbers: range, num_workers: int, noise: Noise | None):
         self._accelerator, self._steps, self._numbers, self._num_workers = accelerator, steps, numbers, num_workers
+        self._noise = noise
 
     def __len__(self) -> int:
         """Count the optimizer steps that are left, which a scheduler needs to know."""
@@ -286,14 +295,16 @@ class ExactSteps:
             for data in loader:
                 counts = total_counts(self._accelerator, data.counts)
                 micro_batches = [
-                    CountedBatch(micro_batch["batch"], micro_batch["batch_counts"], micro_batch["is_placeholder"])
-                    for micro_batch in data.micro_batches
+                    CountedBatch(
+                        micro_batch["batch"], micro_batch["batch_counts"], micro_batch["is_placeholder"], samples
+                    )
+                    for micro_batch, samples in zip(data.micro_batches, data.samples, strict=True)
                 ]
                 is_first = data.step == self._numbers[0]
                 if is_first:
                     _check_targets(counts)
                 counts = counts.view(data.micro_batches[0]["shape"])
-                yield Step(self._accelerator, data.step, data.epoch, micro_batches, counts, is_first)
+                yield Step(self._accelerator, data.step, data.epoch, micro_batches, counts, is_first, self._noise)
 
 
 def exact_windows(

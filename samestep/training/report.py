@@ -124,7 +124,8 @@ class RunLog:
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         self._start_tracker()
-        self._print_inexact_settings()
+        if recipe.accumulation == "optimizer":
+            accelerator.print(text.explain_accumulation(recipe.second_moment))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
 
@@ -158,20 +159,6 @@ class RunLog:
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
         self.clock = time.perf_counter()
-
-    def _print_inexact_settings(self) -> None:
-        noise = [
-            f"{name} {value}"
-            for name, value in self.recipe.decisive_fields().items()
-            if ("dropout" in name or "pdrop" in name) and value
-        ]
-        if self.recipe.accumulation == "optimizer":
-            self.accelerator.print(text.explain_accumulation(self.recipe.second_moment))
-        if noise:
-            self.accelerator.print(
-                f"{', '.join(noise)}: the noise is drawn per process and micro-batch, so that another layout's losses differ "
-                "by it; samples, batch, learning rate and masks do not"
-            )
 
     def step(
         self,

@@ -25,7 +25,7 @@ from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
-from samestep.step import accumulate, batch_norm, losses, optim
+from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.training import card, checkpoint, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
@@ -110,8 +110,15 @@ class Run:
         torch.manual_seed(recipe.seed)
         self.build = lambda: model_class.from_recipe(recipe, train)
         self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
+        self.noise = noise.noise_by_sample(model, recipe.seed)
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
+        if kernel := pretrained.find_noisy_kernel(model):
+            accelerator.print(
+                f"attention dropout with attn_implementation {kernel}: the kernel draws its own noise, per process and "
+                "micro-batch, so that another layout's losses differ by it, unlike with --attn_implementation eager; samples, "
+                "batch, learning rate, masks and all other dropout do not"
+            )
         if getattr(settings, "gradient_checkpointing", False):
             model.recompute_activations()
         if getattr(settings, "torch_compile", False):
@@ -332,8 +339,10 @@ class Step:
     @property
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        for micro_batch in accumulate.iterate_micro_batches(self.run.accelerator, self.data.micro_batches):
-            yield to_device(micro_batch, self.run.accelerator.device)
+        device, pairs = self.run.accelerator.device, list(zip(self.data.micro_batches, self.data.samples, strict=True))
+        for micro_batch, samples in accumulate.iterate_micro_batches(self.run.accelerator, pairs):
+            self.run.noise.set_samples(samples, device)
+            yield to_device(micro_batch, device)
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.

@@ -1,0 +1,187 @@
+"""Dropout by sample: the same for every cut, and as good as noise."""
+
+import hashlib
+import itertools
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from common import fresh_accelerator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from samestep import exact_steps, noise_by_sample
+from samestep.step.noise import Dropout, Noise, _keep_at_once
+
+CPU = torch.device("cpu")
+
+
+def mask(seed=0, epoch=0, samples=range(100), places=50, features=200, p=0.1, name="layer"):
+    """float [samples, places, features]: 1 where a number is kept."""
+    noise = Noise(seed)
+    noise.set_samples([(epoch, sample) for sample in samples])
+    dropout = Dropout(p, noise, name).train()
+    return (dropout(torch.ones(len(samples), places, features)) > 0).float()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rate_and_expectation(p, dtype):
+    """10^6 numbers: the share that is kept is 1 - p within 4 standard errors, and the mean is that of x."""
+    noise = Noise(1)
+    dropout = Dropout(p, noise, "x").train()
+    y = dropout(torch.ones(1000, 1000, dtype=dtype))
+    assert y.dtype == dtype
+    assert (y > 0).float().mean().item() == pytest.approx(1 - p, abs=4 * math.sqrt(p * (1 - p) / 1e6) + 2**-17)
+    if p < 1:
+        rounding = 0 if dtype == torch.float32 else 2**-8
+        assert y.float().mean().item() == pytest.approx(1, abs=4 * math.sqrt(p / (1 - p) / 1e6) + rounding)
+        assert len(y.unique()) == 1 + (p > 0)
+    dropout.eval()
+    x = torch.rand(3, 2)
+    assert torch.equal(dropout(x), x)
+
+
+def test_neighbours_are_independent():
+    """Correlations of the masks of neighbouring features, places, samples, epochs, seeds, modules: of 10^6 numbers each, below
+    4 standard errors."""
+    first, p = mask(), 0.1
+    others = {
+        "feature": (first[..., 1:], first[..., :-1]),
+        "pair": (first[..., ::2], first[..., 1::2]),
+        "place": (first[:, 1:], first[:, :-1]),
+        "sample": (first[1:], first[:-1]),
+        "sample and place": (first[1:, 1:], first[:-1, :-1]),
+        "epoch": (mask(epoch=1), first),
+        "seed": (mask(seed=1), first),
+        "module": (mask(name="layer.1"), first),
+        "place 128": (mask(places=200)[:, 128:178], first),
+    }
+    for name, (x, y) in others.items():
+        correlation = ((x - 1 + p) * (y - 1 + p)).mean().item() / (p * (1 - p))
+        assert abs(correlation) < 4 / math.sqrt(x.numel()), name
+
+
+def test_draws_are_uniform_and_pairs_of_draws_too():
+    """Chi-square of the 4 bits that decide at p = 1/16, 2/16, ... and of neighbours' pairs of them."""
+    noise = Noise(3)
+    noise.set_samples([(0, sample) for sample in range(200)])
+    x = torch.ones(200, 20, 100)
+    kept = [Dropout(number / 16, noise, "x").train()(x) > 0 for number in range(1, 16)]
+    level = torch.stack(kept).sum(0)  # 0 to 15
+    for pairs in (
+        level[..., 1:] * 16 + level[..., :-1],
+        level[:, 1:] * 16 + level[:, :-1],
+        level[1:] * 16 + level[:-1],
+    ):
+        counts = pairs.flatten().bincount(minlength=256).double()
+        chi_square = ((counts - counts.mean()).square() / counts.mean()).sum().item()
+        assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255)
+
+
+def test_noise_is_a_function_of_the_sample():
+    """Not of the order, of the other samples, of padding, of rows beside it; and golden: it does not change with versions."""
+    whole = mask(samples=[5, 2, 7], places=6)
+    assert torch.equal(mask(samples=[7, 5], places=9)[:, :6], whole[[2, 0]])
+    assert not torch.equal(mask(samples=[5], epoch=1, places=6)[0], whole[0])
+    assert hashlib.sha256(whole.bool().numpy().tobytes()).hexdigest()[:16] == "307d3efd91212a1c"
+    # Samples end to end, [1, rows, features], and a row for each sample
+    noise = Noise(0)
+    noise.set_samples([(0, 5), (0, 7)])
+    sample, place = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 2, 0])
+    noise.set_rows((1, 6), sample, place, 2)
+    dropout = Dropout(0.1, noise, "layer").train()
+    row = (dropout(torch.ones(1, 6, 200)) > 0).float()[0]
+    assert torch.equal(row[:5], torch.cat([whole[0, :2], whole[2, :3]]))
+    assert torch.equal((dropout(torch.ones(2, 200)) > 0).float(), whole[[0, 2], 0])
+
+
+def test_gradient_and_recomputation():
+    noise = Noise(0)
+    dropout = Dropout(0.3, noise, "x").train()
+    x = torch.randn(4, 5, 7, dtype=torch.float64, requires_grad=True)  # an odd number of features
+    assert torch.autograd.gradcheck(dropout, x)
+    (plain,) = torch.autograd.grad(dropout(x).square().sum(), x)
+    (recomputed,) = torch.autograd.grad(checkpoint(dropout, x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(plain, recomputed)
+    assert torch.equal(plain == 0, dropout(torch.ones_like(x)) == 0)
+    strided = x.detach().transpose(0, 1)
+    noise.set_rows((5, 4), torch.zeros(20, dtype=torch.int64), torch.arange(20), 1)
+    assert torch.equal(dropout(strided), dropout(strided.contiguous()))
+
+
+@pytest.mark.parametrize("features", [7, 200])
+def test_the_kernel_of_gpus_drops_the_same_numbers(features):
+    noise = Noise(0)
+    dropout, x = Dropout(0.3, noise, "x").train(), torch.randn(40, features)
+    keys = noise.row_keys(x.shape[:-1], x.device)
+    at_once = _keep_at_once(
+        x, keys.view(torch.int32).view(-1, 2), dropout._column_keys(x), dropout.threshold, dropout.scale
+    )
+    assert torch.equal(at_once, dropout(x))
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(0.4))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean(1))[:, 0]
+
+
+@pytest.fixture
+def accelerator():
+    fresh_accelerator()
+    yield Accelerator(cpu=True)
+    fresh_accelerator()
+
+
+def test_steps_with_dropout_are_those_of_whole_batches(accelerator):
+    """float64: to rounding; with torch's own dropout they are not."""
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(26)]
+
+    def train(per_device_batch_size, is_by_sample):
+        torch.manual_seed(0)
+        model = Reader().double()
+        noise = noise_by_sample(model, seed=1) if is_by_sample else None
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = exact_steps(
+            accelerator,
+            data,
+            torch.stack,
+            global_batch_size=10,
+            targets=len,
+            num_steps=4,
+            noise=noise,
+            per_device_batch_size=per_device_batch_size,
+        )
+        for step in steps:
+            for batch in step:
+                with accelerator.accumulate(model):
+                    accelerator.backward(step.loss((model(batch) - batch.mean((1, 2))).square().sum()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    whole = train(10, True)
+    for size in (1, 3):
+        assert torch.allclose(train(size, True), whole, rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(train(3, False), train(10, False), rtol=1e-3)
+
+
+def test_only_torchs_own_dropout_is_replaced():
+    model = nn.ModuleDict({"a": nn.Dropout(0.1), "b": nn.Dropout2d(0.1), "c": nn.Sequential(nn.Dropout(0.2)).eval()})
+    noise = noise_by_sample(model, 0)
+    assert isinstance(model["a"], Dropout)
+    assert model["a"].training
+    assert type(model["b"]) is nn.Dropout2d
+    assert (model["c"][0].p, model["c"][0].training) == (0.2, False)
+    assert model["a"].noise is model["c"][0].noise is noise
+    assert not model.state_dict()
+    assert repr(model["a"]) == "Dropout(p=0.1, inplace=False)"
+    numbers = {Dropout(0.1, noise, "".join(name)).number for name in itertools.product("abc", repeat=4)}
+    assert len(numbers) == 81
