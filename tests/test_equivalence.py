@@ -15,6 +15,7 @@ from samestep.models import bert_pretraining, gpt2_pretraining
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import TASKS, load
 from samestep.step import accumulate, losses, optim
+from samestep.step.noise import noise_by_sample
 from samestep.training.checkpoint import read
 
 # Name -> program, and flags beside its tiny model's.
@@ -183,16 +184,18 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
     argv = tiny_argv(program, corpus, "unused", f"--global_batch_size {layout.global_batch_size}{more}")
     script = {"pretrain_bert": bert_pretraining, "pretrain_gpt2": gpt2_pretraining}[program]
     if program == "pretrain_bert":
-        recipe, _ = run.parse(argv, "bert_pretraining", "")
+        recipe, settings = run.parse(argv, "bert_pretraining", "")
         source, _ = sentence_pairs.build(recipe)
         torch.manual_seed(recipe.seed)
         model = script.build_model(recipe)
     else:
-        recipe, _ = run.parse(argv, "gpt2_pretraining", "")
+        recipe, settings = run.parse(argv, "gpt2_pretraining", "")
         source, _ = token_blocks.build(recipe)
         torch.manual_seed(recipe.seed)
         model = script.build_model(recipe, source.end_of_text)
     model = script.PretrainingSums(model).double().train()
+    next(iter(model.kernel_candidates(torch.device("cpu"), "no", settings).values()))()
+    noise = noise_by_sample(model, recipe.seed)
     optimizer = optim.adamw(model, recipe.scaled_hyperparameters(), recipe.weight_decay)
     order = Order(len(source), recipe.global_batch_size, recipe.seed)
     schedule = recipe.schedule(10, float(order.steps_per_epoch))
@@ -201,7 +204,8 @@ def loop(scripts, corpus, workload: str, layout: Layout, exact: bool) -> tuple[l
         for group in optimizer.param_groups:
             group["lr"] = schedule(data.step)
         total = 0.0
-        for micro_batch in data.micro_batches:
+        for micro_batch, samples in zip(data.micro_batches, data.samples, strict=True):
+            noise.set_samples(samples)
             sums, _ = model(**micro_batch)
             of_micro_batch = torch.tensor([len(micro_batch[name]) for name in micro_batch if name in TARGETS])
             loss = losses.weighted_loss(sums, data.counts if exact else of_micro_batch, torch.ones(len(sums)))

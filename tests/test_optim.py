@@ -55,8 +55,8 @@ def test_a_recipe_names_its_optimizer():
     model = nn.Linear(3, 2)
     digits = from_recipe(model, load("resnet_digits_cpu"))
     assert isinstance(digits, torch.optim.SGD)
-    assert (digits.defaults["lr"], digits.defaults["momentum"], digits.defaults["fused"]) == (0.1, 0.9, True)
-    assert [group["weight_decay"] for group in digits.param_groups] == [1e-4, 0.0]
+    assert (digits.defaults["lr"], digits.defaults["momentum"], digits.defaults["fused"]) == (0.01, 0.9, True)
+    assert [group["weight_decay"] for group in digits.param_groups] == [5e-4, 0.0]
     reader = from_recipe(model, load("captcha_3xa100"))
     assert isinstance(reader, torch.optim.AdamW)
     assert (reader.defaults["lr"], reader.defaults["betas"]) == (6e-4, (0.9, 0.999))
