@@ -122,6 +122,16 @@ def test_the_kernel_of_gpus_drops_the_same_numbers(features):
     assert torch.equal(at_once, dropout(x))
 
 
+def test_rows_last_as_long_as_their_micro_batch_also_in_rehearsals():
+    """A classifier's dropout of one row per sample comes before the layers are computed again."""
+    noise = Noise(0)
+    dropout = Dropout(0.5, noise, "x").train()
+    noise.set_rows((1, 3), torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), 2)
+    first = dropout(torch.ones(1, 3, 50))
+    dropout(torch.ones(2, 50))
+    assert torch.equal(dropout(torch.ones(1, 3, 50)), first)
+
+
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()

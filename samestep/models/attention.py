@@ -67,9 +67,8 @@ def kernel_candidates(
     """
     kernel, names = settings.attn_implementation, ["sdpa"]
     if device.type == "cpu":
-        kinds = (
-            ["eager"] if model.config.attention_probs_dropout_prob else ["eager", "sdpa"]
-        )  # sdpa draws its own noise
+        # With dropout not sdpa, which draws noise of its own
+        kinds = ["eager"] if model.config.attention_probs_dropout_prob else ["eager", "sdpa"]
         names = kinds + [name + BY_LENGTH for name in kinds if not settings.torch_compile]
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")

@@ -79,10 +79,12 @@ class Noise:
             samples: (epoch, sample id) of each, in the micro-batch's order; none of them twice in a training.
             device: of the keys.
         """
-        keys = torch.tensor(samples, dtype=torch.int64).reshape(-1, 2)
+        self.samples, self.rows = self._make_keys(samples, device), {}
+
+    def _make_keys(self, samples: Sequence[tuple[int, int]], device: torch.device | None) -> torch.Tensor:
+        numbers = torch.tensor(samples, dtype=torch.int64).reshape(-1, 2)
         # [S]: each number is joined to the key so far
-        self.samples = mix(mix(self.seed + keys[:, 0]) + keys[:, 1]).to(device, non_blocking=True)
-        self.rows = {}
+        return mix(mix(self.seed + numbers[:, 0]) + numbers[:, 1]).to(device, non_blocking=True)
 
     def set_rows(self, shape: tuple[int, ...], sample: torch.Tensor, place: torch.Tensor, num_samples: int) -> None:
         """Say which rows of the micro-batch's tensors [*shape, features] are which places of which samples, where samples lie
@@ -112,9 +114,7 @@ class Noise:
     def _sample_keys(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Return a key per sample, [num_samples], also for samples that fill a micro-batch up and are none."""
         if self.samples is None:
-            self.set_samples([(0, number) for number in range(num_samples)], device)
-            samples, self.samples = self.samples, None
-            return samples
+            return self._make_keys([(0, number) for number in range(num_samples)], device)
         missing = num_samples - len(self.samples)
         return self.samples if missing <= 0 else torch.cat([self.samples, self.samples.new_zeros(missing)])
 
