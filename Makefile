@@ -50,7 +50,7 @@ finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation
 		$$(test -f runs/bert_small_cpu/model.safetensors && echo --model_name_or_path runs/bert_small_cpu) \
 		--output_dir runs/finetune_small_cpu --overwrite_output_dir
 
-test: venv check ## all tests, offline: about 8 minutes on 2 cores
+test: venv check ## all tests, offline: about 10 minutes on 2 cores
 	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: venv ## the tests that launch no processes

@@ -199,17 +199,23 @@ def describe(row: dict[str, Any], metric: str) -> str:
     return f"{mean:.3f} ± {deviation:.3f}"
 
 
+def describe_roundings(row: dict[str, Any], metric: str) -> str:
+    """Say what a held-out number is at the end with the recipe's own seed: mean of the roundings ± their standard deviation."""
+    mean, deviation = summarize(row, metric)["roundings"]
+    return f"{mean:.3f} ± {deviation:.4f}"
+
+
 def expectation(row: dict[str, Any], about: dict[str, Any]) -> str:
     """Make the text of a recipe's field `expect`."""
     numbers = [
-        f"{readable(metric)} {row['first'][metric]:.3f} -> {describe(row, metric)} (roundings ± "
-        f"{summarize(row, metric)['roundings'][1]:.4f})"
+        f"{readable(metric)} {row['first'][metric]:.3f} -> {describe(row, metric)} ({describe_roundings(row, metric)})"
         for metric in RECIPES[row["recipe"]][1]
     ]
     remark = f"; {REMARKS[row['recipe']]}" if row["recipe"] in REMARKS else ""
     return (
         f"measured on CPU cores in bf16 (Python {about['python']}; Python's documentation differs a little between versions), "
-        f"held out, mean of {NUM_SEEDS} seeds ± standard deviation, beside it that of {NUM_ROUNDINGS} roundings of one seed: "
+        "held out, "
+        f"mean of {NUM_SEEDS} seeds ± standard deviation, beside it of {NUM_ROUNDINGS} roundings of seed {row['seed']}: "
         f"{', '.join(numbers)}{remark} (benchmarks/results/stability.md)"
     )
 
@@ -234,12 +240,12 @@ def part(results: dict) -> str:
             readable(metric),
             f"{row['first'][metric]:.3f}",
             describe(row, metric),
-            f"± {summarize(row, metric)['roundings'][1]:.4f}",
+            describe_roundings(row, metric),
         ]
         for row in results["rows"]
         for metric in RECIPES[row["recipe"]][1]
     ]
-    heads = f"recipe | held out | first | last, {NUM_SEEDS} seeds | {NUM_ROUNDINGS} roundings"
+    heads = f"recipe | held out | first | last, {NUM_SEEDS} seeds | the recipe's seed, {NUM_ROUNDINGS} roundings"
     return harness.part("stability.py", results["about"], harness.table(heads, rows))
 
 
