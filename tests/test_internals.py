@@ -98,10 +98,13 @@ NUM_BUCKETS = 2
 
 @pytest.fixture
 def wrapped(alone):
-    """Wrap three layers, whose gradients are reduced in two buckets."""
+    """Wrap three layers, whose gradients are reduced in two buckets. The reducer is gone before its process group is."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 1))
-    return DistributedDataParallel(model, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
+    layers = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 1))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.3, gradient_as_bucket_view=True)
+    yield model
+    if hasattr(model, "reducer"):
+        torch_distributed.release(model)
 
 
 def backward(model: nn.Module) -> list[torch.Tensor]:
