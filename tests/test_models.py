@@ -1,13 +1,13 @@
-"""Weights to start from: what is refused, in one clear line, and what is lost by it: nothing."""
+"""Weights to start from: what is refused, in one clear line, and what is lost by it: nothing. Kernels of attention."""
 
 import os
 
 import pytest
 import torch
-from transformers import BertConfig, BertForPreTraining
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from samestep.errors import UsageError
-from samestep.models.pretrained import initial_model
+from samestep.models.pretrained import BY_SAMPLE, initial_model
 
 SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 CONFIG = BertConfig(**SHAPE, max_position_embeddings=16)
@@ -90,3 +90,15 @@ def test_an_output_folder_that_weights_cannot_be_written_to(train, tmp_path):
     """safetensors takes names in UTF-8 only: this would be found after the training."""
     with pytest.raises(UsageError, match=r"^flags: output_dir is .*, must be text in UTF-8 "):
         train("out", "--max_train_steps 1", output_dir=tmp_path / os.fsdecode(b"out\xff"))
+
+
+def test_transformers_own_forward_is_causal_with_the_kernel_by_sample():
+    """As `generate` calls it, at the end of a training."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=2, n_head=2)).eval()
+    ids = torch.randint(50, (2, 12))
+    logits = []
+    for kernel in ("eager", BY_SAMPLE):
+        model.set_attn_implementation(kernel)
+        logits.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits)
+    torch.testing.assert_close(logits[1], logits[0])

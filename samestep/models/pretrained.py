@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.masking_utils import eager_mask
 from transformers.utils import cached_file
 
 from samestep._internals.transformers_models import attention_kernel
@@ -158,6 +166,7 @@ def _eager_by_sample(
 
 BY_SAMPLE = "eager_by_sample"
 AttentionInterface.register(BY_SAMPLE, _eager_by_sample)
+AttentionMaskInterface.register(BY_SAMPLE, eager_mask)  # kernels without one get no mask from transformers' own forward
 
 
 def gpt2_hidden(gpt2: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
