@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from common import run_processes
 from run_batch_norm import (
+    CANONICAL,
     LAYER_SIZES,
     MICRO_BATCHES,
     build,
+    canonical_step,
     cut,
     gradients,
     layer_and_maps,
@@ -105,6 +107,31 @@ def test_the_whole_step_on_processes(processes, kind):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("place", range(len(CANONICAL)))
+def test_a_canonical_step_is_the_same_to_the_bit_on_processes(processes, place):
+    kind, dtype = CANONICAL[place]
+    alone, shares = canonical_step(kind, dtype, 0, 1), [process["canonical"][place] for process in processes]
+    assert sorted(number for share in shares for number in share["gradients"]) == list(range(6))
+    for share in shares:
+        for number, gradient in share["gradients"].items():
+            assert torch.equal(gradient, alone["gradients"][number]), number
+        assert all(torch.equal(value, alone["state"][name]) for name, value in share["state"].items())
+        assert share["passes"] == alone["passes"]
+        assert share["collectives"] == 0, "in forward and backward of a cell"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bound"), [(*CANONICAL[0], 1e-11), (*CANONICAL[1], 1e-5), (*CANONICAL[2], 1e-11)]
+)
+def test_a_canonical_step_is_the_step_in_one_batch(kind, dtype, bound):
+    gradient, state = one_batch(build(kind, dtype), dtype)
+    step = canonical_step(kind, dtype, 0, 1)
+    assert miss(sum(step["gradients"].values()), gradient) < bound
+    assert_same_state(step["state"], state, rtol=bound)
+    assert max(step["passes"]) <= 4
+
+
+@pytest.mark.distributed
 def test_the_whole_step_under_ddp(processes):
     gradient, _ = one_batch(build("residual"))
     for process in processes:
@@ -125,7 +152,7 @@ def test_deviation_on_processes(processes):
 def test_who_fails_does_not_leave_the_others_waiting(processes):
     for rank, process in enumerate(processes):
         is_last = rank == len(processes) - 1
-        assert process["failures"]["errors"] == ["MemoryError" if is_last else "PeerError"] * 2
+        assert process["failures"]["errors"] == ["MemoryError" if is_last else "PeerError"] * 4
         assert process["failures"]["passes"] == processes[0]["failures"]["passes"], "numbers that are not finite"
         assert max(process["failures"]["passes"]) <= 4
 

@@ -148,20 +148,27 @@ class WholeStep:
     Memory holds one micro-batch's activations at a time, and per micro-batch four numbers per channel. Out of scope: dropout
     and other noise, which would have to be the same in each pass; layers that are called twice in a forward; sharded weights.
 
+    With `is_canonical` the results are the same to the bit whichever process computes a micro-batch, and in whatever order: a
+    micro-batch uses the whole step's statistics of the previous pass and what this pass found of itself, nothing of other
+    micro-batches; and the statistics of all micro-batches are exchanged, each in its own place, and combined by every process
+    in the same order. That takes more passes, never more than layers, and 3 more numbers per channel for each micro-batch of
+    all processes: 64 micro-batches of a ResNet-50, with 26560 normalised channels, take 20 MB in float32.
+
     Args:
         model: without DistributedDataParallel around it, its layers made `BatchNorm` by `synchronize`. Layers in evaluation
             mode, and layers that a forward does not reach, are left alone.
         tolerance: passes end when a pass changes no layer's y (in the adjoint passes: its gradient) by more, as root mean
             square over root mean square. None: 16 eps of the statistics' dtype, about the effect of summing in another order;
             where layers compute in half precision, half that precision's eps, to which each y is rounded anyway.
+        is_canonical: whether results are the same to the bit for every distribution of the micro-batches.
 
     Attributes:
         layers: the model's `BatchNorm`.
         num_forward_passes, num_adjoint_passes: in the latest `prepare`.
     """
 
-    def __init__(self, model: nn.Module, tolerance: float | None = None):
-        self.model, self.tolerance = model, tolerance
+    def __init__(self, model: nn.Module, tolerance: float | None = None, is_canonical: bool = False):
+        self.model, self.tolerance, self.is_canonical = model, tolerance, is_canonical
         self.names = {module: name for name, module in model.named_modules() if isinstance(module, BatchNorm)}
         self.layers = list(self.names)
         self.group = self.layers[0].group if self.layers else None
@@ -171,7 +178,15 @@ class WholeStep:
         self._places = dict(zip(self.layers, map(slice, ends, ends[1:]), strict=False))  # among all channels
         self.release()
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float = 1.0) -> None:
+    def prepare(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
+        scale: float = 1.0,
+        *,
+        numbers: Sequence[int | None] = (),
+        num_cells: int = 0,
+    ) -> None:
         """Find the step's statistics and multipliers, and let the layers use them until `finish` or `release`.
 
         Called by all processes, which may have different numbers of micro-batches, or none. No parameter's .grad is touched.
@@ -180,6 +195,9 @@ class WholeStep:
             micro_batches: this process's; gone through once per pass.
             loss: scalar, a micro-batch's share of the step's loss, computed by the bare model; without any factor k * N.
             scale: multiplies the loss in backward passes, so that gradients in fp16 do not vanish (the gradient scaler's).
+            numbers: for `is_canonical`, the place of each micro-batch among those of the whole step; None: an empty one, left
+                out.
+            num_cells: for `is_canonical`, micro-batches of the whole step, on all processes.
 
         Raises:
             UsageError: a layer is called twice in a forward.
@@ -188,6 +206,11 @@ class WholeStep:
         self.release()
         if not self.layers:
             return
+        self._numbers, self._num_cells = [number for number in numbers if number is not None], num_cells
+        if self.is_canonical:
+            micro_batches = [
+                micro_batch for micro_batch, number in zip(micro_batches, numbers, strict=True) if number is not None
+            ]
         try:
             self._find_statistics(micro_batches, loss)
             self._find_adjoints(micro_batches, loss, scale)
@@ -226,7 +249,8 @@ class WholeStep:
         """Compute _statistics [3, channels]: n, mean and M2 of the step; and _var, _invstd [channels]."""
         parameter = next(self.model.parameters())
         dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.model.parameters()), torch.float32)
-        # [micro-batches, 3, channels]: after each micro-batch, the statistics of it and those before it on this process.
+        # [micro-batches, 3, channels]: after each micro-batch, the statistics of it and those before it on this process; where
+        # the mode is canonical, its own.
         self._prefix_totals = torch.zeros(len(micro_batches), 3, sum(self._sizes), dtype=dtype, device=parameter.device)
         eps = torch.cat([parameter.new_full((layer.num_features,), layer.eps, dtype=dtype) for layer in self.layers])
         self._precision = 0.0
@@ -266,7 +290,7 @@ class WholeStep:
 
     def _find_adjoints(self, micro_batches: Sequence[MicroBatch], loss: Loss, scale: float) -> None:
         """Compute _slopes [3, channels]: sums of dy, dy * xhat and dy * dy over the step, divided by n."""
-        # [micro-batches, channels]: n of each micro-batch and those before it; from here on, totals are of the three sums
+        # [micro-batches, channels]: n of each total; from here on, totals are of the three sums
         self._counts, self._prefix_totals = self._prefix_totals[:, 0].clone(), torch.zeros_like(self._prefix_totals)
         self._anchor = torch.zeros((), device=self._prefix_totals.device, requires_grad=True)
         self._set_mode(self._propagate)
@@ -298,7 +322,7 @@ class WholeStep:
         return _normalize(layer, x, mean, self._var[place])
 
     def _add(self, place: slice, values: torch.Tensor, add: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's values [3, C] of the present micro-batch to the running total of this pass.
+        """Add a layer's values [3, C] of the present micro-batch to the running total of this pass, or of this micro-batch.
 
         Returns:
             [3, C] each: the layer's total up to this micro-batch in the previous pass, and in this pass.
@@ -308,27 +332,43 @@ class WholeStep:
         return self._prefix_totals[self._index, :, place], total
 
     def _run_pass(self, micro_batches: Sequence[MicroBatch], work: Callable[[MicroBatch], object]) -> torch.Tensor:
-        """Go through this process's micro-batches, and gather the total of each process: [processes, 3, channels].
+        """Go through this process's micro-batches, and gather the total of each process, [processes, 3, channels], or of each
+        micro-batch of the step, [cells, 3, channels].
 
         Called by all processes.
         """
-        error, self._running_total = None, self._prefix_totals.new_zeros(self._prefix_totals.shape[1:])
+        error, nothing = None, self._prefix_totals.new_zeros(self._prefix_totals.shape[1:])
+        self._running_total = nothing.clone()
         try:
             for self._index, micro_batch in enumerate(micro_batches):
                 self._visited_layers: set[BatchNorm] = set()
+                if self.is_canonical:
+                    self._running_total = nothing.clone()
                 work(micro_batch)
                 self._prefix_totals[self._index] = self._running_total
         except Exception as failure:  # the others wait
             error = failure
-        # One collective, [processes, 2 + 3 channels]: whether a process failed, its layers' precision, its total.
-        flags = self._running_total.new_tensor([error is not None, self._precision])
-        slots = _gather(torch.cat([flags, self._running_total.flatten()]), self.group)
+        # One collective, [processes or cells, 2 + 3 channels]: whether a process failed, its layers' precision, totals.
+        flags = nothing.new_tensor([error is not None, self._precision])
+        if self.is_canonical:
+            totals = self._prefix_totals.flatten(1)
+            slots = self._place(torch.cat([flags.expand(len(totals), -1), totals], 1))
+        else:
+            slots = _gather(torch.cat([flags, self._running_total.flatten()]), self.group)
         has_failed, self._precision = slots[:, :2].amax(0).tolist()
         if error is not None:
             raise error
         if has_failed:
             raise PeerError("another process failed while the statistics of the step were computed")
-        return slots[:, 2:].unflatten(1, self._running_total.shape)
+        return slots[:, 2:].unflatten(1, nothing.shape)
+
+    def _place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the rows [micro-batches, numbers] of all processes in the order of the step's micro-batches."""
+        slots = rows.new_zeros(self._num_cells, rows.shape[1])
+        slots[self._numbers] += rows  # 0 + x, as from other processes: never -0
+        if self.group is not None:
+            dist.all_reduce(slots, group=self.group)
+        return slots
 
     def _is_settled(self, changes: torch.Tensor, sizes: torch.Tensor, values: torch.Tensor) -> bool:
         """Tell whether in no layer the sum of changes [channels] over the sum of sizes [channels] exceeds tolerance squared.

@@ -1,6 +1,7 @@
 """Exact evaluation: every held-out sample counted once, on any number of processes."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import MicroBatch, Steps, to_device
+from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError, nearest
 from samestep.training import metrics
 
@@ -39,20 +40,24 @@ def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) ->
 def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int) -> torch.Tensor:
     """Add up losses, correct predictions and targets of each loss term over a whole dataset.
 
+    The totals are the same to the bit for any number of processes: what is computed together does not depend on it, and each
+    total is the exact sum of the micro-batches' values, rounded once (`math.fsum`).
+
     Args:
         accelerator: its processes share the work.
         model: in evaluation mode called with a micro-batch's tensors, returns (sums [terms], correct [terms]).
         source: a `SampleSource` with a length; its samples are drawn as in epoch 0.
-        seed: decides the order of the samples, and so the cut, but no result.
+        seed: decides the order of the samples, and so which are computed together, but no result beyond rounding.
         batch_size: samples in one forward, at most.
 
     Returns:
         float64 [3, terms] on the host: sums, correct, counts.
     """
-    totals = 0
-    for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size):
-        totals = totals + torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
-    return accelerator.reduce(totals, reduction="sum").cpu()
+    rows = [
+        torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
+        for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size)
+    ]
+    return _add_up(accelerator, rows)
 
 
 @torch.no_grad()
@@ -61,6 +66,8 @@ def evaluate_logits(
 ) -> tuple[torch.Tensor, np.ndarray]:
     """Compute a classifier's logits of each sample of a dataset, and its summed loss; the same on every process.
 
+    They are the same to the bit for any number of processes, too, as in `evaluate`.
+
     Args:
         accelerator, source, seed, batch_size: see `evaluate`.
         model: in evaluation mode called with a micro-batch's tensors, returns (sums [1], logits [samples, classes]).
@@ -68,15 +75,15 @@ def evaluate_logits(
     Returns:
         float64 [3, 1] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample once.
     """
-    totals, ids, logits = 0, [], []
+    rows, ids, logits = [], [], []
     for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
-        totals = totals + torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()])
+        rows.append(torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()]))
         ids += [sample_id for _, sample_id in data.samples[0]]
         logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
     shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
     # [samples] and [samples, classes] of all processes, in the order of the processes: sorted by sample id, the dataset's order
-    places, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    return accelerator.reduce(totals.to(accelerator.device), reduction="sum").cpu(), rows[np.argsort(places)]
+    places, values = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+    return _add_up(accelerator, rows), values[np.argsort(places)]
 
 
 def judge(
@@ -174,20 +181,60 @@ def find_best(evaluations: Sequence[Mapping[str, Any]], metric: str) -> tuple[in
     return evaluations[place]["step"], len(values) - 1 - place
 
 
-def _run_forwards(accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int):
+class _Share(Steps):
+    """The micro-batches that one process of several evaluates: each N-th of those that a single process would, whole.
+
+    All processes have equally many, since a sharded model's forward needs all of them; empty ones fill up.
+
+    Args:
+        accelerator: its processes share the micro-batches.
+        source, seed, batch_size: see `evaluate`.
+    """
+
+    def __init__(self, accelerator: Accelerator, source, seed: int, batch_size: int):
+        layout = solve_layout(num_processes=1, global_batch_size=batch_size)
+        super().__init__(source, Order(len(source), batch_size, seed, epoch_end="keep"), layout, process_index=0)
+        self.rank, self.num_ranks = accelerator.process_index, accelerator.num_processes
+
+    def __len__(self) -> int:
+        return math.ceil(self.order.steps_per_epoch / self.num_ranks)
+
+    def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:
+        number = step * self.num_ranks + self.rank
+        if number < self.order.steps_per_epoch:
+            return super()._draw(number)
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, [], nothing
+
+
+def _run_forwards(
+    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int
+) -> Iterator[tuple[StepData, Any]]:
     """Compute this process's part of a dataset in evaluation mode.
 
     Yields:
         the data of one micro-batch, and what the model returns of it.
     """
-    layout = solve_layout(
-        num_processes=accelerator.num_processes, per_device_train_batch_size=batch_size, gradient_accumulation_steps=1
-    )
-    order = Order(len(source), layout.global_batch_size, seed, epoch_end="keep")
-    steps = Steps(source, order, layout, process_index=accelerator.process_index)
-    was_training = model.training
+    share, was_training = _Share(accelerator, source, seed, batch_size), model.training
     model.eval()
-    for data in steps.stream(0, int(order.steps_per_epoch), 0, accelerator.device):
+    for data in share.stream(0, len(share), 0, accelerator.device):
         (micro_batch,) = data.micro_batches
         yield data, model(**to_device(micro_batch, accelerator.device))
     model.train(was_training)
+
+
+def _add_up(accelerator: Accelerator, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Add up the values, float64 [3, terms], of all micro-batches of all processes, which have equally many: [3, terms].
+
+    The sums are exact, rounded once, whatever the order: one gather in all.
+    """
+    gathered = accelerator.gather(torch.stack(rows).to(accelerator.device)).cpu()  # [micro-batches, 3, terms]
+    totals = [_sum_exactly(column) for column in gathered.flatten(1).T.tolist()]
+    return torch.tensor(totals, dtype=torch.float64).view(gathered.shape[1:])
+
+
+def _sum_exactly(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)  # inf and nan pass through
+    except (OverflowError, ValueError):  # both inf and -inf
+        return math.nan

@@ -19,6 +19,8 @@ MICRO_BATCHES = {1: [[5, 3, 1]], 2: [[5, 3], [1]], 3: [[5, 3], [], [1]]}
 """Sizes of each process's micro-batches of a step."""
 EVEN_MICRO_BATCHES = {2: [[5, 0], [3, 1]], 3: [[5, 2], [0, 0], [1, 1]]}
 """As many micro-batches on each process."""
+CELLS = [3, 1, 2, 0, 2, 1]
+"""Sizes of a step's micro-batches, dealt to the processes in turn."""
 ONE_MICRO_BATCH = {2: [[5], [4]], 3: [[5], [0], [4]]}
 
 
@@ -126,6 +128,36 @@ def passes(whole: batch_norm.WholeStep) -> list[int]:
     return [whole.num_forward_passes, whole.num_adjoint_passes]
 
 
+def canonical_step(kind: str, dtype: torch.dtype, rank: int, size: int) -> dict:
+    """Take a step whose results do not depend on the processes; every second process goes through its cells backwards.
+
+    Returns:
+        gradients: number of each of this process's cells -> gradient [parameters]; collectives: during these cells.
+    """
+    model, collectives, all_reduce = build(kind, dtype), [], dist.all_reduce
+    batch_norm.synchronize(model)
+    numbers = list(range(rank, len(CELLS), size))[:: -1 if rank % 2 else 1]
+    numbers += [None] * (-(-len(CELLS) // size) - len(numbers))
+    cells = [slice(0, 0) if number is None else cut([CELLS], 0)[number] for number in numbers]
+    plain = make_loss(model, dtype)
+
+    def loss(cell):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32 and kind == "residual"):
+            return plain(cell)
+
+    whole, parameters = batch_norm.WholeStep(model, is_canonical=True), list(model.parameters())
+    whole.prepare(cells, loss, numbers=numbers, num_cells=len(CELLS))
+    dist.all_reduce = lambda *arguments, **kwargs: collectives.append(0)
+    parts = {
+        number: torch.cat([part.flatten() for part in torch.autograd.grad(loss(cell) + whole.correction(), parameters)])
+        for number, cell in zip(numbers, cells, strict=True)
+    }
+    dist.all_reduce = all_reduce
+    whole.finish()
+    parts.pop(None, None)
+    return {"gradients": parts, "collectives": len(collectives), "passes": passes(whole), "state": model.state_dict()}
+
+
 def ddp_step(rank: int, size: int) -> dict:
     """Take a step under DDP, with k = 2 on one process and 1 on the others."""
     model = build("residual")
@@ -156,6 +188,15 @@ def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+CANONICAL = [
+    ("plain", torch.float64),
+    ("plain", torch.float32),
+    ("residual", torch.float64),
+    ("residual", torch.float32),
+]
+"""Networks and types of canonical steps; the last one computes in bfloat16."""
+
+
 def failures(rank: int, size: int) -> dict:
     """Let the last process fail in a forward pass, in an adjoint pass; numbers are not finite on the first one only."""
     model = build("plain")
@@ -169,10 +210,13 @@ def failures(rank: int, size: int) -> dict:
                 raise MemoryError("none left")
             return loss(micro_batch)
 
-        try:
-            whole.prepare(micro_batches, failing)
-        except Exception as error:
-            errors.append(type(error).__name__)
+        for options in ({}, {"numbers": [rank], "num_cells": size}):
+            whole.is_canonical = bool(options)
+            try:
+                whole.prepare(micro_batches, failing, **options)
+            except Exception as error:
+                errors.append(type(error).__name__)
+    whole.is_canonical = False
     whole.prepare(micro_batches, lambda micro_batch: loss(micro_batch) * (torch.inf if rank == 0 else 1))
     return {"errors": errors, "passes": passes(whole)}
 
@@ -185,6 +229,7 @@ if __name__ == "__main__":
             "one_layer": one_layer(rank, size),
             "plain": whole_step("plain", rank, size),
             "residual": whole_step("residual", rank, size),
+            "canonical": [canonical_step(*case, rank, size) for case in CANONICAL],
             "under_ddp": ddp_step(rank, size),
             "deviations": deviations(rank, size),
             "failures": failures(rank, size),

@@ -1,0 +1,37 @@
+"""Evaluations: the same to the bit for any number of processes."""
+
+import math
+
+import pytest
+from common import evaluations
+
+from samestep.training import evaluation
+
+# Program's name and the run's -> flags beside its tiny model's. There are many micro-batches, and the last one is smaller.
+EVALUATE = " --max_train_steps 1 --per_device_eval_batch_size 4"
+RUNS = {
+    "pretrain_bert/pairs": "",
+    "pretrain_gpt2/documents": " --packing false --train_file CORPUS/short.jsonl",
+    "finetune_classifier/texts": "",
+    "train_image_classifier/batch": " --normalization batch --per_device_eval_batch_size 30",
+    "train_captcha/captchas": "",
+}
+RUNS = {name: EVALUATE + flags for name, flags in RUNS.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("num_processes", "precision"), [(2, "no"), (3, "bf16")])
+def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeypatch, num_processes, precision):
+    folder = train_on(num_processes, {f"{name}-shared": flags for name, flags in RUNS.items()}, precision=precision)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    for name, flags in RUNS.items():
+        alone = train(name, flags, program=name.split("/")[0])
+        assert evaluations(folder / f"{name}-shared")[0] == evaluations(alone)[0], name
+
+
+def test_sums_are_exact_and_numbers_that_are_not_finite_pass_through():
+    assert evaluation._sum_exactly([1e16, 1.0, -1e16]) == 1.0
+    assert evaluation._sum_exactly([1.0, math.inf]) == math.inf
+    assert math.isnan(evaluation._sum_exactly([math.inf, 1.0, -math.inf]))
+    assert math.isnan(evaluation._sum_exactly([math.nan, math.inf]))
