@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
                     sums, _ = model(**batch)
                     loss = (run.loss_weights * sums / step.num_targets).sum()
                     # Accelerate divides by the number of micro-batches, DDP by the number of processes: undo both
-                    accelerator.backward(loss * step.num_micro_batches * accelerator.num_processes)
+                    accelerator.backward(loss * step.loss_scale)
                     step.add_to_log(sums)
                     if accelerator.sync_gradients:
                         step.clip_grad_norm_(recipe.max_grad_norm)

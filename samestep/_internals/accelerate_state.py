@@ -8,13 +8,13 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, is_lomo_available
 
 
-def begin_step(accelerator: Accelerator) -> None:
-    """Let the next `accelerator.accumulate` be the first of a step.
+def begin_step(accelerator: Accelerator, num_done: int = 0) -> None:
+    """Let the next `accelerator.accumulate` be the first of a step, or that after the first `num_done`.
 
     accelerate 1.15, `Accelerator.step`: the count of micro-batches, of which Accelerate uses only the remainder by k. It must
     not carry over from a step with another k, and nothing documented sets it back.
     """
-    accelerator.step = 0
+    accelerator.step = num_done
 
 
 def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:

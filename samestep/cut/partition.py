@@ -45,13 +45,37 @@ def partition(
         raise UsageError(
             f"max_tokens is {max_tokens}, but a sample has {lengths.max()} tokens: raise it to that or more"
         )
-    # Sample i in order of length [B] is dealt in round i // N; every second round goes backwards, and the last, perhaps
-    # incomplete one forwards, so that the first processes have the larger shares.
-    by_length = np.argsort(-lengths, kind="stable")
-    turn, offset = np.divmod(np.arange(len(lengths)), num_processes)
-    forwards = (turn[-1:] - turn) % 2 == 0
-    process = np.where(forwards, offset, num_processes - 1 - offset)
+    by_length, process = np.argsort(-lengths, kind="stable"), _deal_to_and_fro(len(lengths), num_processes)
     return [_fill(by_length[process == rank], lengths, max_samples, max_tokens) for rank in range(num_processes)]
+
+
+def deal(
+    micro_batches: Sequence[np.ndarray], num_processes: int
+) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:
+    """Deal whole micro-batches, the largest first, to the processes, to and fro as `partition` does with samples.
+
+    Returns:
+        For each process a list of micro-batches, and a list of their numbers in `micro_batches`. A process without any has an
+        empty micro-batch, whose number is None.
+
+    >>> deal([np.array([0, 1]), np.array([2, 3]), np.array([4])], num_processes=2)[1]
+    [[1, 2], [0]]
+    """
+    process = _deal_to_and_fro(len(micro_batches), num_processes)
+    numbers = [np.flatnonzero(process == rank).tolist() for rank in range(num_processes)]
+    parts = [[micro_batches[number] for number in own] or [micro_batches[0][:0]] for own in numbers]
+    return parts, [own or [None] for own in numbers]
+
+
+def _deal_to_and_fro(num_items: int, num_processes: int) -> np.ndarray:
+    """Choose the process of each item, int64 [items].
+
+    Item i is dealt in round i // N; every second round goes backwards, and the last, perhaps incomplete one forwards, so that
+    the first processes have the larger shares.
+    """
+    turn, offset = np.divmod(np.arange(num_items), num_processes)
+    forwards = (turn[-1:] - turn) % 2 == 0
+    return np.where(forwards, offset, num_processes - 1 - offset)
 
 
 def _fill(share: np.ndarray, lengths: np.ndarray, max_samples: int, max_tokens: int | None) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from samestep import interrupt
 from samestep._internals import torch_autograd
 from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
-from samestep.cut.partition import partition
+from samestep.cut.partition import deal, partition
 from samestep.errors import UsageError
 
 MicroBatch = dict[str, torch.Tensor | None]
@@ -54,6 +54,8 @@ class StepData:
         epoch: epochs done when the step is done, a fraction.
         num_samples, num_tokens: size of the whole global batch, padding not counted.
         num_micro_batches: micro-batches on all processes, empty ones not counted.
+        numbers: number of each micro-batch among those of all processes, where they are dealt whole; None: an empty one that
+            was added.
     """
 
     step: int
@@ -64,6 +66,7 @@ class StepData:
     num_samples: int
     num_tokens: int
     num_micro_batches: int
+    numbers: list[int | None]
 
     @property
     def num_bytes(self) -> int:
@@ -91,6 +94,8 @@ class Steps(Dataset):
         max_tokens: most tokens in a micro-batch, padding included; None: no such cap.
         same_num_micro_batches: give every process as many micro-batches as the one with most, empty ones if need be (sharded
             models, each of whose forwards needs all processes).
+        deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
+            depend on the number of processes.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -105,6 +110,7 @@ class Steps(Dataset):
         process_index: int,
         max_tokens: int | None = None,
         same_num_micro_batches: bool = False,
+        deals_whole: bool = False,
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -117,15 +123,17 @@ class Steps(Dataset):
             max_tokens,
             same_num_micro_batches,
         )
+        self.deals_whole = deals_whole
 
     def __getitem__(self, step: int) -> StepData:
         # Arrays are over the step's samples, [global batch]. `parts` has a list for each process: its micro-batches, as arrays
         # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
-        parts = self._partition(lengths)
-        places = parts[self.process_index]
+        parts, numbers = self._partition(lengths)
+        places, numbers = parts[self.process_index], numbers[self.process_index]
         if self.same_num_micro_batches:
-            places = places + [places[0][:0]] * (max(map(len, parts)) - len(places))
+            num_missing = max(map(len, parts)) - len(places)
+            places, numbers = places + [places[0][:0]] * num_missing, numbers + [None] * num_missing
         micro_batches = [self.source.collate([samples[place] for place in micro_batch]) for micro_batch in places]
         return StepData(
             step=step,
@@ -136,6 +144,7 @@ class Steps(Dataset):
             num_samples=len(samples),
             num_tokens=int(lengths.sum()),
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
+            numbers=numbers,
         )
 
     def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:
@@ -163,9 +172,13 @@ class Steps(Dataset):
         samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
         return epochs, ids, samples, np.array([sample.length for sample in samples])
 
-    def _partition(self, lengths: np.ndarray) -> list[list[np.ndarray]]:
-        cap = self.layout.per_device_train_batch_size
-        return partition(lengths, self.layout.num_processes, cap, self.max_tokens)
+    def _partition(self, lengths: np.ndarray) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:
+        """Cut a step: for each process its micro-batches, and their numbers."""
+        cap, num_processes = self.layout.per_device_train_batch_size, self.layout.num_processes
+        if self.deals_whole:
+            return deal(partition(lengths, 1, cap, self.max_tokens)[0], num_processes)
+        parts = partition(lengths, num_processes, cap, self.max_tokens)
+        return parts, [[None] * len(micro_batches) for micro_batches in parts]
 
     def stream(self, first: int, last: int, num_workers: int | None, device: torch.device) -> Iterator[StepData]:
         """Prepare steps `first` to `last` - 1 ahead of time.
@@ -236,7 +249,7 @@ class Steps(Dataset):
         _, _, _, lengths = self._draw(step)
         micro_batches = [
             micro_batch
-            for micro_batches in self._partition(lengths)
+            for micro_batches in self._partition(lengths)[0]
             for micro_batch in micro_batches
             if len(micro_batch)
         ]

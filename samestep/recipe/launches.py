@@ -19,7 +19,12 @@ class Refusal(NamedTuple):
 
 
 def find_refusal(
-    *, mixed_precision: str = "no", is_sharded: bool = False, may_shard: bool = True, accumulation: str = "gradient"
+    *,
+    mixed_precision: str = "no",
+    is_sharded: bool = False,
+    may_shard: bool = True,
+    accumulation: str = "gradient",
+    is_reproducible: bool = False,
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -28,6 +33,7 @@ def find_refusal(
         is_sharded: whether the launch shards weights (FSDP2).
         may_shard: whether the program can (`RunSettings.may_shard`).
         accumulation: the recipe's: gradient or optimizer.
+        is_reproducible: whether the run is to be bit-identical on any number of processes (--reproducible).
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
@@ -48,6 +54,17 @@ def find_refusal(
             "accumulation is optimizer, but mixed_precision is fp16, where a step whose scaled gradient overflows must be left "
             "out, but then it is in the moments already",
             "set it to gradient, or mixed_precision to bf16 or no",
+        )
+    if is_reproducible and is_sharded:
+        return Refusal(
+            "reproducible is given, but the launch file shards weights (FSDP), whose gradients are reduced in float32, so that "
+            "their sums depend on the number of processes",
+            "leave it out, or launch with distributed_type MULTI_GPU",
+        )
+    if is_reproducible and mixed_precision == "fp16":
+        return Refusal(
+            "reproducible is given, but mixed_precision is fp16, whose loss scale is not part of exact sums",
+            "leave it out, or set mixed_precision to bf16 or no",
         )
     if is_sharded and mixed_precision == "fp16":
         return Refusal("mixed_precision is fp16, whose loss scale is not supported with FSDP", "set it to bf16 or no")

@@ -56,6 +56,12 @@ class RunSettings:
     gradient_accumulation_steps: int | None = setting(
         "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
     )
+    reproducible: int | None = setting(
+        "samples of a micro-batch (b) on any hardware: the run is the same to the bit on any number of processes, with any "
+        "restarts, on machines of one kind; on CPUs each process computes in one thread. None: the same but for rounding",
+        BATCH,
+        default=None,
+    )
     per_device_eval_batch_size: int = setting("samples in one forward of an evaluation", BATCH, default=32)
 
     # Speed, precision (mixed precision is the launch file's)
@@ -134,10 +140,10 @@ class RunSettings:
         """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        return options | {"may_shard": self.may_shard}
+        return options | {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
 
     def problems(self) -> list[str]:
-        problems = []
+        problems = self._problems_of_reproducible() if self.reproducible is not None else []
         if self.overwrite_output_dir and self.resume_from_checkpoint:
             problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
         if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -147,6 +153,22 @@ class RunSettings:
             )
         if self.report_to != "none" and find_spec(self.report_to) is None:
             problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
+        return problems
+
+    def _problems_of_reproducible(self) -> list[str]:
+        reasons = {
+            "per_device_train_batch_size": "it is the size of micro-batches itself",
+            "gradient_accumulation_steps": "the number of micro-batches follows from their size",
+        }
+        problems = [
+            f"reproducible is {self.reproducible}, and {name} is {getattr(self, name)}: leave {name} out, {why}"
+            for name, why in reasons.items()
+            if getattr(self, name) is not None
+        ]
+        if self.dtype != "float32":
+            problems.append(
+                f"reproducible is given, but dtype is {self.dtype}: set dtype to float32, of which sums are exact"
+            )
         return problems
 
 
@@ -183,6 +205,11 @@ class LanguageModelSettings(RunSettings):
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        if self.torch_compile and self.reproducible is not None:
+            problems.append(
+                "reproducible is given, and torch_compile is true, whose code depends on the sizes that a process has met: "
+                "leave one out"
+            )
         if self.torch_compile and not any(map(which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))):
             problems.append("torch_compile is true, but there is no C++ compiler: install g++, or leave it out")
         return problems
@@ -279,10 +306,32 @@ def parse(
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
             "found: set it to stop, or accumulation to gradient"
         )
+    if run.reproducible is not None:
+        if problems := _find_what_depends_on_the_cut(recipe, flags):
+            raise UsageError(problems)
+        run = dataclasses.replace(run, speed="safe", per_device_train_batch_size=run.reproducible)
     if cls.extra is not None:
         require(cls.extra, f"the task {task}")
     recipe = recipe.rehearsed() if run.rehearse else recipe
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any]) -> list[str]:
+    """Find the fields that --reproducible excludes, beside those of `RunSettings.problems`: a line for each."""
+    problems = []
+    if flags.get("speed") == "auto":
+        problems.append("reproducible is given, and speed is auto, which takes what is fastest here: set speed to safe")
+    if recipe.accumulation == "optimizer":
+        problems.append(
+            "reproducible is given, but accumulation is optimizer, whose moments depend on the order of the gradients: set it "
+            "to gradient"
+        )
+    if getattr(recipe, "normalization", None) == "batch" and not recipe.exact_batch_norm:
+        problems.append(
+            "reproducible is given, but normalization is batch, which takes the statistics of the micro-batches that processes "
+            "compute at one time: set exact_batch_norm to true"
+        )
+    return problems
 
 
 def answer_early(argv: Sequence[str], task: str, description: str) -> None:

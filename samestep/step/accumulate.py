@@ -36,19 +36,33 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
     return counts if accelerator.num_processes == 1 else torch_distributed.total(counts)
 
 
-def seed_noise(accelerator: Accelerator, seed: int, step: int) -> None:
-    """Make torch's noise (dropout) a function of the seed, the step and the process: nothing to save, nothing to restore."""
-    digest = hashlib.sha256(repr((seed, step, accelerator.process_index)).encode()).digest()[:8]
+def seed_noise(accelerator: Accelerator, seed: int, step: int, micro_batch: int | None = None) -> None:
+    """Make torch's noise a function of the seed, the step and the process: nothing to save, nothing to restore.
+
+    Args:
+        micro_batch: number of the micro-batch in the whole step, in place of the process, for noise that does not depend on
+            which process computes it.
+    """
+    part = accelerator.process_index if micro_batch is None else ("micro-batch", micro_batch)
+    digest = hashlib.sha256(repr((seed, step, part)).encode()).digest()[:8]
     # torch.manual_seed seeds every kind of device, and on a machine without GPUs notes a stack trace each time.
     torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
     if accelerator.device.type == "cuda":
         torch.cuda.manual_seed(int.from_bytes(digest, "big"))
 
 
-def iterate_micro_batches(accelerator: Accelerator, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Iterate over a step's micro-batches so that `accelerator.accumulate` synchronises at the last one, and only there."""
-    accelerator.gradient_accumulation_steps = len(micro_batches)
-    begin_step(accelerator)
+def iterate_micro_batches(
+    accelerator: Accelerator, micro_batches: Sequence[MicroBatch], is_exact_sum: bool = False
+) -> Iterator[MicroBatch]:
+    """Iterate over a step's micro-batches so that `accelerator.accumulate` synchronises at the last one, and only there.
+
+    Args:
+        is_exact_sum: whether gradients are added up by `exact_sum`: they must have no factor k, which would be rounded. k is
+            rounded up to a power of two then, by which `accelerator.backward` divides exactly.
+    """
+    k = len(micro_batches)
+    accelerator.gradient_accumulation_steps = 1 << (k - 1).bit_length() if is_exact_sum else k
+    begin_step(accelerator, accelerator.gradient_accumulation_steps - k)
     # A prepared DataLoader that has been read to its end, ahead of time, would make `accumulate` synchronise at every
     # micro-batch.
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False

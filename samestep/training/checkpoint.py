@@ -76,6 +76,8 @@ class State:
         num_skipped: steps that were left out so far, by the fp16 scaler or because a gradient was not finite.
         run_id: identifies the run for trackers.
         scaler: state of the gradient scaler, plain numbers; None: there is none.
+        exact_sum: what the next step's bits depend on beside all this, under --reproducible: the settings that decide them,
+            and the exponent of the last gradients; None: the run is not reproducible.
     """
 
     step: int = 0
@@ -84,6 +86,7 @@ class State:
     num_skipped: int = 0
     run_id: str = ""
     scaler: dict[str, Any] | None = None
+    exact_sum: dict[str, Any] | None = None
 
 
 class DamagedCheckpoint(Exception):
@@ -227,6 +230,7 @@ class Saver:
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
+        describe_exact_sum: returns `State.exact_sum`.
     """
 
     def __init__(
@@ -239,8 +243,9 @@ class Saver:
         settings: RunSettings,
         start: State,
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+        describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.describe_exact_sum = tokenizer, describe_exact_sum
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.settings = (
             model,
@@ -274,7 +279,8 @@ class Saver:
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
         parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
-        state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler)
+        exact_sum = self.describe_exact_sum()
+        state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler, exact_sum)
         writes = isinstance(self.model, FSDPModule)
         if self.accelerator.is_main_process:
             writes = False
@@ -555,6 +561,7 @@ def _verify(folder: Path) -> State:
             with safe_open(folder / name, "pt") as file:
                 file.keys()
         record = json.loads((folder / "state.json").read_bytes())
+        record = {"exact_sum": None} | record  # earlier versions had none
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpoint(f"it was written wrongly ({error!r})") from None
@@ -566,7 +573,7 @@ def _verify(folder: Path) -> State:
     return state
 
 
-_TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if name != "scaler"}
+_TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum")}
 
 
 def _is_complete(files: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Keeps a run on CPUs within the memory of its machine, by the plan of its step: a host that is short of memory kills programs,
 or swaps, instead of raising an error."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.recipe.run_settings import RunSettings
+from samestep.step.exact_sum import EXACT_SUM_BYTES
 from samestep.training.launch import is_sharded
 
 USABLE = 0.8
@@ -45,6 +47,8 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         return b
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
     workload = from_recipe(recipe, attention=getattr(settings, "attn_implementation", None) or "sdpa")
+    if settings.reproducible is not None:
+        workload = dataclasses.replace(workload, gradient_bytes=EXACT_SUM_BYTES + workload.gradient_bytes)
 
     def plan(size: int | None, steps: int | None = None) -> int:
         """Plan the bytes that all processes of this machine need."""

@@ -6,6 +6,7 @@ import warnings
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -44,6 +45,7 @@ def create_accelerator(
     ddp_timeout: float = 1800,
     may_shard: bool = True,
     fsdp_gather: str = "bf16",
+    is_reproducible: bool = False,
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -57,6 +59,7 @@ def create_accelerator(
         ddp_timeout: seconds that a process waits for another in a collective.
         may_shard: whether FSDP2 is supported.
         fsdp_gather: type in which sharded weights are gathered under mixed precision bf16: bf16 or fp32. Without, their own.
+        is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -70,6 +73,8 @@ def create_accelerator(
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)
+    if is_reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA begins
     plugin = sharding.make_plugin()
     search_for_lomo_once()
     # Accelerate 1.15 knows no other name for `broadcast_buffers`; torch 2.13 warns in every process that a new name will come.
@@ -90,11 +95,17 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if problems := _find_accelerator_problems(accelerator):
+    if problems := _find_accelerator_problems(accelerator, is_reproducible):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         stop_malloc_returning_memory()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read when the first kernel is made
+    if is_reproducible:
+        if accelerator.device.type == "cpu":
+            torch.set_num_threads(1)
+        else:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
     if plugin is not None and accelerator.mixed_precision == "bf16" and fsdp_gather == "bf16":
         plugin.mixed_precision_policy = sharding.HALF_PRECISION
     if plugin is not None and accelerator.device.type == "cpu" and accelerator.num_processes > 1:
@@ -102,13 +113,16 @@ def create_accelerator(
     return accelerator
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, sums_exactly: bool = False
+) -> tuple:
     """Call `accelerator.prepare`, for weights that are sharded by way of `sharding.prepare`.
 
-    An optimizer that accumulates takes the place of DistributedDataParallel.
+    An optimizer that accumulates takes the place of DistributedDataParallel, and so does `exact_sum.ExactSum`.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
+        sums_exactly: whether gradients are added up by `ExactSum`.
 
     Raises:
         UsageError: an optimizer that accumulates with fp16 or sharded weights.
@@ -125,6 +139,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.O
             optimizer.distribute(model)
         optimizer.allocate()
         return model, wrapped_optimizer
+    if sums_exactly:
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        for tensor in [*model.parameters(), *model.buffers()] if accelerator.num_processes > 1 else []:
+            dist.broadcast(tensor.detach(), 0)
+        return model, accelerator.prepare(optimizer)
     if is_sharded(accelerator):
         return sharding.prepare(accelerator, model, optimizer)
     return accelerator.prepare(model, optimizer)
@@ -184,7 +203,7 @@ def _find_environment_problems() -> list[str]:
     return problems
 
 
-def _find_accelerator_problems(accelerator: Accelerator) -> list[str]:
+def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool) -> list[str]:
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
@@ -195,7 +214,9 @@ def _find_accelerator_problems(accelerator: Accelerator) -> list[str]:
     if accelerator.mixed_precision == "fp16" and device.type == "cpu":
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if refusal := find_refusal(mixed_precision=accelerator.mixed_precision, is_sharded=shards):
+    if refusal := find_refusal(
+        mixed_precision=accelerator.mixed_precision, is_sharded=shards, is_reproducible=is_reproducible
+    ):
         problems.append(str(refusal))
     is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     if accelerator.mixed_precision == "bf16" and is_emulated:

@@ -26,6 +26,7 @@ from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
 from samestep.errors import RunError
 from samestep.step import accumulate
+from samestep.step.exact_sum import ExactSum
 from samestep.step.optim import Accumulating
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import waits_in_forward
@@ -35,7 +36,7 @@ SECONDS_TO_REPORT = 5  # time for all waiting processes to say that they wait
 
 
 class _RepeatStep(Exception):
-    """Raised to leave a step because memory ran out on some process."""
+    """Raised to leave a step because memory ran out on some process, or because exact sums need another quantum."""
 
 
 class Recovery:
@@ -45,6 +46,7 @@ class Recovery:
         accelerator: the run's.
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
+        exact_sum: adds the gradients up; None: Accelerate and the model do.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
             stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
     """
@@ -56,8 +58,10 @@ class Recovery:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         log: RunLog,
+        exact_sum: ExactSum | None = None,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
+        self.exact_sum = exact_sum
         # An optimizer that accumulates: a gradient that is in its moments already cannot be taken out again.
         self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
         self.log, self.settings = log, log.settings
@@ -80,27 +84,29 @@ class Recovery:
             yield attempt
             if attempt.is_complete:
                 return
-            self._cut_smaller(data.step)
-            data = self.steps[data.step]
+            if not attempt.needs_other_quantum:
+                self._cut_smaller(data.step)
+                data = self.steps[data.step]
 
     def restart_save_clock(self) -> None:
         """Count --checkpointing_minutes from now."""
         self.save_clock = time.perf_counter()
 
-    def agree(self, has_failed: bool) -> bool:
-        """Agree on whether any process has failed, whether any was asked to stop (`should_stop`), and whether the clock of
-        process 0 asks for a checkpoint (`should_save`).
+    def agree(self, has_failed: bool, exponent: int = 0) -> bool:
+        """Agree on whether any process has failed, whether any was asked to stop (`should_stop`), whether the clock of process
+        0 asks for a checkpoint (`should_save`), and on the largest exponent of the gradients (`exponent`).
 
         Called by all processes; it waits for the host only.
         """
         minutes = self.settings.checkpointing_minutes if self.accelerator.is_main_process else None
         is_due = minutes is not None and time.perf_counter() - self.save_clock >= 60 * minutes
-        flags = has_failed, bool(self.stop), is_due
+        flags = has_failed, bool(self.stop), is_due, exponent
         if self.cpu_group is not None:
             all_flags = torch.tensor(flags, dtype=torch.int32)
             dist.all_reduce(all_flags, op=dist.ReduceOp.MAX, group=self.cpu_group)
-            flags = map(bool, all_flags.tolist())
-        any_failed, self.should_stop, self.should_save = flags
+            flags = all_flags.tolist()
+        any_failed, self.should_stop, self.should_save = map(bool, flags[:3])
+        self.exponent = flags[3]
         return any_failed
 
     def skip_update_if_not_finite(self, grad_norm: torch.Tensor) -> None:
@@ -128,7 +134,9 @@ class Recovery:
             Exit code: 0, or the one that tells a scheduler to start the run again.
         """
         self.stop.close()
-        self.model = self.optimizer = None
+        if self.exact_sum is not None:
+            self.exact_sum.close()
+        self.model = self.optimizer = self.exact_sum = None
         return interrupt.RESTART if self.should_stop and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:
@@ -170,10 +178,12 @@ class Attempt:
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
         sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
         is_complete: whether all processes came to the end of the step.
+        needs_other_quantum: whether the step is not complete because its exact sums need another quantum.
     """
 
     def __init__(self, recovery: Recovery, data: StepData):
         self.recovery, self.data, self.is_complete, self.is_agreed = recovery, data, False, False
+        self.needs_other_quantum = False
         self.sums: list[torch.Tensor] = []
 
     def __enter__(self) -> "Attempt":
@@ -185,22 +195,30 @@ class Attempt:
         if recovery.folding is not None:
             recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
             recovery.folding.num_micro_batches = self.data.num_micro_batches
+        if recovery.exact_sum is not None:
+            recovery.exact_sum.begin(self.data.num_micro_batches)
         self.first_collective = recovery._count_collectives()
         return self
 
     def confirm_gradient(self) -> None:
-        """Confirm that no process failed. Called between the last backward and the optimizer's step.
+        """Confirm that no process failed, and make the gradient whole. Called between the last backward and the optimizer's
+        step.
 
         Raises:
             _RepeatStep: a process failed; the step is done again.
-            RunError: a process failed, and an optimizer that accumulates cannot repeat the step.
+            RunError: a process failed, and the step cannot be cut smaller.
         """
-        any_failed = self.recovery.agree(has_failed=False)
+        recovery, exact_sum = self.recovery, self.recovery.exact_sum
+        any_failed = recovery.agree(False, exact_sum.exponent() if exact_sum is not None else 0)
         self.is_agreed = True
-        if any_failed and self.recovery.folding is not None:
+        if any_failed and (recovery.folding is not None or exact_sum is not None):
             raise self._cannot_repeat("another process")
-        if any_failed:
+        if exact_sum is not None:
+            self.needs_other_quantum = not exact_sum.fits(recovery.exponent)
+        if any_failed or self.needs_other_quantum:
             raise _RepeatStep
+        if exact_sum is not None:
+            exact_sum.finish()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
         if error is None:
@@ -208,6 +226,11 @@ class Attempt:
         if error is None or isinstance(error, _RepeatStep):
             return error is not None
         with self._report_missing_processes():
+            if self.recovery.exact_sum is not None and "deterministic implementation" in str(error):
+                raise RunError(
+                    f"{str(error).split()[0]} has no kernel on {self.recovery.accelerator.device} whose result is the same "
+                    "each time: leave --reproducible out, or train on CPUs"
+                ) from error
             if not is_out_of_memory(error):
                 raise error
             self._leave_in_good_order(error)
@@ -229,6 +252,7 @@ class Attempt:
         _free_activations(error)
         if recovery.folding is not None:
             recovery.folding.abandon()
+        if recovery.folding is not None or recovery.exact_sum is not None:
             recovery.agree(has_failed=True)
             raise self._cannot_repeat("this process") from error
         if isinstance(recovery.model, DistributedDataParallel):
@@ -236,6 +260,13 @@ class Attempt:
         recovery.agree(has_failed=True)
 
     def _cannot_repeat(self, process: str) -> RunError:
+        if self.recovery.exact_sum is not None:
+            settings = self.recovery.settings
+            return RunError(
+                f"memory ran out on {process} in step {self.data.step + 1}, with micro-batches of {settings.reproducible} "
+                "samples (--reproducible), whose size decides the bits: start anew with a smaller size, or try "
+                f"{settings.memory_remedy}"
+            )
         return RunError(
             f"memory ran out on {process} in step {self.data.step + 1}, some gradients of which are in the optimizer's moments "
             "(accumulation optimizer): it cannot be done again. Resume with a smaller --per_device_train_batch_size than "

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -202,10 +203,15 @@ class RunLog:
         if not self.pending:
             return
         pending, self.pending = self.pending, []
-        sums = self.accelerator.reduce(torch.stack([sums.sum(0) for _, _, sums, _, _ in pending]), reduction="sum")
+        # Of each step the summed losses of each micro-batch, [micro-batches][terms]; of all processes, one after the other
+        sums = [[sums.tolist() for _, _, sums, _, _ in pending]]
+        totals = [
+            [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
+            for parts in zip(*gather_object(sums), strict=True)
+        ]
         rows = zip(
             pending,
-            sums.cpu(),
+            torch.tensor(totals, dtype=torch.float64),
             torch.stack([counts for *_, counts, _ in pending]).cpu(),
             torch.stack([norm for *_, norm in pending]).double().cpu(),
             strict=True,
@@ -485,6 +491,18 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
     print(f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}")
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
+
+
+def add_exactly(values: Iterable[float]) -> float:
+    """Add numbers up, rounded once, so that their order does not matter (Shewchuk 1997, doi.org/10.1007/PL00009321).
+
+    >>> add_exactly([1e16, 1.0, -1e16]), add_exactly([math.inf, -math.inf])
+    (1.0, nan)
+    """
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond float64
+        return math.nan
 
 
 def _title(training: card.Training) -> str:

@@ -26,6 +26,7 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
+from samestep.step.exact_sum import ExactSum
 from samestep.training import card, checkpoint, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
@@ -72,6 +73,7 @@ class Run:
         report.open_output_dir(self.accelerator, self.settings)
         resume = self.settings.resume_from_checkpoint
         self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
+        self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
         self.has_stopped_early = False
 
@@ -125,8 +127,12 @@ class Run:
             model.compile_layers()
         (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
         optimizer = optim.from_recipe(model, recipe)
-        self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer)
+        is_reproducible = settings.reproducible is not None
+        self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, is_reproducible)
         self.parameters = list(model.parameters())
+        self.exact_sum = ExactSum(model) if is_reproducible else None
+        if self.exact_sum is not None and self.start.exact_sum is not None:
+            self.exact_sum.last_exponent = self.start.exact_sum["exponent"]
         weights = list(recipe.loss_weights.values())
         self.loss_weights = torch.tensor(weights, dtype=self.parameters[0].dtype, device=accelerator.device)
         cut = Steps(
@@ -136,23 +142,72 @@ class Run:
             process_index=accelerator.process_index,
             max_tokens=getattr(settings, "per_device_train_tokens", None),
             same_num_micro_batches=launch.waits_in_forward(accelerator, model),
+            deals_whole=is_reproducible,
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, train.fingerprints)
         tokenizer = getattr(train, "tokenizer", None)
         saver = checkpoint.Saver(
-            accelerator, recipe, model, optimizer, train.fingerprints, settings, self.start, tokenizer
+            accelerator,
+            recipe,
+            model,
+            optimizer,
+            train.fingerprints,
+            settings,
+            self.start,
+            tokenizer,
+            self._describe_exact_sum,
         )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
-        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log)
+        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
         return model, optimizer
+
+    def _find_what_bits_depend_on(self) -> dict[str, Any] | None:
+        """Collect what decides the bits of a reproducible run beside its recipe, and compare it with the checkpoint's.
+
+        Returns:
+            Values by name; None: the run is not reproducible.
+
+        Raises:
+            UsageError: the checkpoint was made with other values.
+        """
+        if self.settings.reproducible is None:
+            return None
+        values: dict[str, Any] = {"reproducible": self.settings.reproducible}
+        values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
+        for name in ("per_device_train_tokens", "attn_implementation"):
+            values[name] = getattr(self.settings, name, None)
+        saved = values if self.checkpoint is None else self.start.exact_sum or {}
+        if differences := "; ".join(
+            f"{name} {saved.get(name)} there, {value} here"
+            for name, value in values.items()
+            if saved.get(name) != value
+        ):
+            raise UsageError(
+                f"reproducible is given, but the bits of checkpoint {self.checkpoint} depend on other values: {differences}. "
+                "Resume with its values, or leave --reproducible out"
+            )
+        return values
+
+    def _describe_reproducible(self) -> str:
+        """Say what --reproducible does, after the first line of a run; nothing without it."""
+        if self.exact_sum is None:
+            return ""
+        threads = "; one thread per process" if self.accelerator.device.type == "cpu" else ""
+        return f"; the same bits on any number of processes{threads}"
+
+    def _describe_exact_sum(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds for exact sums."""
+        return None if self.exact_sum is None else self.bits_depend_on | {"exponent": self.exact_sum.last_exponent}
 
     def whole_step(self) -> batch_norm.WholeStep:
         """Make the object that computes batch normalisation of whole steps, for `Step.find_statistics`.
 
         It does nothing unless the recipe asks for that (exact_batch_norm).
         """
-        return batch_norm.WholeStep(self.bare_model if self.recipe.exact_batch_norm else nn.Identity())
+        return batch_norm.WholeStep(
+            self.bare_model if self.recipe.exact_batch_norm else nn.Identity(), is_canonical=self.exact_sum is not None
+        )
 
     def steps(self, train: Any) -> Iterator["Step"]:
         """Iterate over the optimizer steps from the checkpoint's on, one `Step` for each, and again for each that failed.
@@ -167,7 +222,7 @@ class Run:
             RunError: memory does not hold a single sample, or numbers are not finite.
         """
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
-        if not settings.rehearse:
+        if not settings.rehearse and self.exact_sum is None:
             micro_batch_size.fit(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
@@ -175,7 +230,7 @@ class Run:
         accelerator.print(
             f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}; on "
             f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.completed_steps} to "
-            f"{self.last_step} of {self.num_steps}"
+            f"{self.last_step} of {self.num_steps}{self._describe_reproducible()}"
         )
         self.log.start()
         self.model.train()
@@ -319,7 +374,7 @@ class Step:
         self.run, self.attempt = run, attempt
         self.index = attempt.data.step
         self.learning_rate = run.schedule(self.index)
-        self.is_entered = False
+        self.is_entered = self.is_scaled = False
 
     @property
     def data(self) -> StepData:
@@ -328,8 +383,19 @@ class Step:
 
     @property
     def num_micro_batches(self) -> int:
-        """k: micro-batches of this process in this step, by which `accelerator.backward` divides."""
+        """Number of micro-batches of this process in this step, k."""
         return len(self.data.micro_batches)
+
+    @property
+    def loss_scale(self) -> int:
+        """Factor of a micro-batch's loss, which undoes what gradients are divided by: k in `accelerator.backward`, and N, the
+        number of processes, in DistributedDataParallel.
+
+        With --reproducible gradients are divided by a power of two alone, so that no cut rounds them differently.
+        """
+        self.is_scaled = True
+        accelerator = self.run.accelerator
+        return accelerator.gradient_accumulation_steps if self.run.exact_sum else accumulate.loss_scale(accelerator)
 
     @property
     def num_targets(self) -> torch.Tensor:
@@ -339,9 +405,12 @@ class Step:
     @property
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
-        device, pairs = self.run.accelerator.device, list(zip(self.data.micro_batches, self.data.samples, strict=True))
-        for micro_batch, samples in accumulate.iterate_micro_batches(self.run.accelerator, pairs):
-            self.run.noise.set_samples(samples, device)
+        run, data, is_exact = self.run, self.data, self.run.exact_sum is not None
+        device, parts = run.accelerator.device, list(zip(data.micro_batches, data.samples, data.numbers, strict=True))
+        for micro_batch, samples, number in accumulate.iterate_micro_batches(run.accelerator, parts, is_exact):
+            run.noise.set_samples(samples, device)
+            if is_exact:
+                accumulate.seed_noise(run.accelerator, run.recipe.seed, self.index, number or 0)
             yield to_device(micro_batch, device)
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
@@ -349,10 +418,14 @@ class Step:
 
         Where one micro-batch is the whole step, there is nothing to do: it has the step's statistics.
         """
-        if self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
+        is_exact = self.run.exact_sum is not None
+        if is_exact or self.run.recovery.steps.layout.gradient_accumulation_steps > 1:
             model, num_targets = self.run.bare_model, self.num_targets
             whole_step.prepare(
-                self.data.micro_batches, lambda micro_batch: self.run.compute_loss(micro_batch, num_targets, model)[0]
+                self.data.micro_batches,
+                lambda micro_batch: self.run.compute_loss(micro_batch, num_targets, model)[0],
+                numbers=self.data.numbers if is_exact else None,
+                num_cells=self.data.num_micro_batches if is_exact else None,
             )
 
     def clip_grad_norm_(self, max_norm: float | None) -> None:
@@ -362,6 +435,11 @@ class Step:
         gradient that is not finite.
         """
         run = self.run
+        if run.exact_sum is not None and not self.is_scaled:
+            raise UsageError(
+                "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "
+                "accelerator.backward(loss * step.loss_scale)"
+            )
         self.attempt.confirm_gradient()
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)

@@ -69,7 +69,7 @@ def main(argv):
                 with run.accelerator.accumulate(model):
                     sums, _ = model(**batch)
                     loss = (run.loss_weights * sums / step.num_targets).sum()
-                    run.accelerator.backward(loss * step.num_micro_batches * run.accelerator.num_processes)
+                    run.accelerator.backward(loss * step.loss_scale)
                     step.add_to_log(sums)
                     if run.accelerator.sync_gradients:
                         step.clip_grad_norm_(run.recipe.max_grad_norm)

@@ -186,8 +186,8 @@ class Accumulating(torch.optim.Optimizer):
         if key not in self._rates_cache:
             self._rates_cache[key] = list(self._rates(self.param_groups[bucket.group], number, t))
         (decay, weight), *second_rates = self._rates_cache[key]
-        # A small parameter is one part in its own shape; a large one is flat parts, as `_split` made of its moments.
-        parts = [gradient] if len(pieces) == 1 else [None] * len(pieces) if gradient is None else _split(gradient)
+        # A small parameter is one part in its own shape; a large one is flat parts, as `split_memory` made of its moments.
+        parts = [gradient] if len(pieces) == 1 else [None] * len(pieces) if gradient is None else split_memory(gradient)
         for part, (mean, *squares) in zip(parts, pieces, strict=True):
             if decay != 1:
                 mean.mul_(decay)
@@ -433,7 +433,7 @@ class Bucket:
     Attributes:
         flat: [moments, numbers], the moments of all parameters.
         moments: parameter -> its moments, views of `flat` in the parameter's shape and strides.
-        pieces: parameter -> its moments in pieces, see `_split`.
+        pieces: parameter -> its moments in pieces, see `split_memory`.
         folds: parameter -> number of gradients folded in this step.
         work: the handle of the all-reduce under way.
         first_measure: `measure` of the moments at the beginning of this step.
@@ -454,7 +454,8 @@ class Bucket:
             for parameter, rows in zip(parameters, self.flat.split(sizes, dim=1), strict=True)
         }
         self.pieces = {
-            parameter: list(zip(*map(_split, moments), strict=True)) for parameter, moments in self.moments.items()
+            parameter: list(zip(*map(split_memory, moments), strict=True))
+            for parameter, moments in self.moments.items()
         }
         self.folds: dict[nn.Parameter, int] = {}
         self.work: dist.Work | None = None
@@ -488,7 +489,7 @@ class Bucket:
         enough at once that the temporaries of an update stay small."""
         rows, num_numbers = [], 0
         for parameter in self.folds:
-            for piece, moments in zip(_split(parameter.detach()), self.pieces[parameter], strict=True):
+            for piece, moments in zip(split_memory(parameter.detach()), self.pieces[parameter], strict=True):
                 rows.append((parameter, piece, *moments))
                 num_numbers += piece.numel()
                 if num_numbers >= PIECES.get(self.flat.device.type, PIECE):
@@ -505,7 +506,7 @@ def _fold(optimizer: weakref.ref, parameter: nn.Parameter) -> None:
         live_optimizer._take_gradient(parameter)
 
 
-def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+def split_memory(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return a small tensor as it is; split a large one, which fills its memory, into flat pieces in memory order."""
     size = PIECES.get(tensor.device.type, PIECE)
     return (tensor,) if tensor.numel() <= size else tensor.as_strided((tensor.numel(),), (1,)).split(size)

@@ -1,0 +1,204 @@
+"""Is a reproducible run the same to the bit, on whatever it runs, and what does that cost?
+
+    make bench-reproducible        # about an hour on 2 cores; nothing else should run while costs are measured
+    python benchmarks/reproducible.py --only cost
+
+- Sweep: tiny models of every program with dropout 0.1, or exact batch normalisation, take 30 steps by --reproducible on 1, 2,
+  3, 4 and 5 processes, and once per seed in three sessions that end at random steps and go on on random numbers of processes.
+  SHA-256 of all parameters, of all moments and of all metrics (but the times) must be those of the run on one process.
+- Moved: digests of each step (--digest_steps) of a run that moves from 1 to 3 and then to 2 processes, beside those of a run
+  on one process; and of the same two runs without --reproducible. Makes docs/reproducible.png.
+- Cost: seconds per step by --reproducible over seconds per step of the same micro-batches without, one process and one thread,
+  whole programs in turns; medians of the steps after the first two.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+import harness
+from common import TINIES, all_metrics, launch_environment, tiny_argv, write_corpus
+from forked import Server
+
+from samestep.training.checkpoint import checkpoints, read
+
+NUM_STEPS, NUM_SEEDS, MAX_PROCESSES = 30, 20, 5
+BERT_DROPOUT = "--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --attn_implementation eager"
+GPT2_DROPOUT = "--resid_pdrop 0.1 --embd_pdrop 0.1 --attn_pdrop 0.1 --attn_implementation eager"
+BATCH_NORM = "--normalization batch --exact_batch_norm"
+# Program -> flags beside its tiny model's.
+WORKLOADS = {
+    "pretrain_bert": BERT_DROPOUT,
+    "pretrain_gpt2": GPT2_DROPOUT,
+    "finetune_classifier": BERT_DROPOUT,
+    "train_captcha": "",
+    "train_image_classifier": BATCH_NORM,
+}
+FLAGS = f"--reproducible 4 --global_batch_size 24 --max_train_steps {NUM_STEPS} --eval_steps 10"
+# Name -> program, flags, size of micro-batches, steps.
+COSTS = {
+    "BERT 4 x 256, micro-batches of 4, k = 6": (
+        "pretrain_bert",
+        f"--recipe bert_small_cpu --num_hidden_layers 4 --global_batch_size 24 {BERT_DROPOUT}",
+        4,
+        16,
+    ),
+    "GPT-2 124M, micro-batches of 1 x 512, k = 4": (
+        "pretrain_gpt2",
+        "--recipe gpt2_small_cpu --vocab_size 50257 --n_embd 768 --n_layer 12 --n_head 12 --block_size 512 --n_positions 512 "
+        f"--global_batch_size 4 {GPT2_DROPOUT}",
+        1,
+        4,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweep
+
+
+def hash_run(output_dir: Path) -> dict[str, str]:
+    """Hash what a run wrote: its curve, its parameters, its moments."""
+    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in all_metrics(output_dir)]
+    hashes = {"metrics": hashlib.sha256(json.dumps(lines).encode()).hexdigest()}
+    for part in ("model", "optimizer"):
+        whole = hashlib.sha256()
+        for name, tensor in sorted(read(checkpoints(output_dir)[-1], part).items()):
+            whole.update(name.encode() + tensor.numpy().tobytes())
+        hashes[part] = whole.hexdigest()
+    return hashes
+
+
+def train(server: Server, corpus: Path, folder: Path, num_processes: int, precision: str, flags: str) -> None:
+    """Train, or go on with, every program's tiny model on N processes; FOLDER/PROGRAM has the results."""
+    calls = [
+        [program, *tiny_argv(program, corpus, folder / program, f"{more} {flags}")]
+        for program, more in WORKLOADS.items()
+    ]
+    words = ["--num_processes", str(num_processes), "--mixed_precision", precision]
+    environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml", *words)
+    folder.mkdir(parents=True, exist_ok=True)
+    server.run([str(folder), json.dumps(calls)], num_processes, timeout=900, environment=environment)
+
+
+def sweep(work: Path, num_seeds: int) -> list[dict[str, Any]]:
+    """Train on every number of processes, and with restarts; a row for each program and precision."""
+    corpus, rows = write_corpus(work), []
+    with Server("run_layouts", libraries=(), is_cpu=False) as server:
+        for precision in harness.PRECISIONS:
+            found: dict[str, list[dict[str, str]]] = {program: [] for program in WORKLOADS}
+
+            def note(folder: Path, found: dict[str, list[dict[str, str]]] = found) -> None:
+                for program in WORKLOADS:
+                    found[program].append(hash_run(folder / program))
+                shutil.rmtree(folder)
+
+            for num_processes in range(1, MAX_PROCESSES + 1):
+                folder = work / f"{precision}-{num_processes}"
+                train(server, corpus, folder, num_processes, precision, FLAGS)
+                note(folder)
+            for seed in range(num_seeds):
+                draw = random.Random(f"{precision} {seed}")
+                ends = [*sorted(draw.sample(range(1, NUM_STEPS), 2)), NUM_STEPS]
+                folder = work / f"{precision}-seed-{seed}"
+                for end in ends:
+                    stop = f"--stop_after_step {end}" if end < NUM_STEPS else ""
+                    flags = f"{FLAGS} {stop} --resume_from_checkpoint latest"
+                    train(server, corpus, folder, draw.randint(1, MAX_PROCESSES), precision, flags)
+                note(folder)
+                print(f"{precision}, seed {seed}", file=sys.stderr, flush=True)
+            for program, hashes in found.items():
+                rows.append(
+                    {
+                        "program": program,
+                        "precision": precision,
+                        "runs": len(hashes),
+                        "equal": sum(each == hashes[0] for each in hashes),
+                        "sha256": hashes[0],
+                    }
+                )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cost
+
+
+def measure_cost(name: str, work: Path, rounds: int) -> dict[str, Any]:
+    """Measure seconds per step with and without --reproducible, whole programs in turns."""
+    program, flags, size, num_steps = COSTS[name]
+
+    def run(more: str) -> float:
+        folder = work / "cost"
+        words = harness.launch(ROOT / "scripts" / f"{program}.py", "no", "cpu.yaml", "--quiet")
+        words += f"{flags} --max_train_steps {num_steps} --num_warmup_steps 1 --warmup_ratio none".split()
+        words += f"--validation_fraction 0 --speed safe {more} --output_dir {folder} --overwrite_output_dir".split()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+        if ended.returncode:
+            sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
+        return statistics.median(line["seconds"] for line in all_metrics(folder)[2:])
+
+    calls = {
+        "usual": lambda: run(f"--per_device_train_batch_size {size}"),
+        "reproducible": lambda: run(f"--reproducible {size}"),
+    }
+    return {"name": name} | harness.in_turns(calls, rounds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Make results/reproducible.md."""
+    body = ""
+    if rows := results["sweep"]:
+        lines = [
+            [row["program"], row["precision"], row["runs"], row["equal"], row["sha256"]["model"][:16]] for row in rows
+        ]
+        body += (
+            f"{NUM_STEPS} steps on 1 to {MAX_PROCESSES} processes, and with two restarts at random steps on random numbers of "
+            "processes: runs whose parameters, moments and metrics have the SHA-256 of the run on one process.\n\n"
+        )
+        body += harness.table("program | precision | runs | equal | parameters' SHA-256", lines)
+    if rows := results["cost"]:
+        lines = []
+        for row in rows:
+            ratios = harness.ratios(row["reproducible"], row["usual"])
+            seconds = [f"{statistics.median(row[kind]):.3f}" for kind in ("usual", "reproducible")]
+            lines.append([row["name"], *seconds, harness.spread(ratios, ".3f")])
+        body += "\nSeconds per step, one thread, medians of rounds, and their ratio round by round.\n\n"
+        body += harness.table("model | without | --reproducible | ratio", lines)
+    return harness.page("Reproducible runs", "reproducible.py", results["about"], body)
+
+
+def main() -> None:
+    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "cost"))
+    parser.add_argument("--seeds", type=harness.positive, default=NUM_SEEDS, help=f"of restarts [{NUM_SEEDS}]")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "reproducible", help="folder of the runs")
+    args = parser.parse_args()
+    shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True)
+    file = args.output.with_suffix(".json")
+    results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "cost": []}
+    results["about"] = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
+    if "sweep" in args.only:
+        results["sweep"] = sweep(args.work, args.seeds)
+    if "cost" in args.only:
+        results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
+    harness.write(args.output, results, markdown(results))
+
+
+if __name__ == "__main__":
+    assert TINIES.keys() == WORKLOADS.keys()
+    main()
