@@ -19,7 +19,12 @@ class Refusal(NamedTuple):
 
 
 def find_refusal(
-    *, mixed_precision: str = "no", is_sharded: bool = False, may_shard: bool = True, accumulation: str = "gradient"
+    *,
+    mixed_precision: str = "no",
+    is_sharded: bool = False,
+    may_shard: bool = True,
+    accumulation: str = "gradient",
+    digest_steps: int | None = None,
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -28,6 +33,7 @@ def find_refusal(
         is_sharded: whether the launch shards weights (FSDP2).
         may_shard: whether the program can (`RunSettings.may_shard`).
         accumulation: the recipe's: gradient or optimizer.
+        digest_steps: the run's setting.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
@@ -36,6 +42,12 @@ def find_refusal(
         return Refusal(
             "the launch file shards weights (FSDP), which only programs of language models do",
             "launch with distributed_type MULTI_GPU",
+        )
+    if digest_steps is not None and is_sharded:
+        return Refusal(
+            f"digest_steps is {digest_steps}, but the launch file shards weights (FSDP), so that no process has whole "
+            "tensors",
+            "leave it out, or launch with distributed_type MULTI_GPU",
         )
     if accumulation == "optimizer" and is_sharded:
         return Refusal(

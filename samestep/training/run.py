@@ -26,7 +26,7 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
-from samestep.training import card, checkpoint, host_memory, kernels, launch, micro_batch_size, report
+from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
 
@@ -144,6 +144,8 @@ class Run:
             accelerator, recipe, model, optimizer, train.fingerprints, settings, self.start, tokenizer
         )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
+        names = checkpoint.name_parameters(self.bare_model)
+        self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log)
         return model, optimizer
 
@@ -185,7 +187,8 @@ class Run:
                 step = Step(self, attempt)
                 yield step
                 step.check_entry()
-            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate)
+            digests = self.digests.add_step(step.index + 1)
+            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
             self.completed_steps += 1
             if recovery.should_stop:
                 return
@@ -363,6 +366,7 @@ class Step:
         """
         run = self.run
         self.attempt.confirm_gradient()
+        run.digests.add_gradients(self.index + 1)
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)
 
