@@ -68,6 +68,13 @@ def test_a_run_writes_them_by_the_names_of_its_checkpoints(train):
     }
 
 
+def test_gradients_are_digested_before_they_are_clipped(train):
+    flags = FLAGS.replace("--digest_steps 2", "--digest_steps 1 --max_train_steps 1 --max_grad_norm")
+    (clipped,), (whole,) = (read_digests(train(norm, f"{flags} {norm}")) for norm in ("0.2", "none"))
+    assert clipped["gradients"] == whole["gradients"]
+    assert clipped["moments"] != whole["moments"]
+
+
 def test_resumed_and_overwritten_runs_have_the_same(train):
     whole = read_digests(train("whole", FLAGS))
     parts = train("parts", FLAGS + "--stop_after_step 7 --checkpointing_steps 3")
