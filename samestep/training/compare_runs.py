@@ -368,9 +368,9 @@ def _write_parting(parting: dict[str, Any]) -> Iterator[str]:
         yield "  tensors: no digests of both differ; train both with --digest_steps 1 to have the tensors named"
         return
     before, at = digests["step_before"], digests["step"]
-    if at == step == (before or 0) + 1:
+    if at == (before or 0) + 1:
         kind = next(kind for kind in KINDS if digests[kind]["names"])
-        yield f"  {kind} that differ: {_write_names(**digests[kind])}"
+        yield f"  {kind} that differ{'' if at == step else f', first at step {at:,}'}: {_write_names(**digests[kind])}"
         return
     since = "" if before is None else f"the same after step {before:,}, "
     yield f"  tensors: {since}not after step {at:,}; train both with --digest_steps 1 to have the first named"
