@@ -1,4 +1,4 @@
-"""Answers `samestep list | plan | scale | audit-script`, or `python -m recipes`; all but an audit without torch.
+"""Answers `samestep list | plan | scale | compare | audit-script`, or `python -m recipes`; all but an audit without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -46,6 +46,7 @@ from samestep.recipe.settings import (
     program_name,
     setting,
 )
+from samestep.training import compare_runs
 from samestep.training.plots import plot_growth
 
 DEFAULT_MAX_DEVICES = 4096
@@ -164,6 +165,13 @@ class ScaleSettings(OutputSettings):
     plot: str | None = setting("PNG file to draw it in; needs matplotlib", default=None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareSettings:
+    """Choose how it is printed"""
+
+    json: bool = setting("print one JSON object", default=False)
+
+
 EXAMPLES = {
     "list": "list",
     "plan": """plan bert_large_2080ti --on 1x2080ti
@@ -173,6 +181,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
+    "compare": "compare runs/first runs/second",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',
 }
@@ -180,6 +189,7 @@ SUMMARIES = {
     "list": "list the recipes of the catalog",
     "plan": "plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
     "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
+    "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
     "audit-script": "run a training program under several layouts, and compare the steps that it takes",
 }
 HARDWARE = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE"}
@@ -189,6 +199,9 @@ DESCRIPTIONS = {
 seconds per step, learning rate, the command to paste. Needs no GPU and no torch.""",
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
 Needs no GPU and no torch.""",
+    "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
+both. Says at which step they part, in which tensors, by how much, and in what settings they differ. Exit code 0 identical,
+1 they part, 2 bad usage.""",
 }
 
 
@@ -512,6 +525,20 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         print("\n".join(text.write_scale(result)))
 
 
+def compare(argv: list[str]) -> int:
+    """Compare two runs; return 0 if they are identical, else 1."""
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    name = f"{program_name()} compare"
+    parser = Parser(name, "RUN_A RUN_B [--json]", description=DESCRIPTIONS["compare"], epilog=_epilog("compare"))
+    parser.add_settings(CompareSettings)
+    settings = build(CompareSettings, parser.parse(argv[len(folders) :]), "flags")
+    if len(folders) != 2:
+        raise UsageError(f"{name}: {len(folders)} output folders come first, must be two; see {name} --help")
+    result = compare_runs.compare(folders)
+    print(json.dumps(result, allow_nan=False) if settings.json else "\n".join(compare_runs.write(result)))
+    return 0 if result["is_identical"] else 1
+
+
 def _make_parser(command: str, *subjects: str) -> Parser:
     """Make the parser of a command, whose first words are one of `subjects`."""
     words = [f"{subject} {HARDWARE[command]} [--FLAG VALUE ...]" for subject in subjects]
@@ -590,7 +617,7 @@ def main() -> int | None:
     """Answer the command line.
 
     Returns:
-        The exit code of an audit; None: 0.
+        The exit code of a comparison or an audit; None: 0.
 
     Raises:
         UsageError: bad usage.
@@ -609,6 +636,8 @@ def main() -> int | None:
             scale(name, argv)
         case ["scale", *argv]:
             scale_model(argv)
+        case ["compare", *argv]:
+            return compare(argv)
         case ["audit-script", *argv]:
             from stepaudit.script import audit_script
 

@@ -139,6 +139,9 @@ def files(corpus, tmp_path_factory) -> Path:
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
+    for name in ("first", "second"):  # of two runs
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "grad_norm": 1.0}\n')
     qwen = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64}
     qwen |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}

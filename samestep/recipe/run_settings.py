@@ -85,6 +85,9 @@ class RunSettings:
         "steps between evaluations; none: at the start and the end", POSITIVE, default=None
     )
     record_samples: bool = setting("write every sample's step, process and micro-batch to samples.jsonl", default=False)
+    digest_steps: int | None = setting(
+        "steps between digests of parameters, moments and gradient; none: no digests", POSITIVE, default=None
+    )
     report_to: str = setting(
         "tracker of the curves; tensorboard writes into OUTPUT_DIR/tensorboard",
         choice("none", "tensorboard", "wandb", "trackio"),
@@ -140,7 +143,8 @@ class RunSettings:
         """Keyword arguments of `launch.create_accelerator`."""
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
-        return options | {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
+        options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
+        return options | {"digest_steps": self.digest_steps}
 
     def problems(self) -> list[str]:
         problems = self._problems_of_reproducible() if self.reproducible is not None else []

@@ -46,6 +46,7 @@ def create_accelerator(
     may_shard: bool = True,
     fsdp_gather: str = "bf16",
     is_reproducible: bool = False,
+    digest_steps: int | None = None,
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -60,6 +61,7 @@ def create_accelerator(
         may_shard: whether FSDP2 is supported.
         fsdp_gather: type in which sharded weights are gathered under mixed precision bf16: bf16 or fp32. Without, their own.
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
+        digest_steps: steps between digests, which sharded weights do not have; None: no digests.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -69,7 +71,8 @@ def create_accelerator(
         gc.freeze()  # modules stay: the collector need not look at them again, which takes 0.4 s each time
         gc.enable()
     problems = _find_environment_problems()
-    if refusal := find_refusal(is_sharded=parse_flag_from_env("ACCELERATE_USE_FSDP"), may_shard=may_shard):
+    shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if refusal := find_refusal(is_sharded=shards, may_shard=may_shard, digest_steps=digest_steps):
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)

@@ -1,4 +1,4 @@
-"""Writes a run's results: metrics.jsonl, samples.jsonl, trackers, loss.png, all_results.json, the model card."""
+"""Writes a run's results: metrics.jsonl, samples.jsonl, digests.jsonl, trackers, loss.png, all_results.json, the model card."""
 
 import contextlib
 import datetime
@@ -27,8 +27,10 @@ from samestep.errors import RunError, UsageError
 from samestep.planner import text
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.training import card, checkpoint, plots
+from samestep.training import card, checkpoint, digest, plots
 
+LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl")
+"""Files of a line per step, evaluation or event; a resumed run writes those of later steps again."""
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
 
@@ -80,7 +82,7 @@ def _lock(output_dir: Path) -> None:
 
 
 def _find_earlier_run(output_dir: Path) -> list[Path]:
-    files = [path for name in ("metrics.jsonl", "samples.jsonl") if (path := output_dir / name).exists()]
+    files = [path for name in LINES if (path := output_dir / name).exists()]
     return files + checkpoint.checkpoints(output_dir)
 
 
@@ -112,14 +114,16 @@ class RunLog:
         self.first_step = first_step
         self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.unwritten_lines: dict[str, str] = {"metrics.jsonl": "", "samples.jsonl": ""}
+        self.pending_digests: dict[int, dict[str, Any]] = {}
+        self.unwritten_lines = dict.fromkeys(LINES, "")
         self.saver = saver
         if accelerator.is_main_process:
             if settings.overwrite_output_dir:
                 for path in _find_earlier_run(self.output_dir):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             _filter_lines(self.output_dir / "metrics.jsonl", lambda line: _is_earlier(line, first_step, num_steps))
-            _filter_lines(self.output_dir / "samples.jsonl", lambda line: line["step"] <= first_step)
+            for name in LINES[1:]:
+                _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
         evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
         # Evaluations of this session and earlier ones.
@@ -168,6 +172,7 @@ class RunLog:
         counts: torch.Tensor,
         grad_norm: torch.Tensor,
         learning_rate: float,
+        digests: dict[str, Any] | None = None,
     ) -> None:
         """Note a step.
 
@@ -177,6 +182,7 @@ class RunLog:
             counts: targets of the whole step, int64 [terms] on the device.
             grad_norm: norm of the whole gradient before clipping, scalar on the device.
             learning_rate: the step's.
+            digests: the step's line of digests.jsonl; None: it has none.
         """
         now = time.perf_counter()
         line = {
@@ -188,6 +194,9 @@ class RunLog:
         if self.recipe.unit != "image":  # images are samples
             line[f"{self.recipe.unit}s"] = data.num_tokens
         line["seconds"] = now - self.clock
+        if digests is not None:
+            line["digest"] = digest.combine(digests)
+            self.pending_digests[line["step"]] = digests
         self.clock = now
         self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
         self.bar.update()
@@ -216,7 +225,7 @@ class RunLog:
             torch.stack([norm for *_, norm in pending]).double().cpu(),
             strict=True,
         )
-        ledger, failure, num_units, seconds = [], None, 0, 0.0
+        ledger, digests, failure, num_units, seconds = [], [], None, 0, 0.0
         for (line, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
             line |= self.compute_losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
@@ -230,6 +239,7 @@ class RunLog:
                 self.num_skipped += 1
                 line["skipped"] = True
             self._write(_sort_keys(line))
+            digests += [self.pending_digests.pop(line["step"])] if "digest" in line else []
             num_units += line.get(f"{self.recipe.unit}s", line["samples"])
             seconds += line["seconds"]
             for micro_step, samples in enumerate(micro_batches):
@@ -238,6 +248,8 @@ class RunLog:
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
         if seconds and self.bar is not None:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
+        if digests:
+            self._append("digests.jsonl", digests)
         if self.settings.record_samples:
             ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
@@ -362,7 +374,7 @@ class RunLog:
         self._append("metrics.jsonl", [line])
         if self.settings.report_to != "none":
             prefix = "eval" if "eval_loss" in line else "train"
-            values = {f"{prefix}/{k.removeprefix('eval_')}": v for k, v in line.items() if k != "step"}
+            values = {f"{prefix}/{k.removeprefix('eval_')}": v for k, v in line.items() if k not in ("step", "digest")}
             self.accelerator.log(values, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
@@ -408,12 +420,12 @@ def _filter_lines(path: Path, condition: Callable[[dict[str, Any]], bool]) -> No
     A line that was cut off when the run was killed is removed, too.
     """
     if path.exists():
-        lines = []
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                lines += [text + "\n"] if condition(json.loads(text)) else []
         temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(lines), encoding="utf-8")
+        with path.open(encoding="utf-8") as file, temporary.open("w", encoding="utf-8") as kept:
+            for text in file:
+                with contextlib.suppress(ValueError):
+                    if condition(json.loads(text)):
+                        kept.write(text.removesuffix("\n") + "\n")
         temporary.replace(path)
 
 

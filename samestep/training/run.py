@@ -27,7 +27,7 @@ from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
-from samestep.training import card, checkpoint, host_memory, kernels, launch, micro_batch_size, report
+from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
 
@@ -159,6 +159,8 @@ class Run:
             self._describe_exact_sum,
         )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
+        names = checkpoint.name_parameters(self.bare_model)
+        self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
         return model, optimizer
 
@@ -240,7 +242,8 @@ class Run:
                 step = Step(self, attempt)
                 yield step
                 step.check_entry()
-            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate)
+            digests = self.digests.add_step(step.index + 1)
+            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
             self.completed_steps += 1
             if recovery.should_stop:
                 return
@@ -441,6 +444,7 @@ class Step:
                 "accelerator.backward(loss * step.loss_scale)"
             )
         self.attempt.confirm_gradient()
+        run.digests.add_gradients(self.index + 1)
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)
 
