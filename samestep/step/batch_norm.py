@@ -184,8 +184,8 @@ class WholeStep:
         loss: Loss,
         scale: float = 1.0,
         *,
-        numbers: Sequence[int | None] = (),
-        num_cells: int = 0,
+        numbers: Sequence[int | None] | None = None,
+        num_cells: int | None = None,
     ) -> None:
         """Find the step's statistics and multipliers, and let the layers use them until `finish` or `release`.
 
@@ -206,11 +206,11 @@ class WholeStep:
         self.release()
         if not self.layers:
             return
-        self._numbers, self._num_cells = [number for number in numbers if number is not None], num_cells
         if self.is_canonical:
             micro_batches = [
                 micro_batch for micro_batch, number in zip(micro_batches, numbers, strict=True) if number is not None
             ]
+            self._numbers, self._num_cells = [number for number in numbers if number is not None], num_cells
         try:
             self._find_statistics(micro_batches, loss)
             self._find_adjoints(micro_batches, loss, scale)
@@ -325,7 +325,7 @@ class WholeStep:
         """Add a layer's values [3, C] of the present micro-batch to the running total of this pass, or of this micro-batch.
 
         Returns:
-            [3, C] each: the layer's total up to this micro-batch in the previous pass, and in this pass.
+            [3, C] each: the layer's total up to this micro-batch (or of it alone) in the previous pass, and in this pass.
         """
         total = add(self._running_total[:, place], values)
         self._running_total[:, place] = total
