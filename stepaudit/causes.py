@@ -43,8 +43,8 @@ KINDS = {
         "set its coefficient to 0 (router_aux_loss_coef=0.0), or balance with counts of the whole step",
     ),
     "dropout": Cause(
-        "noise is drawn anew for every cut (with a dropout of 0 the audit sees the rest)",
-        "audit with every dropout at 0.0; in training the noise depends on the cut, and only its mean does not",
+        "noise is another one for every cut (with a dropout of 0 the audit sees the rest)",
+        "draw it by sample, a hash of (seed, epoch, sample id, place), not from a generator; or audit with every dropout at 0.0",
     ),
     "state": Cause(
         "a module changes its own state in every forward, so that the micro-batches of a step see other models",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stepaudit._internals import BatchNorm, tree_leaves, tree_map
+from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
 from stepaudit.causes import Finding
 from stepaudit.judge import list_names
 
@@ -121,15 +121,18 @@ def find_entrances(
     has_noise = bool(noise_calls) and find_noise() is not None  # evaluation does not end it, and it depends on shapes
     mixing_calls = collect_calls(find_mixing)
     change = "its output for a sample changes with another sample of the batch"
-    findings += _make_findings(
-        "batch_norm", [entrance for entrance in mixing_calls if isinstance(entrance.module, BatchNorm)], change
-    )
-    findings += _make_findings(
-        "mixed_samples", [entrance for entrance in mixing_calls if not isinstance(entrance.module, BatchNorm)], change
-    )
+    for cause in ("batch_norm", "dropout", "mixed_samples"):
+        calls = [entrance for entrance in mixing_calls if _name_cause(entrance.module, "mixed_samples") == cause]
+        findings += _make_findings(cause, calls, change)
     if not mixing_calls and not has_noise and (entrance := find_padding()) is not None:
-        findings += _make_findings("padding", [entrance], "its output for a sample alone differs from that in a batch")
+        cause = _name_cause(entrance.module, "padding")
+        findings += _make_findings(cause, [entrance], "its output for a sample alone differs from that in a batch")
     return findings
+
+
+def _name_cause(module: nn.Module, cause: str) -> str:
+    """Name the cause by a module that is known to have one; a dropout here has noise of its own that is not by sample."""
+    return "batch_norm" if isinstance(module, BatchNorm) else "dropout" if isinstance(module, Dropout) else cause
 
 
 @contextlib.contextmanager

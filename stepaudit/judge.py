@@ -302,6 +302,8 @@ def _explain_gradient(
             ]
     if recording.hooked_parameters:  # their effect is not seen where processes are reduced at once
         return [Finding("gradient_hooks", place, f"of {list_names(recording.hooked_parameters)}")]
+    if recording.dropouts:  # of the program's own kind, which was not asked
+        return [Finding("dropout", list_names(recording.dropouts), place), *tail]
     return [Finding("not_a_sum", place, f"{ratio:.4g} times the gradient, and a rest"), *tail]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import SyncBatchNorm
 
-from stepaudit._internals import BatchNorm, tree_leaves, tree_map
+from stepaudit._internals import BatchNorm, Dropout, tree_leaves, tree_map
 from stepaudit.entrance import MAX_SAMPLES, find_entrances, fix_noise
 
 TOLERANCE = 1e-4  # relative: models compute in float32 inside, whatever they are converted to
@@ -154,6 +154,9 @@ def ask_model(
         return None
     try:
         model = copy.deepcopy(module).double()
+        for part in model.modules():
+            if isinstance(part, Dropout) and type(part).__module__ != Dropout.__module__:
+                part.eval()  # a program's own noise may be a function of the sample, which cannot be told here
         selection, samples = _RowSelection(args, kwargs, num_rows), range(num_rows)[:MAX_SAMPLES]
         findings = find_entrances(model, samples, selection.select, _Objective(output_numbers), TOLERANCE)
         facts = [[finding.cause, finding.where] for finding in findings]

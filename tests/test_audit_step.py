@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(ROOT / "tests" / "audited"))
 from common_models import VOCAB, bert, collate, gpt2, llama, sentences
 
+from samestep import noise_by_sample
 from samestep.errors import UsageError
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
 from stepaudit import processes as process_runner
@@ -133,6 +134,47 @@ def test_several_modules_are_named_also_functions_that_draw(samples):
         ("dropout", "middle.0 (Dropout), middle.1 (FunctionModule)"),
         ("batch_norm", "middle.2.inner.0 (BatchNorm1d)"),
     ]
+
+
+class PlaceDropout(nn.Dropout):
+    """Hashes places in the micro-batch: [batch, length, width]; with `is_of_size`, the size of the micro-batch, too."""
+
+    def __init__(self, p: float, is_of_size: bool):
+        super().__init__(p)
+        self.is_of_size = is_of_size
+
+    def forward(self, x):
+        numbers = torch.arange(len(x))[:, None, None] * 7919 + torch.arange(x.shape[2]) + self.is_of_size * 31 * len(x)
+        return x * ((numbers * 2654435761 % 2**32) / 2**32 >= self.p) / (1 - self.p) if self.training else x
+
+
+@pytest.mark.distributed
+def test_dropout_by_sample_is_exact_and_by_place_is_not(samples):
+    """Copies of the model, also those in other processes, are told the samples of each micro-batch by the loss."""
+
+    def collate_with_ids(samples):
+        ids = torch.tensor([number for number, _ in samples])
+        return collate([sample for _, sample in samples]) | {"ids": ids}
+
+    numbered = list(enumerate(samples))
+    model = Tagger(nn.Sequential(nn.Dropout(0.3), nn.Tanh()))
+    noise = noise_by_sample(model, seed=0)
+
+    def loss_by_sample(model, batch):
+        noise.set_samples([(0, number) for number in batch["ids"].tolist()])
+        return loss(model, batch)
+
+    audit = audit_step(model, numbered, collate_with_ids, loss_by_sample, processes=(1, 2))
+    assert audit.is_exact, audit
+    cause = [("dropout", "middle.0 (Dropout)")]
+    noise.samples = None  # not told, it is by place
+    untold = audit_step(model, numbered, collate_with_ids, loss, cuts=QUARTERS)
+    assert [(finding.cause, finding.where) for finding in untold.comparisons[0].findings] == cause
+    for is_of_size in (False, True):
+        model.middle[0] = PlaceDropout(0.3, is_of_size)
+        audit = audit_step(model, samples, collate, loss, cuts=QUARTERS)
+        found = [(finding.cause, finding.where) for finding in audit.comparisons[0].findings]
+        assert found == [("dropout", "middle.0 (PlaceDropout)")]
 
 
 def test_a_collate_function_that_draws(samples):

@@ -1,8 +1,10 @@
 """Dropout by sample: the same for every cut, and as good as noise."""
 
+import copy
 import hashlib
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep import exact_steps, noise_by_sample
+from samestep.errors import UsageError
 from samestep.step.noise import Dropout, Noise, _keep_at_once
 
 CPU = torch.device("cpu")
@@ -195,3 +198,63 @@ def test_only_torchs_own_dropout_is_replaced():
     assert repr(model["a"]) == "Dropout(p=0.1, inplace=False)"
     numbers = {Dropout(0.1, noise, "".join(name)).number for name in itertools.product("abc", repeat=4)}
     assert len(numbers) == 81
+
+
+def test_what_is_left_to_torch_is_named():
+    class Own(nn.Dropout):
+        pass
+
+    model = nn.ModuleDict({"a": nn.Dropout(0.1), "b": nn.Dropout2d(0.1), "c": nn.AlphaDropout(0.0), "d": Own(0.2)})
+    model["e"] = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1)
+    model["f"] = nn.LSTM(2, 2, num_layers=2, dropout=0.1)
+    left = ["b (Dropout2d)", "d (Own)", "e.self_attn (MultiheadAttention)", "f (LSTM)"]
+    assert noise_by_sample(model, 0).left == left
+    assert noise_by_sample(nn.Dropout(0.1), 0).left == ["Dropout"]
+
+
+def test_dropout_of_adapters_is_by_sample_too():
+    """peft's `lora_dropout` in a GPT-2 whose dropouts had a noise before: the summed loss of 6 samples is that of 2 + 4."""
+    peft = pytest.importorskip("peft")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.3, embd_pdrop=0.3, use_cache=False))
+    noise_by_sample(gpt2, seed=0)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(gpt2, config).double().train()
+    noise = noise_by_sample(model, seed=0)
+    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}
+    assert sum("lora_dropout.default" in name for name in dropouts) == 2
+    assert all(isinstance(module, Dropout) and module.noise is noise for module in dropouts.values())
+    ids = torch.randint(50, (6, 16))
+
+    def gradient(*samples):
+        noise.set_samples([(0, sample) for sample in samples])
+        model(input_ids=ids[list(samples)]).logits.square().sum().backward()
+
+    def flat_gradient():
+        flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+        return flat
+
+    gradient(0, 1, 2, 3, 4, 5)
+    whole = flat_gradient()
+    gradient(5, 1)
+    gradient(0, 2, 3, 4)
+    assert torch.allclose(flat_gradient(), whole, rtol=1e-6, atol=1e-6 * whole.abs().max())
+
+
+def test_copies_share_the_samples_and_pickles_hold_none():
+    noise = Noise(0)
+    dropout = Dropout(0.5, noise, "x").train()
+    twin = copy.deepcopy(dropout)
+    noise.set_samples([(0, 3), (1, 8)])
+    x = torch.ones(2, 5, 40)
+    assert torch.equal(twin(x), dropout(x))
+    again = pickle.loads(pickle.dumps(dropout))
+    assert again.noise.samples is None
+    again.noise.set_samples([(0, 3), (1, 8)])
+    assert torch.equal(again(x), dropout(x))
+    with pytest.raises(UsageError, match=r"a tensor of 1 sample\(s\), but set_samples said 2"):
+        dropout(x[:1])

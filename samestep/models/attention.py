@@ -251,6 +251,7 @@ def _attention(
     return _from_tables(outputs, query_tables, len(q))
 
 
+@torch.compiler.disable  # they change with every micro-batch
 def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
     """Return the noise's keys for the probabilities of a BertSelfAttention: of each table of queries int64 [S', heads, W'];
     None where there is no noise by sample.

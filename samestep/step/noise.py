@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from samestep.errors import UsageError
+
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 ROUND_1, ROUND_2 = 0x7FEB352D, 0x846CA68B
 CHUNK = 2**17
@@ -59,18 +61,28 @@ def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
 class Noise:
     """Holds the keys of the samples that a model computes now, and the keys of the rows of its tensors.
 
+    Deep copies of a model share its noise: they drop the same numbers. A pickled one is told its samples anew.
+
     Args:
         seed: any integer.
 
     Attributes:
         samples: int64 [S], a key per sample; None before the first `set_samples`: then a sample's number is its place in the
             micro-batch, as rehearsals need.
+        left: name (class) of each module of the model that draws torch's own noise.
     """
 
     def __init__(self, seed: int):
         self.seed = int(np.random.SeedSequence(seed % 2**64).generate_state(1, np.uint64)[0] >> 1)
         self.samples: torch.Tensor | None = None
         self.rows: dict[tuple[int, ...], torch.Tensor] = {}
+        self.left: list[str] = []
+
+    def __deepcopy__(self, memo: dict) -> "Noise":
+        return self
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"samples": None, "rows": {}}
 
     def set_samples(self, samples: Sequence[tuple[int, int]], device: torch.device | None = None) -> None:
         """Say which samples the micro-batch holds that is computed next, with its recomputation and its backward.
@@ -112,11 +124,28 @@ class Noise:
         return keys.view(shape)
 
     def _sample_keys(self, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Return a key per sample, [num_samples], also for samples that fill a micro-batch up and are none."""
+        """Return a key per sample, [num_samples], also for samples that fill a micro-batch up and are none.
+
+        Raises:
+            UsageError: fewer samples are computed than were said.
+        """
         if self.samples is None:
             return self._make_keys([(0, number) for number in range(num_samples)], device)
-        missing = num_samples - len(self.samples)
-        return self.samples if missing <= 0 else torch.cat([self.samples, self.samples.new_zeros(missing)])
+        if num_samples == len(self.samples):
+            return self.samples
+        if num_samples < len(self.samples):
+            raise UsageError(
+                f"a dropout by sample got a tensor of {num_samples} sample(s), but set_samples said {len(self.samples)}: call "
+                "noise.set_samples before each micro-batch, and let tensors at a dropout have samples first"
+            )
+        return torch.cat([self.samples, mix(torch.arange(len(self.samples), num_samples, device=device))])
+
+
+OTHER_NOISE = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.RNNBase, nn.MultiheadAttention),
+)
+"""Torch's modules that draw noise with a probability `p` or `dropout`."""
 
 
 class Dropout(nn.Dropout):
@@ -135,6 +164,9 @@ class Dropout(nn.Dropout):
         kept = round((1 - p) * 2**16)
         self.threshold, self.scale = kept - 2**15, 2**16 / max(1, kept)
         self.columns: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"columns": {}}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop numbers of a tensor [..., features], whose rows `Noise.row_keys` knows; the same shape and dtype."""
@@ -226,13 +258,14 @@ def _hash(first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor) -> t
 
 
 def noise_by_sample(model: nn.Module, seed: int) -> Noise:
-    """Replace every `nn.Dropout` of a model by one that draws by sample, in place.
+    """Replace every `nn.Dropout` of a model by one that draws by sample, in place; called again, replace its noise, too.
 
-    Tensors at a dropout must have samples first, and no padding in front of a sample. Dropout that a model applies by function,
-    as kernels of attention do, stays as it is.
+    Tensors at a dropout must have samples first, and no padding in front of a sample. Other modules with noise (`OTHER_NOISE`,
+    classes of one's own, a model that is itself an `nn.Dropout`) stay as they are and are named in the noise's `left`. Dropout
+    that a model applies by function, as kernels of attention do, stays as it is and is not seen.
 
     Args:
-        model: its modules named as they will be in every run: the names enter the noise.
+        model: its modules named as they will be in every run: the names enter the noise. Adapters, as peft's, are in it.
         seed: of the noise.
 
     Returns:
@@ -241,7 +274,11 @@ def noise_by_sample(model: nn.Module, seed: int) -> Noise:
     noise = Noise(seed)
     for name, module in list(model.named_modules()):
         for child_name, child in module.named_children():
-            if type(child) is nn.Dropout:
+            if type(child) in (nn.Dropout, Dropout):
                 full_name = f"{name}.{child_name}" if name else child_name
                 setattr(module, child_name, Dropout(child.p, noise, full_name).train(child.training))
+    for name, module in model.named_modules():
+        probability = getattr(module, "p", getattr(module, "dropout", 0))
+        if isinstance(module, OTHER_NOISE) and type(module) is not Dropout and probability:
+            noise.left.append(f"{name} ({type(module).__name__})" if name else type(module).__name__)
     return noise
