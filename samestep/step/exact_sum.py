@@ -18,6 +18,7 @@ again with a larger quantum. The quantum follows from the largest number in the 
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -132,3 +133,15 @@ class ExactSum:
     def close(self) -> None:
         """Let go of the parameters."""
         self.parameters, self.sums, self.pieces = [], {}, {}
+
+
+def add_exactly(values: Iterable[float]) -> float:
+    """Add numbers up, rounded once, so that their order does not matter (Shewchuk 1997, doi.org/10.1007/PL00009321).
+
+    >>> add_exactly([1e16, 1.0, -1e16]), add_exactly([math.inf, -math.inf])
+    (1.0, nan)
+    """
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond float64
+        return math.nan

@@ -14,6 +14,7 @@ from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError, nearest
+from samestep.step.exact_sum import add_exactly
 from samestep.training import metrics
 
 
@@ -229,12 +230,5 @@ def _add_up(accelerator: Accelerator, rows: list[torch.Tensor]) -> torch.Tensor:
     The sums are exact, rounded once, whatever the order: one gather in all.
     """
     gathered = accelerator.gather(torch.stack(rows).to(accelerator.device)).cpu()  # [micro-batches, 3, terms]
-    totals = [_sum_exactly(column) for column in gathered.flatten(1).T.tolist()]
+    totals = [add_exactly(column) for column in gathered.flatten(1).T.tolist()]
     return torch.tensor(totals, dtype=torch.float64).view(gathered.shape[1:])
-
-
-def _sum_exactly(values: Sequence[float]) -> float:
-    try:
-        return math.fsum(values)  # inf and nan pass through
-    except (OverflowError, ValueError):  # both inf and -inf
-        return math.nan

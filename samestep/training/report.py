@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +27,7 @@ from samestep.errors import RunError, UsageError
 from samestep.planner import text
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots
 
 LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl")
@@ -503,18 +504,6 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
     print(f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}")
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
-
-
-def add_exactly(values: Iterable[float]) -> float:
-    """Add numbers up, rounded once, so that their order does not matter (Shewchuk 1997, doi.org/10.1007/PL00009321).
-
-    >>> add_exactly([1e16, 1.0, -1e16]), add_exactly([math.inf, -math.inf])
-    (1.0, nan)
-    """
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond float64
-        return math.nan
 
 
 def _title(training: card.Training) -> str:

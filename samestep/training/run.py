@@ -179,7 +179,7 @@ class Run:
         values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
         for name in ("per_device_train_tokens", "attn_implementation"):
             values[name] = getattr(self.settings, name, None)
-        saved = values if self.checkpoint is None else self.start.exact_sum or {}
+        saved, machine = values if self.checkpoint is None else self.start.exact_sum or {}, digest.machine_kind()
         if differences := "; ".join(
             f"{name} {saved.get(name)} there, {value} here"
             for name, value in values.items()
@@ -189,7 +189,12 @@ class Run:
                 f"reproducible is given, but the bits of checkpoint {self.checkpoint} depend on other values: {differences}. "
                 "Resume with its values, or leave --reproducible out"
             )
-        return values
+        if saved.get("machine", machine) != machine:
+            self.accelerator.print(
+                f"WARNING: from here on the bits may be others, as kernels are: {self.checkpoint} was written on "
+                f"{saved['machine']}; this is {machine}"
+            )
+        return values | {"machine": machine}
 
     def _describe_reproducible(self) -> str:
         """Say what --reproducible does, after the first line of a run; nothing without it."""
