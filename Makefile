@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops docs claims test-studies audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -110,6 +110,9 @@ bench-stability: venv ## results of CPU recipes over roundings and seeds: hours,
 
 bench-startup: venv ## seconds from the command to the end of the first step, by stages; writes benchmarks/results/startup.*
 	$(BIN)/python benchmarks/startup.py --precision $(PRECISION)
+
+bench-noise: venv ## dropout by sample beside random numbers and torch's; FLAGS="--only cost"; writes benchmarks/results/noise.*
+	$(BIN)/python benchmarks/noise.py $(FLAGS)
 
 docs: venv ## write the reference in docs/ from the code: fields of recipes, public names
 	$(BIN)/python docs/reference.py

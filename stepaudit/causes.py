@@ -44,7 +44,7 @@ KINDS = {
     ),
     "dropout": Cause(
         "noise is another one for every cut (with a dropout of 0 the audit sees the rest)",
-        "draw it by sample, as a hash of (seed, epoch, sample id, place), or audit with every dropout at 0.0",
+        "draw it by sample, a hash of (seed, epoch, sample id, place), from no generator; or audit with every dropout at 0.0",
     ),
     "state": Cause(
         "a module changes its own state in every forward, so that the micro-batches of a step see other models",

@@ -9,13 +9,14 @@ import pickle
 import pytest
 import torch
 from accelerate import Accelerator
-from common import fresh_accelerator
+from common import fresh_accelerator, load_benchmark
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep import exact_steps, noise_by_sample
 from samestep.errors import UsageError
-from samestep.step.noise import Dropout, Noise, _keep_at_once
+from samestep.step import noise as noise_module
+from samestep.step.noise import ROUND_2, Dropout, Noise, _keep_at_once, mix, signed
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def mask(seed=0, epoch=0, samples=range(100), places=50, features=200, p=0.1, na
     return (dropout(torch.ones(len(samples), places, features)) > 0).float()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("p", [0.0, 1e-6, 0.1, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rate_and_expectation(p, dtype):
     """10^6 numbers: the share that is kept is 1 - p within 4 standard errors, and the mean is that of x."""
@@ -36,6 +37,7 @@ def test_rate_and_expectation(p, dtype):
     dropout = Dropout(p, noise, "x").train()
     y = dropout(torch.ones(1000, 1000, dtype=dtype))
     assert y.dtype == dtype
+    p = p if p > 2**-17 else 0.0  # rounded to a multiple of 2^-16
     assert (y > 0).float().mean().item() == pytest.approx(1 - p, abs=4 * math.sqrt(p * (1 - p) / 1e6) + 2**-17)
     if p < 1:
         rounding = 0 if dtype == torch.float32 else 2**-8
@@ -64,6 +66,34 @@ def test_neighbours_are_independent():
     for name, (x, y) in others.items():
         correlation = ((x - 1 + p) * (y - 1 + p)).mean().item() / (p * (1 - p))
         assert abs(correlation) < 4 / math.sqrt(x.numel()), name
+
+
+def one_round(first, second, columns):
+    x = ((first ^ columns) + second) * signed(ROUND_2, 32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+BAD = {
+    "a hash of one round": (noise_module, "_hash", one_round, "all pairs: features, largest"),
+    "columns that are not of the module": (
+        *(Dropout, "_column_keys", lambda self, x: torch.arange((x.shape[-1] + 1) // 2, dtype=torch.int32)),
+        "masks: layer, p = 0.1",
+    ),
+    "epochs that are added to samples": (
+        *(Noise, "_make_keys", lambda self, samples, device: mix(self.seed + torch.tensor(samples).sum(1))),
+        "pairs: epoch + 1, sample - 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [None, *BAD])
+def test_the_statistics_of_the_benchmark_on_10_6_draws(monkeypatch, bad):
+    """67 tests of good noise, none of which fails; and noise of three mistakes, each of which one of them finds."""
+    benchmark = load_benchmark("noise")
+    if bad is not None:
+        monkeypatch.setattr(*BAD[bad][:3])
+    failures = benchmark.find_failures(benchmark.run_tests(num_samples=20, places=50, block=20, sequence=2**16))
+    assert (BAD[bad][3] in failures) if bad else not failures
 
 
 def test_draws_are_uniform_and_pairs_of_draws_too():

@@ -170,15 +170,15 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop numbers of a tensor [..., features], whose rows `Noise.row_keys` knows; the same shape and dtype."""
-        if not self.training or not self.p:
-            return x
-        return self.drop(x)
+        return self.drop(x) if self.training and self.p else x
 
     @torch.compiler.disable  # the keys change with every micro-batch
     def drop(self, x: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
         """Drop numbers of a tensor [*rows, features], given the keys of its rows, int64 [*rows]; None: `Noise.row_keys`."""
         if self.p == 1:
             return x * 0
+        if self.threshold == 2**15:  # p is rounded to 0
+            return x
         if keys is None:
             keys = self.noise.row_keys(x.shape[:-1], x.device)
         return _Drop.apply(x, keys.reshape(-1), self._column_keys(x), self.threshold, self.scale)
@@ -222,7 +222,12 @@ def _keep(x: torch.Tensor, keys: torch.Tensor, columns: torch.Tensor, threshold:
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         draws = _hash(halves[part, :1], halves[part, 1:], columns).view(torch.int16)  # [r, 2 c]
-        torch.mul(rows[part], draws[:, : x.shape[-1]] < threshold, out=result[part]).mul_(scale)
+        kept = draws[:, : x.shape[-1]].lt_(threshold)  # 1 or 0, int16: bool would take longer than the hash
+        if x.element_size() == 2:
+            torch.mul(rows[part].view(torch.int16), kept, out=result[part].view(torch.int16))  # of bits: x or 0
+        else:
+            result[part].copy_(kept).mul_(rows[part])
+        result[part].mul_(scale)
     return result.view(x.shape)
 
 
