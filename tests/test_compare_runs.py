@@ -107,8 +107,10 @@ def test_one_bit_behind_the_digest_of_the_gradient_is_found_in_the_moments(train
     flags = FLAGS + " --max_train_steps 4"
     a = train("a", flags)
     flip(3, before_digest=False)
-    b = train("b", flags)
-    digests = json.loads(ask(a, b, "--json")[1])["parting"]["digests"]
+    b = train("b", f"{flags} --logging_steps 3")
+    result = json.loads(ask(a, b, "--json")[1])
+    assert result["settings"] == {"run": {"logging_steps": [10, 3]}}
+    digests = result["parting"]["digests"]
     assert (digests["step"], digests["gradients"]["names"]) == (3, [])
     names = digests["parameters"]["names"] + digests["moments"]["names"]
     assert {name.partition("/")[0] for name in names} == {f"bert.{NAME}"}
@@ -153,7 +155,8 @@ def test_settings_and_metrics_that_differ(ask, tmp_path):
     for folder, seed, batch in ((a, 1, None), (b, 2, 4)):
         (folder / "recipe.yaml").write_text(f"seed: {seed}\ntask: x\n")
         run = {"per_device_train_batch_size": batch, "output_dir": str(folder), "speed": "safe"}
-        write_checkpoint(folder, 3, {}, "", run=run, versions={"torch": "2.13.0"}, data_fingerprints={"text": "0"})
+        (folder / "settings.json").write_text(json.dumps(run))
+        write_checkpoint(folder, 3, {}, "", versions={"torch": "2.13.0"}, data_fingerprints={"text": "0"})
     result = json.loads(ask(a, b, "--json")[1])
     settings = {"recipe": {"seed": [1, 2]}, "run": {"per_device_train_batch_size": [None, 4]}}
     assert result["settings"] == settings

@@ -240,7 +240,7 @@ def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Callable[[str
         repository = HfApi().create_repo(repo_id or output_dir.resolve().name, exist_ok=True)
         write_card(repository.repo_id)
         return HfApi().upload_folder(
-            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", ".*"]
+            repo_id=repository.repo_id, folder_path=output_dir, ignore_patterns=["checkpoint-*", "settings.json", ".*"]
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

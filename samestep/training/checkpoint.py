@@ -4,8 +4,7 @@
     config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
     recipe.yaml            the recipe as resolved
-    state.json             step, fingerprints, state of the gradient scaler, versions, how it was run;
-                           whether newer ones replace it
+    state.json             step, fingerprints, state of the gradient scaler, versions, whether newer ones replace it
     manifest.json          size and SHA-256 of each file above, and its own checksum
 
 Nothing in these files can execute code. They hold all that decides the next steps: samples, masks and dropout noise are
@@ -55,7 +54,6 @@ from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
-from samestep.training.digest import machine_kind
 
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
@@ -393,11 +391,7 @@ class Saver:
         files |= self._write_description(partial)
         (partial / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         versions = {module.__name__: module.__version__ for module in (torch, accelerate, transformers)}
-        record = dataclasses.asdict(state) | {
-            "versions": versions,
-            "is_routine": is_routine,
-            "run": self._describe_run(),
-        }
+        record = dataclasses.asdict(state) | {"versions": versions, "is_routine": is_routine}
         (partial / "state.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         files |= {name: _flush_and_hash(partial / name) for name in ("recipe.yaml", "state.json")}
         manifest = _manifest({"format": FORMAT, "step": state.step, "files": files})
@@ -416,12 +410,6 @@ class Saver:
         self._delete([path for path in self.abandoned_folders if path != folder and _has_manifest(path)])
         self.abandoned_folders = []
         self._keep_to_limit()
-
-    def _describe_run(self) -> dict[str, Any]:
-        """Describe how this session runs, for people and `python -m recipes compare`; a resumed run reads nothing of it."""
-        launch = {"num_processes": self.accelerator.num_processes, "mixed_precision": self.accelerator.mixed_precision}
-        machine = {"device": self.accelerator.device.type, "machine": machine_kind()}
-        return dataclasses.asdict(self.settings) | launch | machine
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
         is_sharded = isinstance(self.model, FSDPModule)

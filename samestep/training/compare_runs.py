@@ -187,7 +187,7 @@ def _find_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def _compare_settings(a: Path, b: Path) -> dict[str, dict[str, list[Any]]]:
-    """Find the fields in which the recipes differ, and what the newest checkpoints have of how they were run."""
+    """Find the fields in which the recipes differ, how the last sessions were run, and versions of the newest checkpoints."""
     records = [_read_settings(folder) for folder in (a, b)]
     result = {}
     for part in records[0].keys() & records[1].keys():
@@ -201,10 +201,12 @@ def _read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     settings = {}
     if (folder / "recipe.yaml").is_file():
         settings["recipe"] = read_yaml(folder / "recipe.yaml", f"recipe {format_name(folder / 'recipe.yaml')}")
+    if (folder / "settings.json").is_file():
+        settings["run"] = read_json(folder / "settings.json", format_name(folder / "settings.json"))
     if paths := list(_find_checkpoints(folder).values()):
         file = paths[-1] / "state.json"
         state = read_json(file, format_name(file))
-        keys = {"data": "data_fingerprints", "run": "run", "versions": "versions"}
+        keys = {"data": "data_fingerprints", "versions": "versions"}
         settings |= {part: state[key] for part, key in keys.items() if isinstance(state.get(key), dict)}
     return settings
 
@@ -289,7 +291,8 @@ def _compare_arrays(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any
     num_different, largest, square, whole_square = 0, 0.0, 0.0, 0.0
     for start in range(0, a.size, CHUNK):
         x, y = (array[start : start + CHUNK] for array in (a, b))
-        num_different += int(np.any(_view_bytes(x) != _view_bytes(y), axis=1).sum())
+        bits = f"u{a.itemsize}"  # in which 0 and -0 differ, and a number that is none does not differ from itself
+        num_different += int(np.count_nonzero(x.view(bits) != y.view(bits)))
         x, y = x.astype(np.float64), y.astype(np.float64)
         with np.errstate(all="ignore"):
             distance = np.abs(x - y)
@@ -305,11 +308,6 @@ def _compare_arrays(a: np.ndarray | None, b: np.ndarray | None) -> dict[str, Any
         "largest": _finite(largest),
         "relative": _finite(relative),
     }
-
-
-def _view_bytes(array: np.ndarray) -> np.ndarray:
-    """View a vector as its elements' bytes, [elements, bytes], in which 0 and -0 differ, and not-a-number does not."""
-    return array.view(np.uint8).reshape(array.size, array.itemsize)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

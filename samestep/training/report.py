@@ -1,6 +1,7 @@
-"""Writes a run's results: metrics.jsonl, samples.jsonl, digests.jsonl, trackers, loss.png, all_results.json, the model card."""
+"""Writes a run's results: lines of steps, settings.json, trackers, loss.png, all_results.json, the model card."""
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import itertools
@@ -126,6 +127,8 @@ class RunLog:
             for name in LINES[1:]:
                 _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+            session = json.dumps(self._describe_session(), indent=2) + "\n"
+            (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
         evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
@@ -134,6 +137,12 @@ class RunLog:
             accelerator.print(text.explain_accumulation(recipe.second_moment))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
+
+    def _describe_session(self) -> dict[str, Any]:
+        """Describe how this session is run, for people and `python -m recipes compare`: nothing else reads it."""
+        launch = {"num_processes": self.accelerator.num_processes, "mixed_precision": self.accelerator.mixed_precision}
+        machine = {"device": self.accelerator.device.type, "machine": digest.machine_kind()}
+        return dataclasses.asdict(self.settings) | launch | machine
 
     def _start_tracker(self) -> None:
         """Start the tracker, or go on with its run; the recipe is its configuration."""
