@@ -66,6 +66,9 @@ bench: venv ## training speed beside Trainer, Accelerate's loop and Lightning: h
 bench-images: venv ## images per second beside a plain loop and transformers' Trainer; writes benchmarks/results/images.*
 	$(BIN)/python benchmarks/images.py
 
+bench-reproducible: venv ## is a reproducible run the same to the bit on 1 to 5 processes, and what does it cost: about an hour
+	$(BIN)/python benchmarks/reproducible.py $(FLAGS)
+
 bench-finetuning: venv ## accuracy on film reviews however the step is cut: TRAIN_FILE=reviews.csv
 	$(BIN)/python benchmarks/finetuning.py --train_file $(TRAIN_FILE)
 

@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from forked import Server
 
 from samestep.training.checkpoint import checkpoints, read
 
+PICTURE = ROOT / "docs" / "reproducible.png"
 NUM_STEPS, NUM_SEEDS, MAX_PROCESSES = 30, 20, 5
 BERT_DROPOUT = "--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --attn_implementation eager"
 GPT2_DROPOUT = "--resid_pdrop 0.1 --embd_pdrop 0.1 --attn_pdrop 0.1 --attn_implementation eager"
@@ -44,6 +46,8 @@ WORKLOADS = {
     "train_captcha": "",
     "train_image_classifier": BATCH_NORM,
 }
+MOVES = ((1, 10), (3, 20), (2, NUM_STEPS))
+"""Processes of each session of the run that moves, and its last step."""
 FLAGS = f"--reproducible 4 --global_batch_size 24 --max_train_steps {NUM_STEPS} --eval_steps 10"
 # Name -> program, flags, size of micro-batches, steps.
 COSTS = {
@@ -79,11 +83,19 @@ def hash_run(output_dir: Path) -> dict[str, str]:
     return hashes
 
 
-def train(server: Server, corpus: Path, folder: Path, num_processes: int, precision: str, flags: str) -> None:
-    """Train, or go on with, every program's tiny model on N processes; FOLDER/PROGRAM has the results."""
+def train(
+    server: Server,
+    corpus: Path,
+    folder: Path,
+    num_processes: int,
+    precision: str,
+    flags: str,
+    programs: Iterable[str] = WORKLOADS,
+) -> None:
+    """Train, or go on with, tiny models on N processes; FOLDER/PROGRAM has the results."""
     calls = [
-        [program, *tiny_argv(program, corpus, folder / program, f"{more} {flags}")]
-        for program, more in WORKLOADS.items()
+        [program, *tiny_argv(program, corpus, folder / program, f"{WORKLOADS[program]} {flags}")]
+        for program in programs
     ]
     words = ["--num_processes", str(num_processes), "--mixed_precision", precision]
     environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml", *words)
@@ -131,6 +143,46 @@ def sweep(work: Path, num_seeds: int) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Moved
+
+
+def move(work: Path) -> dict[str, list[str]]:
+    """Train a tiny BERT on one process, and moved from 1 to 3 to 2; return the digest of each step of each run."""
+    corpus, digests = write_corpus(work), {}
+    sizes = {"--reproducible 4": "--reproducible 4", "without": "--per_device_train_batch_size 4"}
+    with Server("run_layouts", libraries=(), is_cpu=False) as server:
+        for kind, size in sizes.items():
+            for name, moves in {"1 process": [(1, NUM_STEPS)], "moved 1, 3, 2": MOVES}.items():
+                folder = work / f"{kind}-{name}".replace(" ", "-")
+                for num_processes, end in moves:
+                    stop = f"--stop_after_step {end}" if end < NUM_STEPS else ""
+                    flags = f"{FLAGS.replace('--reproducible 4', size)} {stop} --digest_steps 1 --resume_from_checkpoint latest"
+                    train(server, corpus, folder, num_processes, "no", flags, ["pretrain_bert"])
+                lines = all_metrics(folder / "pretrain_bert")
+                digests[f"{kind}, {name}"] = [line["digest"] for line in lines if "digest" in line]
+    return digests
+
+
+def draw(digests: dict[str, list[str]], path: Path) -> None:
+    """Draw a row of coloured fields per run: one field per step, its colour the digest's."""
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import hsv_to_rgb
+
+    colours = [
+        [hsv_to_rgb((int(digest[:4], 16) / 2**16, 0.45 + int(digest[4:6], 16) / 512, 0.9)) for digest in row]
+        for row in digests.values()
+    ]
+    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
+    axes.imshow(colours, aspect="auto", extent=(0.5, NUM_STEPS + 0.5, len(colours) - 0.5, -0.5))
+    axes.set_yticks(range(len(digests)), digests)
+    axes.set_xlabel("step; the colour is the digest of all parameters, moments and gradients after it")
+    for _, end in MOVES[:-1]:
+        axes.axvline(end + 0.5, color="black", linewidth=1)
+    axes.axhline(1.5, color="white", linewidth=6)
+    figure.savefig(path, dpi=100)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Cost
 
 
@@ -171,6 +223,14 @@ def markdown(results: dict[str, Any]) -> str:
             "processes: runs whose parameters, moments and metrics have the SHA-256 of the run on one process.\n\n"
         )
         body += harness.table("program | precision | runs | equal | parameters' SHA-256", lines)
+    if moved := results["moved"]:
+        one, other, usual_one, usual_other = moved.values()
+        partings = [_find_parting(*pair) for pair in ((one, other), (usual_one, usual_other))]
+        body += (
+            f"\nDigests of {NUM_STEPS} steps of a run that moved from 1 to 3 processes after step {MOVES[0][1]}, and to 2 "
+            f"after step {MOVES[1][1]}, beside those of a run on one process: with --reproducible {partings[0]}, without it "
+            f"{partings[1]}.\n"
+        )
     if rows := results["cost"]:
         lines = []
         for row in rows:
@@ -182,18 +242,27 @@ def markdown(results: dict[str, Any]) -> str:
     return harness.page("Reproducible runs", "reproducible.py", results["about"], body)
 
 
+def _find_parting(digests: list[str], others: list[str]) -> str:
+    """Say from which step on two lists of digests differ."""
+    steps = [step for step, pair in enumerate(zip(digests, others, strict=True), 1) if pair[0] != pair[1]]
+    return f"they differ from step {steps[0]} on" if steps else "all are the same"
+
+
 def main() -> None:
-    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "cost"))
+    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "moved", "cost"))
     parser.add_argument("--seeds", type=harness.positive, default=NUM_SEEDS, help=f"of restarts [{NUM_SEEDS}]")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "reproducible", help="folder of the runs")
     args = parser.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     file = args.output.with_suffix(".json")
-    results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "cost": []}
+    results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "moved": {}, "cost": []}
     results["about"] = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
     if "sweep" in args.only:
         results["sweep"] = sweep(args.work, args.seeds)
+    if "moved" in args.only:
+        results["moved"] = move(args.work)
+        draw(results["moved"], PICTURE)
     if "cost" in args.only:
         results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
     harness.write(args.output, results, markdown(results))
