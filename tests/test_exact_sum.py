@@ -8,7 +8,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.step import exact_sum
-from samestep.step.exact_sum import HEADROOM, NOT_FINITE, SLACK, ExactSum
+from samestep.step.exact_sum import HEADROOM, NOT_FINITE, SLACK, ExactSum, add_exactly
 
 
 class Vector(nn.Module):
@@ -118,3 +118,10 @@ def test_gradients_are_taken_and_given(monkeypatch):
     assert not model[1].weight.grad.any()
     with pytest.raises(UsageError, match=r"torch\.float64"):
         ExactSum(nn.Linear(2, 2).double())
+
+
+def test_sums_are_exact_and_numbers_that_are_not_finite_pass_through():
+    assert add_exactly([1e16, 1.0, -1e16]) == 1.0
+    assert add_exactly([1.0, math.inf]) == math.inf
+    assert math.isnan(add_exactly([math.inf, 1.0, -math.inf]))
+    assert math.isnan(add_exactly([math.nan, math.inf]))
