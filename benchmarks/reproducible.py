@@ -57,10 +57,10 @@ COSTS = {
         4,
         16,
     ),
-    "GPT-2 124M, micro-batches of 1 x 512, k = 4": (
+    "GPT-2 124M, micro-batches of 1 x 512, k = 2": (
         "pretrain_gpt2",
         "--recipe gpt2_small_cpu --vocab_size 50257 --n_embd 768 --n_layer 12 --n_head 12 --block_size 512 --n_positions 512 "
-        f"--global_batch_size 4 {GPT2_DROPOUT}",
+        f"--global_batch_size 2 {GPT2_DROPOUT}",
         1,
         4,
     ),

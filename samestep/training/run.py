@@ -115,7 +115,8 @@ class Run:
         self.noise = noise.noise_by_sample(model, recipe.seed)
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
-        if kernel := pretrained.find_noisy_kernel(model):
+        kernel = pretrained.find_noisy_kernel(model)
+        if kernel and settings.reproducible is None:
             accelerator.print(
                 f"attention dropout with attn_implementation {kernel}: the kernel draws its own noise, per process and "
                 "micro-batch, so that another layout's losses differ by it, unlike with --attn_implementation eager; samples, "
