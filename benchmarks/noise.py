@@ -328,7 +328,7 @@ def describe_statistics(part: dict) -> str:
     verdict = "holds" if not failures else f"**is broken** by {', '.join(failures)}"
     every = harness.table("test | z", [[name, f"{value:+.2f}"] for name, value in z.items()])
     return (
-        f"## Statistics\n\n{part['num_draws']:.0e} draws. The rule, every |z| below {LIMIT}, {verdict}. With random numbers "
+        f"## Statistics\n\n{part['num_draws']:,} draws. The rule, every |z| below {LIMIT}, {verdict}. With random numbers "
         f"one of {len(z)} tests would break it with a probability of {chance:.1g}.\n\n"
         f"{harness.table('tests | number | root mean square of z | largest', rows)}\n"
         f"{harness.provenance(part['about'])}.\n\n<details><summary>Every test</summary>\n\n{every}\n</details>\n\n"

@@ -3,13 +3,14 @@
 import copy
 import hashlib
 import itertools
+import json
 import math
 import pickle
 
 import pytest
 import torch
 from accelerate import Accelerator
-from common import fresh_accelerator, load_benchmark
+from common import ROOT, fresh_accelerator, load_benchmark
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,12 +89,20 @@ BAD = {
 
 @pytest.mark.parametrize("bad", [None, *BAD])
 def test_the_statistics_of_the_benchmark_on_10_6_draws(monkeypatch, bad):
-    """67 tests of good noise, none of which fails; and noise of three mistakes, each of which one of them finds."""
+    """66 tests of good noise, none of which fails; and noise of three mistakes, each of which one of them finds."""
     benchmark = load_benchmark("noise")
     if bad is not None:
         monkeypatch.setattr(*BAD[bad][:3])
     failures = benchmark.find_failures(benchmark.run_tests(num_samples=20, places=50, block=20, sequence=2**16))
     assert (BAD[bad][3] in failures) if bad else not failures
+
+
+def test_the_rule_holds_for_10_8_draws():
+    benchmark = load_benchmark("noise")
+    results = json.loads((ROOT / "benchmarks" / "results" / "noise.json").read_text())["statistics"]
+    assert results["num_draws"] == 10**8
+    assert len(results["z"]) == 66
+    assert not benchmark.find_failures(results["z"])
 
 
 def test_draws_are_uniform_and_pairs_of_draws_too():
@@ -230,7 +239,7 @@ def test_only_torchs_own_dropout_is_replaced():
     assert len(numbers) == 81
 
 
-def test_what_is_left_to_torch_is_named():
+def test_what_is_left_to_torch_is_named(accelerator, capsys):
     class Own(nn.Dropout):
         pass
 
@@ -238,7 +247,15 @@ def test_what_is_left_to_torch_is_named():
     model["e"] = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1)
     model["f"] = nn.LSTM(2, 2, num_layers=2, dropout=0.1)
     left = ["b (Dropout2d)", "d (Own)", "e.self_attn (MultiheadAttention)", "f (LSTM)"]
-    assert noise_by_sample(model, 0).left == left
+    noise = noise_by_sample(model, 0)
+    assert noise.left == left
+    sizes = {"global_batch_size": 2, "per_device_batch_size": 2, "targets": len, "num_steps": 1}
+    exact_steps(accelerator, list(range(4)), torch.tensor, noise=noise, **sizes)
+    assert capsys.readouterr().out.startswith(
+        "dropout of b (Dropout2d), d (Own), e.self_attn (MultiheadAttention), f (LSTM): "
+    )
+    exact_steps(accelerator, list(range(4)), torch.tensor, noise=noise_by_sample(nn.Tanh(), 0), **sizes)
+    assert not capsys.readouterr().out
     assert noise_by_sample(nn.Dropout(0.1), 0).left == ["Dropout"]
 
 
@@ -251,7 +268,9 @@ def test_dropout_of_adapters_is_by_sample_too():
     sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2}
     gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.3, embd_pdrop=0.3, use_cache=False))
     noise_by_sample(gpt2, seed=0)
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.5, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], lora_dropout=0.5, init_lora_weights=False, fan_in_fan_out=True
+    )
     model = peft.get_peft_model(gpt2, config).double().train()
     noise = noise_by_sample(model, seed=0)
     dropouts = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p}

@@ -84,6 +84,16 @@ class Noise:
     def __getstate__(self) -> dict:
         return vars(self) | {"samples": None, "rows": {}}
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log: one that names the modules that draw torch's own noise, none if there are none."""
+        if not self.left:
+            return []
+        return [
+            f"dropout of {', '.join(self.left)}: draws torch's own noise, per process and micro-batch, so that another "
+            "layout's losses differ by it; only nn.Dropout is drawn by sample"
+        ]
+
     def set_samples(self, samples: Sequence[tuple[int, int]], device: torch.device | None = None) -> None:
         """Say which samples the micro-batch holds that is computed next, with its recomputation and its backward.
 
@@ -263,14 +273,15 @@ def _hash(first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor) -> t
 
 
 def noise_by_sample(model: nn.Module, seed: int) -> Noise:
-    """Replace every `nn.Dropout` of a model by one that draws by sample, in place; called again, replace its noise, too.
+    """Replace every `nn.Dropout` of a model by one that draws by sample, in place.
 
-    Tensors at a dropout must have samples first, and no padding in front of a sample. Other modules with noise (`OTHER_NOISE`,
+    Tensors at a dropout must have samples first, and no padding in front of a sample. A second call gives all of them a new
+    noise, also those of adapters that were added after the first. Other modules with noise (`OTHER_NOISE`,
     classes of one's own, a model that is itself an `nn.Dropout`) stay as they are and are named in the noise's `left`. Dropout
     that a model applies by function, as kernels of attention do, stays as it is and is not seen.
 
     Args:
-        model: its modules named as they will be in every run: the names enter the noise. Adapters, as peft's, are in it.
+        model: its modules named as they will be in every run: the names enter the noise.
         seed: of the noise.
 
     Returns:

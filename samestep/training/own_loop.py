@@ -267,6 +267,8 @@ def exact_steps(
         max_tokens=max_tokens,
         same_num_micro_batches=is_sharded(accelerator),
     )
+    notes = [] if noise is None else noise.notes
+    accelerator.print(*notes, sep="\n", end="\n" * len(notes))
     return ExactSteps(accelerator, steps, range(first_step, last), num_workers, noise)
 
 
