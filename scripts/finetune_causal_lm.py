@@ -20,7 +20,7 @@ from samestep.models.causal_lm import CausalLmSums
 
 from samestep.data import conversations
 from samestep.errors import exit_code
-from samestep.training import evaluation, generation, report
+from samestep.training import evaluation, generation, reference, report
 from samestep.training.run import Run
 
 USAGE = """\
@@ -37,7 +37,9 @@ def main(argv: list[str]) -> int:
 
     # The model returns summed losses: means of micro-batches must not be added up
     train, held_out = run.load_data(conversations.build)
-    accelerator.print(train.report())
+    accelerator.print(train.mask_report)
+    if recipe.objective == "dpo":
+        reference.add_reference(run, CausalLmSums, train, held_out)
     model, optimizer = run.prepare(CausalLmSums, train)
 
     def evaluate() -> bool:
@@ -46,10 +48,10 @@ def main(argv: list[str]) -> int:
             return False
         if run.completed_steps not in run.log.evaluated_steps:
             sums = evaluation.evaluate(accelerator, model, held_out, recipe.seed, batch_size)
-            scores = generation.judge(accelerator, run.bare_model.lm, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, sums, scores)
+            scores = generation.judge(accelerator, run.bare_model, held_out, settings)
+            run.log.add_evaluation(run.completed_steps, sums, more_scores=scores)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
-                report.save_best(accelerator, run.output_dir, run.bare_model.lm, train.tokenizer)
+                report.save_best(accelerator, run.output_dir, run.bare_model.model, train.tokenizer)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]
         return settings.early_stopping_patience is not None and num_worse >= settings.early_stopping_patience
 
@@ -78,9 +80,10 @@ def main(argv: list[str]) -> int:
     if trained_model is not None:
         if settings.load_best_model_at_end and held_out is not None:
             best_step = evaluation.find_best(run.log.evaluations, metric)[0]
-            report.load_best(trained_model.lm, run.output_dir)
-        trained_model.lm.save_pretrained(run.output_dir)
-        train.tokenizer.save_pretrained(run.output_dir)
+            report.take_best(run.output_dir)
+        else:
+            trained_model.model.save_pretrained(run.output_dir)
+            train.tokenizer.save_pretrained(run.output_dir)
         run.publish(USAGE, best_step)
     return run.close()
 

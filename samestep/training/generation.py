@@ -3,77 +3,61 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from samestep.models.causal_lm import CausalLmSums
+from samestep.recipe.run_settings import CausalLmFineTuningSettings
+
 FILE = "generations.jsonl"
 """File of the last evaluation's answers, a line each."""
 
 
-class Prompt(NamedTuple):
-    """A prompt of held-out data.
-
-    Attributes:
-        tokens: its token ids, up to where the answer begins.
-        expected: text of the data's answer.
-    """
-
-    tokens: Sequence[int]
-    expected: str
-
-
 def judge(
-    accelerator: Accelerator,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    batch_size: int,
-    output_dir: Path,
+    accelerator: Accelerator, model: CausalLmSums, source: Any, settings: CausalLmFineTuningSettings
 ) -> dict[str, float]:
-    """Let the model answer prompts, and measure how many answers are right: equal to the data's but for spaces around them.
+    """Let the model answer the first prompts of held-out data, and measure how many answers are right: equal to the data's but
+    for spaces around them.
 
     Called by all processes, which share the work. The answers do not depend on the number of processes, since what is computed
     together does not. Process 0 writes them to `FILE` in the output folder.
 
     Args:
         accelerator: of the processes.
-        model: a causal language model, the same on every process.
-        tokenizer: its eos_token ends an answer, as do the tokens of the model's generation_config that end texts.
-        prompts: the prompts; none: there is nothing to measure.
-        num_tokens: the largest number of tokens of an answer.
-        batch_size: prompts in one forward, at most.
-        output_dir: the run's.
+        model: the same on every process.
+        source: gives by `find_question` the tokens of a prompt and of its answer. The tokenizer's eos_token ends an answer, as
+            do the tokens that end texts in the model's generation_config.
+        settings: num_generations, generation_length, per_device_eval_batch_size and output_dir.
 
     Returns:
         exact_match: share of the answers that are right; nothing without prompts.
     """
-    if not prompts:
+    questions = [source.find_question(place) for place in range(min(settings.num_generations, len(source)))]
+    if not questions:
         return {}
-    batches = make_batches([prompt.tokens for prompt in prompts], batch_size)
-    ends = find_ends(model, tokenizer)
-    answers = []
-    for batch in batches[accelerator.process_index :: accelerator.num_processes]:
-        with accelerator.autocast():
-            rows = continue_greedily(model, [prompts[place].tokens for place in batch], num_tokens, ends)
-        answers += list(zip(batch, tokenizer.batch_decode(rows, skip_special_tokens=True), strict=True))
-    texts = dict(gather_object(answers))
-    lines = [
-        {
-            "prompt": tokenizer.decode(list(prompt.tokens)),
-            "answer": texts[place],
-            "expected": prompt.expected,
-            "is_right": texts[place].strip() == prompt.expected.strip(),
-        }
-        for place, prompt in enumerate(prompts)
-    ]
+    tokenizer, answers = source.tokenizer, []
+    batches = make_batches([prompt for prompt, _ in questions], settings.per_device_eval_batch_size)
+    with model.own_attention() as causal_lm, accelerator.autocast():
+        ends = find_ends(causal_lm, tokenizer)
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            prompts = [questions[place][0] for place in batch]
+            answers += zip(batch, continue_greedily(causal_lm, prompts, settings.generation_length, ends), strict=True)
+    tokens = dict(gather_object(answers))
+
+    def read(text: Sequence[int]) -> str:
+        return tokenizer.decode(text, skip_special_tokens=True).strip()
+
+    lines = []
+    for place, (prompt, expected) in enumerate(questions):
+        line = {"prompt": tokenizer.decode(prompt), "answer": read(tokens[place]), "expected": read(expected)}
+        lines.append(line | {"is_right": line["answer"] == line["expected"]})
     if accelerator.is_main_process:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        (output_dir / FILE).write_text(text, encoding="utf-8")
+        (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")
     return {"exact_match": sum(line["is_right"] for line in lines) / len(lines)}
 
 
