@@ -1,0 +1,61 @@
+"""Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft; all other weights are frozen."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from samestep.errors import UsageError, reason
+from samestep.recipe.recipe import Recipe
+
+ALL_LINEAR = "all-linear"
+
+
+def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
+    """Add adapters to a causal language model, in place, with random weights of torch's seed, in float32 or wider.
+
+    A weight W [out, in] becomes W + s B A, with B [out, rank] of zeros and A [rank, in] random; s is lora_alpha / rank, or
+    lora_alpha / sqrt(rank) with use_rslora (2312.03732). With use_dora each row is given its own trained length (2402.09353).
+
+    Args:
+        model: on the device of its weights.
+        recipe: has lora_rank, lora_alpha (None: lora_rank), lora_dropout, lora_targets (`all-linear`: every linear layer but
+            the head; or names of modules), use_rslora, use_dora, and modules_to_save, names of modules that are trained whole.
+
+    Returns:
+        peft's model, whose only trained parameters are the adapters and modules_to_save.
+
+    Raises:
+        UsageError: peft is not installed, or no module has a name of lora_targets.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UsageError(
+            f"lora_rank is {recipe.lora_rank}, and LoRA needs peft, which is not installed: pip install peft"
+        )
+    import peft  # takes seconds
+
+    targets = recipe.lora_targets
+    if not isinstance(targets, str):
+        targets = list(targets)
+    elif targets != ALL_LINEAR:
+        targets = targets.replace(",", " ").split()
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=recipe.lora_rank,
+        lora_alpha=recipe.lora_alpha or recipe.lora_rank,
+        lora_dropout=recipe.lora_dropout or 0.0,
+        target_modules=targets,
+        use_rslora=recipe.use_rslora,
+        use_dora=recipe.use_dora,
+        modules_to_save=list(recipe.modules_to_save) if recipe.modules_to_save else None,
+        # Weights of transformers' Conv1D, of GPT-2, are [in, out]
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UsageError(
+            f"lora_targets {recipe.lora_targets} cannot be adapted: {reason(error)}. Give all-linear, or names of linear layers "
+            f"of {type(model).__name__}"
+        ) from None

@@ -1,0 +1,309 @@
+"""Fine-tune a causal language model of transformers on sequences without padding, summed over a micro-batch."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from samestep._internals.torch_tracing import is_fake
+from samestep._internals.transformers_models import attention_kernel, can_set_attention
+from samestep.cut.layout import LOGITS_AT_ONCE
+from samestep.errors import UsageError, reason
+from samestep.models import adapters, cpu_matmul, packing, sequences
+from samestep.models.pretrained import causal_attention, initial_model
+from samestep.models.sequences import Sequences
+from samestep.models.summed_losses import SummedLosses
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.step import losses, noise
+
+SHAPE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("max_position_embeddings", "tie_word_embeddings", "initializer_range"),
+)
+"""Fields of a recipe that give an `architecture` its shape."""
+OTHER_NAMES = {"intermediate_size": "n_inner"}
+"""Field -> its name in configs that have no such field, and no alias of it."""
+
+
+def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
+    """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
+
+    Args:
+        recipe: see `CausalLmSums`.
+        source: with a `tokenizer`, whose tokens the vocabulary must hold; None: the recipe decides.
+
+    Raises:
+        UsageError: no such architecture, or it has no such field; the weights cannot be loaded, or the vocabulary is too small.
+    """
+    tokenizer = getattr(source, "tokenizer", None)
+    if recipe.model_name_or_path is None:
+        config = _make_config(recipe, tokenizer)
+        try:
+            model = AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # of any kind: each architecture has its own rules
+            raise UsageError(
+                f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
+            ) from None
+    else:
+        try:
+            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+        except Exception as error:  # of any kind: network, names, files of others
+            raise UsageError(f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}") from None
+        model = initial_model(AutoModelForCausalLM, config, recipe.model_name_or_path, ())
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if tokenizer is not None and len(tokenizer) > num_embeddings:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model embeds {num_embeddings:,}: give the model's own "
+            "tokenizer_name, or a larger vocab_size"
+        )
+    return model
+
+
+def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
+    """Make the config of an architecture with the shape of a recipe; fields that are None are the architecture's."""
+    try:
+        default = AutoConfig.for_model(recipe.architecture)
+    except ValueError:
+        raise UsageError(
+            f"architecture {recipe.architecture} is no model_type that transformers knows, such as llama"
+        ) from None
+    fields = {name: getattr(recipe, name) for name in SHAPE if getattr(recipe, name) is not None}
+    values = {}
+    for name, value in fields.items():
+        own = name if hasattr(default, name) else OTHER_NAMES.get(name, name)
+        if hasattr(default, own):
+            values[own] = value
+        elif (name, value) != ("num_key_value_heads", fields.get("num_attention_heads")):
+            raise UsageError(
+                f"{name} is {value}, but architecture {recipe.architecture} has no such field: set it to null"
+            )
+    is_settable = hasattr(default, "head_dim") and not isinstance(getattr(type(default), "head_dim", None), property)
+    if is_settable and {"hidden_size", "num_attention_heads"} <= fields.keys():
+        values["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    vocab_size = recipe.vocab_size if tokenizer is None else max(recipe.vocab_size or 0, len(tokenizer))
+    return AutoConfig.for_model(recipe.architecture, **values, **ids, vocab_size=vocab_size)
+
+
+class CausalLmSums(SummedLosses):
+    """Sums the loss of the trained tokens of sequences, each divided by its sequence's trained tokens if samples count alike.
+
+    Sequences lie end to end in a row, without padding, if the model's attention can be computed inside them (`sequences`) and
+    nothing of one reaches the next (`packing.probe`); else they are padded, each in a row of its own.
+
+    Args:
+        model: of transformers, or peft's model of it.
+        objective: sft.
+        loss_weighting: token or sample.
+
+    Attributes:
+        is_padded: sequences are padded.
+        notes: lines for the log: why sequences are padded, what else is unlike other models.
+    """
+
+    def __init__(self, model: nn.Module, objective: str = "sft", loss_weighting: str = "token"):
+        super().__init__()
+        self.model, self.objective, self.loss_weighting = model, objective, loss_weighting
+        causal_lm = self.causal_lm
+        self._no_split_modules = tuple(causal_lm._no_split_modules or ())
+        self.notes, self.is_padded = [], False
+        self.scale, self.softcap = _find_scale(causal_lm)
+        sequences.own_dropout(causal_lm)
+        name = type(causal_lm).__name__
+        own_kernel = attention_kernel(causal_lm.config)
+        leak = None
+        if not can_set_attention(causal_lm):
+            problem = "its attention does not go through transformers' AttentionInterface"
+        else:
+            causal_lm.set_attn_implementation(sequences.PREFIX + "eager")
+            leak = None if is_fake(next(model.parameters())) else packing.probe(causal_lm)
+            problem = f"a sequence reaches the next one in a row ({leak})" if leak else None
+        if problem:
+            self.is_padded = True
+            if can_set_attention(causal_lm):
+                causal_lm.set_attn_implementation(own_kernel)
+            self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The model of transformers, with adapters in it if there are any."""
+        return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, source: Any) -> Self:
+        """Build the model of a recipe.
+
+        Args:
+            recipe: with model_name_or_path, or architecture, vocab_size and the fields of `SHAPE`; objective, loss_weighting;
+                lora_rank (None: all weights are trained) and the fields of `adapters.add_lora`.
+            source: with a tokenizer; None: the recipe decides.
+        """
+        model = build_model(recipe, source)
+        if recipe.lora_rank is not None:
+            model = adapters.add_lora(model, recipe)
+        return cls(model, recipe.objective, recipe.loss_weighting)
+
+    @classmethod
+    def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
+        length, num_sequences = recipe.max_seq_length, num_samples * (1 if recipe.objective == "sft" else 2)
+        place = torch.arange(length * num_sequences)
+        label_index = place.view(num_sequences, length)[:, :-1].flatten()
+        return {
+            "input_ids": torch.zeros(1, len(place), dtype=torch.int64),
+            "position_ids": (place % length)[None],
+            "ends": torch.arange(num_sequences + 1, dtype=torch.int32) * length,
+            "labels": torch.zeros_like(label_index),
+            "label_index": label_index,
+            "label_sequence": label_index // length,
+            "reference": torch.zeros(num_sequences),
+        }
+
+    def forward(
+        self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum each term's loss and, when evaluating, count correct predictions, both [terms].
+
+        Args:
+            input_ids, position_ids: int64 [1, n], all sequences end to end.
+            ends: int32 [Q + 1], 0 and the end of each sequence.
+            labels, label_index, label_sequence: int64 [m]: of each trained token, the token, the place in the row of the token
+                before it, and the number of its sequence.
+            reference: float32 [Q], log-probability of each sequence's trained tokens by the reference model.
+        """
+        hidden = self.hidden(input_ids, position_ids, ends)[label_index]
+        num_trained = _count(label_sequence, len(ends) - 1)
+        scales = None
+        if self.loss_weighting == "sample":
+            scales = 1 / num_trained[label_sequence].to(torch.promote_types(hidden.dtype, torch.float32))
+        loss_sum, num_correct = self.cross_entropy(hidden, labels, scales)
+        return torch.stack([loss_sum]), num_correct[None]
+
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Compute the last hidden states of sequences that lie end to end, [n, width]; arguments as of `forward`."""
+        input_ids, position_ids = (F.pad(x, (0, 1)) for x in (input_ids, position_ids))  # a spare token
+        row = Sequences(ends, input_ids.shape[1])
+        self._name_rows(row, ends, position_ids)
+        if self.is_padded:
+            return packing.padded_hidden(self.causal_lm, input_ids, row)
+        return packing.row_hidden(self.causal_lm, input_ids, position_ids, row)[:-1]
+
+    def _name_rows(self, row: Sequences, ends: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Tell the noise which rows of the tensors are which tokens of which samples. A pair's sequences are one sample."""
+        dropout = next((module for module in self.modules() if isinstance(module, noise.Dropout)), None)
+        if dropout is None or not self.training:
+            return
+        num_sequences, per_sample = len(ends) - 1, 1 if self.objective == "sft" else 2
+        place = torch.arange(row.num_tokens, device=ends.device)
+        sequence = torch.searchsorted(ends[1:], place.to(ends.dtype), right=True)  # Q for tokens of none
+        sample = sequence // per_sample
+        # A token's place in its sample, from the sample's first token
+        firsts = ends[:-1:per_sample].long() if num_sequences else ends.long()
+        places = place - firsts[sample.clamp(max=len(firsts) - 1)]
+        shape, num_samples = (1, row.num_tokens), num_sequences // per_sample
+        dropout.noise.set_rows(shape, sample, places, num_samples)
+        if self.is_padded:
+            rows = row.rows()
+            dropout.noise.rows[tuple(rows.source.shape)] = dropout.noise.rows[shape][0, rows.source]
+
+    def cross_entropy(
+        self, hidden: torch.Tensor, labels: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the cross-entropy of tokens, and count those with the largest logit, see `losses.linear_cross_entropy`.
+
+        Args:
+            hidden: last hidden states [m, width].
+            labels: int64 [m].
+            scales: factor of each token's cross-entropy, floating [m]; None: 1.
+        """
+        head = self.causal_lm.get_output_embeddings()
+        if type(head) is nn.Linear and head.bias is None and self.softcap is None:
+            hidden = hidden if self.scale == 1 else hidden * self.scale
+            return losses.linear_cross_entropy(hidden, head.weight, labels, scales=scales)
+        parts = [
+            (-log_p if scales is None else -log_p * scales[chunk], is_largest)
+            for chunk, log_p, is_largest in self._log_probabilities(hidden, labels)
+        ]
+        return torch.cat([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts]).sum()
+
+    def token_log_probabilities(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Compute the log-probability of each label, [m] in float32 or wider; logits exist in chunks only."""
+        return torch.cat([log_p for _, log_p, _ in self._log_probabilities(hidden, labels)])
+
+    def _log_probabilities(
+        self, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield of each chunk its place, the log-probability of each label, and whether its logit is the largest."""
+        size = max(1, LOGITS_AT_ONCE // self.causal_lm.get_output_embeddings().weight.shape[0])
+        for first in range(0, max(1, len(labels)), size):
+            chunk = slice(first, first + size)
+            yield chunk, *checkpoint(self._head, hidden[chunk], labels[chunk], use_reentrant=False)
+
+    def _head(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.causal_lm.get_output_embeddings()(hidden) * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        return log_p.gather(1, labels[:, None]).squeeze(1), logits.argmax(-1) == labels
+
+    def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
+        model, kernel = self.causal_lm, settings.attn_implementation
+        if self.is_padded:
+            return cpu_matmul.add_onednn({"padded": lambda: None}, model, device, mixed_precision)
+        length = getattr(model.config, "max_position_embeddings", 0)
+        first = causal_attention(device, mixed_precision, length)
+        names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
+        if device.type == "cuda" and mixed_precision != "no":
+            names.append("varlen")
+        if _has_attention_dropout(model) or not model._supports_sdpa:
+            names, kernel = ["eager"], None  # the others compute such layers as eager does
+        names = [kernel] if kernel else names
+        candidates = {name: partial(model.set_attn_implementation, sequences.PREFIX + name) for name in names}
+        return cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
+
+    def recompute_activations(self) -> None:
+        if not self.causal_lm.supports_gradient_checkpointing:
+            super().recompute_activations()
+        self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, "context_fn": sequences.recomputation})
+
+    def compile_layers(self) -> None:
+        for module in self.causal_lm.modules():
+            if type(module).__name__ in self._no_split_modules:
+                module.compile(dynamic=True)  # once for micro-batches of all sizes
+
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[PreTrainedModel]:
+        """Let transformers' own attention compute the model within this context, as generating text needs it."""
+        model = self.causal_lm
+        kernel = attention_kernel(model.config)
+        if not self.is_padded:
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        try:
+            yield model
+        finally:
+            if not self.is_padded:
+                model.set_attn_implementation(kernel)
+
+
+def _count(label_sequence: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Count the trained tokens of each sequence, int64 [Q]."""
+    counts = torch.zeros(num_sequences, dtype=torch.int64, device=label_sequence.device)
+    return counts.scatter_add_(0, label_sequence, torch.ones_like(label_sequence))
+
+
+def _has_attention_dropout(model: nn.Module) -> bool:
+    """Tell whether a layer of attention has a module of dropout with a probability."""
+    return any(getattr(getattr(module, "attn_dropout", None), "p", 0) for module in model.modules())
+
+
+def _find_scale(model: PreTrainedModel) -> tuple[float, float | None]:
+    """Return by what the head's product is multiplied, and its soft cap c (logits become c tanh(logits / c)); None: none."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return float(scale), getattr(config, "final_logit_softcapping", None)
