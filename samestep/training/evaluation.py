@@ -71,15 +71,14 @@ def evaluate_logits(
 
     Args:
         accelerator, source, seed, batch_size: see `evaluate`.
-        model: in evaluation mode called with a micro-batch's tensors, returns (sums [terms], logits [samples, classes]).
+        model: in evaluation mode called with a micro-batch's tensors, returns (sums [1], logits [samples, classes]).
 
     Returns:
-        float64 [3, terms] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample
-            once.
+        float64 [3, 1] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample once.
     """
     rows, ids, logits = [], [], []
     for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
-        rows.append(torch.stack([sums.double().cpu(), torch.zeros(len(sums)).double(), data.counts.double()]))
+        rows.append(torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()]))
         ids += [sample_id for _, sample_id in data.samples[0]]
         logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
     shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
