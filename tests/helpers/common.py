@@ -54,6 +54,7 @@ TINIES = {
     "pretrain_bert": TINY,
     "pretrain_gpt2": TINY_GPT2,
     "finetune_classifier": TINY_CLASSIFIER,
+    "finetune_causal_lm": TINY_CHAT,
     "train_image_classifier": TINY_RESNET,
     "train_captcha": TINY_READER,
 }
