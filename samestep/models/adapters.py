@@ -3,7 +3,6 @@
 import importlib.util
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from samestep.errors import UsageError, reason
@@ -56,6 +55,6 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(
-            f"lora_targets {recipe.lora_targets} cannot be adapted: {reason(error)}. Give all-linear, or names of linear layers "
-            f"of {type(model).__name__}"
+            f"lora_targets {recipe.lora_targets} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "
+            f"layers of {type(model).__name__}"
         ) from None

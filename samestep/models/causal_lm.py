@@ -1,7 +1,7 @@
 """Fine-tune a causal language model of transformers on sequences without padding, summed over a micro-batch."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -44,9 +44,9 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     """
     tokenizer = getattr(source, "tokenizer", None)
     if recipe.model_name_or_path is None:
-        config = _make_config(recipe, tokenizer)
+        config_class, values = _choose_config(recipe, tokenizer)
         try:
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config_class(**values))
         except Exception as error:  # of any kind: each architecture has its own rules
             raise UsageError(
                 f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
@@ -55,7 +55,10 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
         try:
             config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
         except Exception as error:  # of any kind: network, names, files of others
-            raise UsageError(f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}") from None
+            raise UsageError(
+                f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}. Give a folder, or a name "
+                "of the hub"
+            ) from None
         model = initial_model(AutoModelForCausalLM, config, recipe.model_name_or_path, ())
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if tokenizer is not None and len(tokenizer) > num_embeddings:
@@ -66,8 +69,8 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     return model
 
 
-def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
-    """Make the config of an architecture with the shape of a recipe; fields that are None are the architecture's."""
+def _choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+    """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
     try:
         default = AutoConfig.for_model(recipe.architecture)
     except ValueError:
@@ -89,7 +92,7 @@ def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
         values["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     vocab_size = recipe.vocab_size if tokenizer is None else max(recipe.vocab_size or 0, len(tokenizer))
-    return AutoConfig.for_model(recipe.architecture, **values, **ids, vocab_size=vocab_size)
+    return type(default), {**values, **ids, "vocab_size": vocab_size}
 
 
 class CausalLmSums(SummedLosses):
@@ -130,6 +133,8 @@ class CausalLmSums(SummedLosses):
             if can_set_attention(causal_lm):
                 causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
+        if not is_fake(next(model.parameters())):
+            self._check_head()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -251,6 +256,28 @@ class CausalLmSums(SummedLosses):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return log_p.gather(1, labels[:, None]).squeeze(1), logits.argmax(-1) == labels
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare the head of `_head` with the model's own.
+
+        Raises:
+            UsageError: they differ.
+        """
+        model, was_training = self.causal_lm, self.causal_lm.training
+        model.eval()
+        input_ids = torch.arange(4, device=model.device)
+        ends = torch.tensor([0, len(input_ids)], dtype=torch.int32, device=model.device)
+        log_p, _ = self._head(self.hidden(input_ids[None], input_ids[None], ends), input_ids)
+        with self.own_attention():
+            logits = model(input_ids=input_ids[None], use_cache=False).logits[0]
+        own = logits.log_softmax(-1).gather(1, input_ids[:, None]).squeeze(1)
+        model.train(was_training)
+        if not torch.allclose(log_p, own, rtol=1e-3, atol=1e-4):
+            raise UsageError(
+                f"{type(model).__name__} computes its logits in a way that is not known here, so that its loss would be "
+                "another one: choose another architecture"
+            )
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         model, kernel = self.causal_lm, settings.attn_implementation
