@@ -16,6 +16,7 @@ from samestep.data import ragged
 from samestep.errors import UsageError
 from samestep.models import adapters, packing, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
+from samestep.step import preferences
 from samestep.step.noise import noise_by_sample
 
 SHAPE = {
@@ -214,12 +215,16 @@ def recipe(**changes) -> SimpleNamespace:
             "lora_rank": None,
             "lora_alpha": None,
             "lora_dropout": 0.0,
-            "lora_targets": "all-linear",
+            "lora_targets": ("all-linear",),
             "use_rslora": False,
         },
         **{"use_dora": False, "modules_to_save": None, "max_seq_length": 12},
+        **{"preference_beta": 0.5, "preference_margin": 0.3},
     }
-    return SimpleNamespace(**(values | changes))
+    terms = {"sft": ["lm"], "dpo": ["preference", "sft"], "orpo": ["sft", "odds"]}
+    values |= changes
+    values["loss_weights"] = dict.fromkeys(terms.get(values["objective"], ["preference"]), 1.0)
+    return SimpleNamespace(**values)
 
 
 ORACLE_SHAPES = {
@@ -328,6 +333,47 @@ def test_training_is_that_of_plain_pytorch(architecture, weighting, tunes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo", "reward"])
+@pytest.mark.parametrize("options", [{"architecture": "llama"}, {"architecture": "gemma2"}, {"lora_rank": 2}])
+def test_pairs_in_a_row_are_their_sequences_alone(options, objective):
+    torch.manual_seed(0)
+    options = recipe(objective=objective, **options)
+    sums = CausalLmSums.from_recipe(options, None).eval()
+    for name, parameter in sums.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    samples, reference = make_samples(), torch.linspace(-9, 9, 6)
+    total, correct = 0, 0
+    for first, end in ((0, 4), (4, 6)):
+        part, right = sums(**collate(samples[first:end]), reference=reference[first:end])
+        total, correct = total + part, correct + right
+    total.sum().backward()
+    gradient = gradients(sums)
+    sums.zero_grad()
+    with sums.own_attention() as own:
+        if objective == "reward":
+            values = [own(input_ids=tokens[None], use_cache=False).logits[0, 0] for tokens, _ in samples]
+        else:
+            values = [-loss_alone(own, *sample) for sample in samples]
+        num_tokens = torch.tensor([int(is_trained.sum()) for _, is_trained in samples])
+        expected, expected_correct, _ = preferences.sum_terms(
+            objective, list(options.loss_weights), torch.stack(values), num_tokens, reference, beta=0.5, margin=0.3
+        )
+        expected.sum().backward()
+    assert total.shape == (len(options.loss_weights),)
+    assert distance(total, expected) < 1e-5
+    assert correct.tolist() == expected_correct.tolist()
+    assert distance(gradient, gradients(sums)) < 2e-5
+    if objective != "reward":
+        with torch.no_grad():
+            logps = sums.sequence_log_probabilities(**collate(samples), reference=reference)
+        assert distance(logps, torch.stack(values)) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Noise, memory, edges
 
 NOISY = {
@@ -337,23 +383,31 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("architecture", NOISY)
-def test_dropout_is_the_same_for_every_cut(architecture):
+@pytest.mark.parametrize(("architecture", "objective"), [*((name, "sft") for name in NOISY), ("gpt2", "dpo")])
+def test_dropout_is_the_same_for_every_cut(architecture, objective):
     model = make_model(architecture, **NOISY[architecture])
     adapter = recipe(lora_rank=4, lora_dropout=0.3)
-    sums = CausalLmSums(adapters.add_lora(model, adapter)).train()
+    sums = CausalLmSums(adapters.add_lora(model, adapter), objective, terms=["preference"], beta=0.5).train()
     for name, parameter in sums.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
-    noise, samples = noise_by_sample(sums, 3), make_samples()
+    noise = noise_by_sample(sums, 3)
     assert not noise.left
+    per_sample = 1 if objective == "sft" else 2
+    sequences_of = [make_samples((5, 9)[:per_sample], seed) for seed in range(2)] + [
+        make_samples((length, 7)[:per_sample], length) for length in (3, 12, 8, 2)
+    ]
+
+    def collate_samples(numbers):
+        batch = collate([sequence for number in numbers for sequence in sequences_of[number]])
+        return batch if objective == "sft" else batch | {"reference": torch.zeros(len(batch["ends"]) - 1)}
 
     def compute(order, parts):
         sums.zero_grad()
         loss = 0.0
         for numbers in [order[first:end] for first, end in parts]:
             noise.set_samples([(0, number) for number in numbers])
-            (loss_sum, *_), _ = sums(**collate([samples[number] for number in numbers]))
+            (loss_sum, *_), _ = sums(**collate_samples(numbers))
             loss_sum.backward()
             loss += loss_sum.item()
         return loss, gradients(sums)
@@ -363,7 +417,7 @@ def test_dropout_is_the_same_for_every_cut(architecture):
     assert cut == pytest.approx(whole, rel=1e-6)
     assert distance(gradient_cut, gradient) < 1e-5
     noise.set_samples([(1, number) for number in range(6)])
-    assert sums(**collate(samples))[0].item() != pytest.approx(whole, rel=1e-4)
+    assert sums(**collate_samples(range(6)))[0].item() != pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt2", "bloom"])
@@ -421,7 +475,7 @@ def test_example_needs_no_numbers():
         {"use_rslora": True},
         {"use_dora": True},
         {"modules_to_save": ["lm_head"], "tie_word_embeddings": False},
-        {"lora_targets": "q_proj, v_proj"},
+        {"lora_targets": ("q_proj", "v_proj")},
     ],
 )
 def test_only_adapters_are_trained(options):
@@ -441,7 +495,7 @@ def test_only_adapters_are_trained(options):
         ({"architecture": "lama"}, "architecture lama is no model_type"),
         ({"architecture": "gpt2"}, "num_key_value_heads is 2, but architecture gpt2 has no such field"),
         ({"hidden_size": 30}, "architecture llama cannot be made"),
-        ({"lora_rank": 2, "lora_targets": "nothing"}, "lora_targets nothing cannot be adapted"),
+        ({"lora_rank": 2, "lora_targets": ("nothing",)}, "lora_targets nothing cannot be adapted"),
         ({"model_name_or_path": "/nowhere"}, "model_name_or_path /nowhere has no config"),
     ],
 )
