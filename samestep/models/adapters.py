@@ -3,7 +3,6 @@
 import importlib.util
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from samestep.errors import UsageError, reason
@@ -20,8 +19,8 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
 
     Args:
         model: on the device of its weights.
-        recipe: has lora_rank, lora_alpha (None: lora_rank), lora_dropout, lora_targets (`all-linear`: every linear layer but
-            the head; or names of modules), use_rslora, use_dora, and modules_to_save, names of modules that are trained whole.
+        recipe: has lora_rank, lora_alpha (None: lora_rank), lora_dropout, lora_targets (names of modules, or `all-linear`:
+            every linear layer but the head), use_rslora, use_dora, and modules_to_save, names of modules trained whole.
 
     Returns:
         peft's model, whose only trained parameters are the adapters and modules_to_save.
@@ -35,17 +34,14 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         )
     import peft  # takes seconds
 
-    targets = recipe.lora_targets
-    if not isinstance(targets, str):
-        targets = list(targets)
-    elif targets != ALL_LINEAR:
-        targets = targets.replace(",", " ").split()
+    targets = list(recipe.lora_targets)
     config = peft.LoraConfig(
-        task_type=peft.TaskType.CAUSAL_LM,
+        # The head of a reward model is trained whole
+        task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else peft.TaskType.CAUSAL_LM,
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha or recipe.lora_rank,
         lora_dropout=recipe.lora_dropout or 0.0,
-        target_modules=targets,
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         use_rslora=recipe.use_rslora,
         use_dora=recipe.use_dora,
         modules_to_save=list(recipe.modules_to_save) if recipe.modules_to_save else None,
@@ -56,6 +52,6 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(
-            f"lora_targets {recipe.lora_targets} cannot be adapted: {reason(error)}. Give all-linear, or names of linear layers "
-            f"of {type(model).__name__}"
+            f"lora_targets {', '.join(targets)} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "
+            f"layers of {type(model).__name__}"
         ) from None

@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model of transformers on sequences without padding, summed over a micro-batch."""
+"""Fine-tune a causal language model of transformers on sequences without padding: losses summed over a micro-batch."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import attention_kernel, can_set_attention
@@ -21,7 +27,7 @@ from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
-from samestep.step import losses, noise
+from samestep.step import losses, noise, preferences
 
 SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
@@ -35,6 +41,8 @@ OTHER_NAMES = {"intermediate_size": "n_inner"}
 def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
 
+    A reward model has a head of one score instead of tokens, with random weights if the file has none.
+
     Args:
         recipe: see `CausalLmSums`.
         source: with a `tokenizer`, whose tokens the vocabulary must hold; None: the recipe decides.
@@ -42,21 +50,28 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     Raises:
         UsageError: no such architecture, or it has no such field; the weights cannot be loaded, or the vocabulary is too small.
     """
-    tokenizer = getattr(source, "tokenizer", None)
+    tokenizer, is_reward = getattr(source, "tokenizer", None), recipe.objective == "reward"
+    model_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    head = {"num_labels": 1} if is_reward else {}
     if recipe.model_name_or_path is None:
-        config = _make_config(recipe, tokenizer)
+        config_class, values = _choose_config(recipe, tokenizer)
         try:
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class.from_config(config_class(**values, **head))
         except Exception as error:  # of any kind: each architecture has its own rules
             raise UsageError(
                 f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
             ) from None
     else:
         try:
-            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False, **head)
         except Exception as error:  # of any kind: network, names, files of others
-            raise UsageError(f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}") from None
-        model = initial_model(AutoModelForCausalLM, config, recipe.model_name_or_path, ())
+            raise UsageError(
+                f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}. Give a folder, or a name "
+                "of the hub"
+            ) from None
+        model = initial_model(
+            model_class, config, recipe.model_name_or_path, ("score.", "lm_head.") if is_reward else ()
+        )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if tokenizer is not None and len(tokenizer) > num_embeddings:
         raise UsageError(
@@ -66,8 +81,8 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     return model
 
 
-def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
-    """Make the config of an architecture with the shape of a recipe; fields that are None are the architecture's."""
+def _choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+    """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
     try:
         default = AutoConfig.for_model(recipe.architecture)
     except ValueError:
@@ -75,6 +90,8 @@ def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
             f"architecture {recipe.architecture} is no model_type that transformers knows, such as llama"
         ) from None
     fields = {name: getattr(recipe, name) for name in SHAPE if getattr(recipe, name) is not None}
+    if hasattr(default, "num_key_value_heads") and "num_attention_heads" in fields:
+        fields.setdefault("num_key_value_heads", recipe.num_attention_heads)
     values = {}
     for name, value in fields.items():
         own = name if hasattr(default, name) else OTHER_NAMES.get(name, name)
@@ -89,28 +106,40 @@ def _make_config(recipe: Recipe, tokenizer: Any) -> PreTrainedConfig:
         values["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     vocab_size = recipe.vocab_size if tokenizer is None else max(recipe.vocab_size or 0, len(tokenizer))
-    return AutoConfig.for_model(recipe.architecture, **values, **ids, vocab_size=vocab_size)
+    return type(default), {**values, **ids, "vocab_size": vocab_size}
 
 
 class CausalLmSums(SummedLosses):
-    """Sums the loss of the trained tokens of sequences, each divided by its sequence's trained tokens if samples count alike.
+    """Sums an objective's losses over sequences of tokens, or over pairs of them (see `preferences`).
 
+    For sft that is the cross-entropy of trained tokens, each divided by its sequence's number of them if samples count alike.
     Sequences lie end to end in a row, without padding, if the model's attention can be computed inside them (`sequences`) and
     nothing of one reaches the next (`packing.probe`); else they are padded, each in a row of its own.
 
     Args:
         model: of transformers, or peft's model of it.
-        objective: sft.
-        loss_weighting: token or sample.
+        objective: sft, dpo, orpo, simpo or reward.
+        loss_weighting: token or sample, of sft.
+        terms: names of the loss terms, see `preferences.sum_terms`.
+        beta, margin: of the objectives of pairs that have them.
 
     Attributes:
         is_padded: sequences are padded.
         notes: lines for the log: why sequences are padded, what else is unlike other models.
     """
 
-    def __init__(self, model: nn.Module, objective: str = "sft", loss_weighting: str = "token"):
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: str = "sft",
+        loss_weighting: str = "token",
+        terms: Sequence[str] = ("lm",),
+        beta: float | None = None,
+        margin: float | None = None,
+    ):
         super().__init__()
         self.model, self.objective, self.loss_weighting = model, objective, loss_weighting
+        self.terms, self.beta, self.margin = tuple(terms), beta, margin
         causal_lm = self.causal_lm
         self._no_split_modules = tuple(causal_lm._no_split_modules or ())
         self.notes, self.is_padded = [], False
@@ -130,6 +159,8 @@ class CausalLmSums(SummedLosses):
             if can_set_attention(causal_lm):
                 causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
+        if objective != "reward" and not is_fake(next(model.parameters())):
+            self._check_head()
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -141,14 +172,16 @@ class CausalLmSums(SummedLosses):
         """Build the model of a recipe.
 
         Args:
-            recipe: with model_name_or_path, or architecture, vocab_size and the fields of `SHAPE`; objective, loss_weighting;
-                lora_rank (None: all weights are trained) and the fields of `adapters.add_lora`.
+            recipe: with model_name_or_path, or architecture, vocab_size and the fields of `SHAPE`; objective, loss_weighting,
+                loss_weights, preference_beta, preference_margin; lora_rank (None: all weights are trained) and the fields of
+                `adapters.add_lora`.
             source: with a tokenizer; None: the recipe decides.
         """
         model = build_model(recipe, source)
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
-        return cls(model, recipe.objective, recipe.loss_weighting)
+        objective, terms = recipe.objective, recipe.loss_weights
+        return cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
 
     @classmethod
     def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
@@ -168,7 +201,7 @@ class CausalLmSums(SummedLosses):
     def forward(
         self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum each term's loss and, when evaluating, count correct predictions, both [terms].
+        """Sum each term's loss, and count correct predictions, when evaluating, or pairs ranked rightly; both [terms].
 
         Args:
             input_ids, position_ids: int64 [1, n], all sequences end to end.
@@ -177,9 +210,19 @@ class CausalLmSums(SummedLosses):
                 before it, and the number of its sequence.
             reference: float32 [Q], log-probability of each sequence's trained tokens by the reference model.
         """
-        hidden = self.hidden(input_ids, position_ids, ends)[label_index]
-        num_trained = _count(label_sequence, len(ends) - 1)
-        scales = None
+        hidden, num_sequences = self.hidden(input_ids, position_ids, ends), len(ends) - 1
+        num_trained = preferences.count_tokens(label_sequence, num_sequences)
+        if self.objective != "sft":
+            if self.objective == "reward":
+                values = self.causal_lm.score(hidden[(ends[1:] - 1).clamp(min=0)]).squeeze(1)
+            else:
+                values = self._sequence_logps(hidden[label_index], labels, label_sequence, num_sequences)
+            options = {"beta": self.beta, "margin": self.margin}
+            sums, correct, _ = preferences.sum_terms(
+                self.objective, self.terms, values, num_trained, reference, **options
+            )
+            return sums, correct
+        hidden, scales = hidden[label_index], None
         if self.loss_weighting == "sample":
             scales = 1 / num_trained[label_sequence].to(torch.promote_types(hidden.dtype, torch.float32))
         loss_sum, num_correct = self.cross_entropy(hidden, labels, scales)
@@ -222,15 +265,40 @@ class CausalLmSums(SummedLosses):
             labels: int64 [m].
             scales: factor of each token's cross-entropy, floating [m]; None: 1.
         """
-        head = self.causal_lm.get_output_embeddings()
-        if type(head) is nn.Linear and head.bias is None and self.softcap is None:
-            hidden = hidden if self.scale == 1 else hidden * self.scale
-            return losses.linear_cross_entropy(hidden, head.weight, labels, scales=scales)
+        if self._has_plain_head:
+            weight = self.causal_lm.get_output_embeddings().weight
+            return losses.linear_cross_entropy(self._scale(hidden), weight, labels, scales=scales)
         parts = [
             (-log_p if scales is None else -log_p * scales[chunk], is_largest)
             for chunk, log_p, is_largest in self._log_probabilities(hidden, labels)
         ]
         return torch.cat([part[0] for part in parts]).sum(), torch.cat([part[1] for part in parts]).sum()
+
+    def sequence_log_probabilities(
+        self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None
+    ) -> torch.Tensor:
+        """Compute the summed log-probability of each sequence's trained tokens, [Q] in float32 or wider; see `forward`."""
+        hidden = self.hidden(input_ids, position_ids, ends)[label_index]
+        return self._sequence_logps(hidden, labels, label_sequence, len(ends) - 1)
+
+    def _sequence_logps(
+        self, hidden: torch.Tensor, labels: torch.Tensor, label_sequence: torch.Tensor, num_sequences: int
+    ) -> torch.Tensor:
+        if self._has_plain_head:
+            weight = self.causal_lm.get_output_embeddings().weight
+            return preferences.sequence_logps(self._scale(hidden), weight, labels, label_sequence, num_sequences)
+        log_p = self.token_log_probabilities(hidden, labels)
+        sums = torch.zeros(num_sequences, dtype=torch.float64, device=log_p.device)
+        return sums.index_add(0, label_sequence, log_p.double()).to(log_p.dtype)
+
+    def _scale(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.scale == 1 else values * self.scale
+
+    @property
+    def _has_plain_head(self) -> bool:
+        """Whether logits are a multiple of hidden states times a matrix."""
+        head = self.causal_lm.get_output_embeddings()
+        return type(head) is nn.Linear and head.bias is None and self.softcap is None
 
     def token_log_probabilities(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Compute the log-probability of each label, [m] in float32 or wider; logits exist in chunks only."""
@@ -246,11 +314,33 @@ class CausalLmSums(SummedLosses):
             yield chunk, *checkpoint(self._head, hidden[chunk], labels[chunk], use_reentrant=False)
 
     def _head(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.causal_lm.get_output_embeddings()(hidden) * self.scale
+        logits = self._scale(self.causal_lm.get_output_embeddings()(hidden))
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         return log_p.gather(1, labels[:, None]).squeeze(1), logits.argmax(-1) == labels
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare the head of `_head` with the model's own.
+
+        Raises:
+            UsageError: they differ.
+        """
+        model, was_training = self.causal_lm, self.causal_lm.training
+        model.eval()
+        input_ids = torch.arange(4, device=model.device)
+        ends = torch.tensor([0, len(input_ids)], dtype=torch.int32, device=model.device)
+        log_p, _ = self._head(self.hidden(input_ids[None], input_ids[None], ends), input_ids)
+        with self.own_attention():
+            logits = model(input_ids=input_ids[None], use_cache=False).logits[0]
+        own = logits.log_softmax(-1).gather(1, input_ids[:, None]).squeeze(1)
+        model.train(was_training)
+        if not torch.allclose(log_p, own, rtol=1e-3, atol=1e-4):
+            raise UsageError(
+                f"{type(model).__name__} computes its logits in a way that is not known here, so that its loss would be "
+                "another one: choose another architecture"
+            )
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         model, kernel = self.causal_lm, settings.attn_implementation
@@ -289,12 +379,6 @@ class CausalLmSums(SummedLosses):
         finally:
             if not self.is_padded:
                 model.set_attn_implementation(kernel)
-
-
-def _count(label_sequence: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Count the trained tokens of each sequence, int64 [Q]."""
-    counts = torch.zeros(num_sequences, dtype=torch.int64, device=label_sequence.device)
-    return counts.scatter_add_(0, label_sequence, torch.ones_like(label_sequence))
 
 
 def _has_attention_dropout(model: nn.Module) -> bool:

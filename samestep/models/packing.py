@@ -80,7 +80,8 @@ def probe(model: PreTrainedModel) -> Leak | None:
     weights, gradients and noise stay as they are. One forward and backward of few tokens; no gradient of weights is computed.
 
     Args:
-        model: a causal language model of transformers, with numbers, in float32 or wider.
+        model: a causal language model of transformers, with numbers, in float32 or wider. With another head, hidden states are
+            compared instead of logits.
 
     Returns:
         None: they are the same.
@@ -125,14 +126,14 @@ def _compute(
     handle = model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: embeddings.append(output.detach().requires_grad_()) or embeddings[-1]
     )
-    known = inspect.signature(model.forward).parameters
-    places = {"position_ids": position_ids[None]} if "position_ids" in known else {}
     try:
         with torch.enable_grad(), sequences.within(row):
-            logits = model(input_ids=input_ids[None], **places, use_cache=False, return_dict=True).logits[0]
+            hidden = _last_hidden(model, input_ids=input_ids[None], position_ids=position_ids[None])[0]
+            head = model.get_output_embeddings()
+            logits = hidden if head is None else head(hidden)
             # Every token predicts the next one of its sequence
-            labels, firsts = input_ids.roll(-1), torch.tensor(lengths).cumsum(0) - 1
-            labels = labels.index_fill(0, firsts.to(labels.device), -100)
+            labels, last = input_ids.roll(-1) % logits.shape[1], torch.tensor(lengths).cumsum(0) - 1
+            labels = labels.index_fill(0, last.to(labels.device), -100)
             labels[sum(lengths) :] = -100
             loss = F.cross_entropy(logits, labels, reduction="sum")
             (gradient,) = torch.autograd.grad(loss, embeddings)

@@ -113,7 +113,8 @@ class Run:
         self.build = lambda: model_class.from_recipe(recipe, train)
         self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
         self.noise = noise.noise_by_sample(model, recipe.seed)
-        accelerator.print(*self.noise.notes, sep="\n", end="\n" * len(self.noise.notes))
+        notes = [*model.notes, *self.noise.notes]
+        accelerator.print(*notes, sep="\n", end="\n" * len(notes))
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
         kernel = pretrained.find_noisy_kernel(model)
