@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from samestep.data import conversations
-from samestep.data.conversations import CHAT_TEMPLATE, build
+from samestep.data import chat_templates, conversations
+from samestep.data.conversations import build
 from samestep.errors import UsageError
 
 CHATML = (
@@ -241,6 +241,7 @@ LATE_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{% elif loop.index0 == messages | length - 2 %}"
     "{{ messages[0]['content'] + '\n' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
 )
+LAST_MARKED = MARKERS.replace("if m['role'] == 'assistant' %}", "if m['role'] == 'assistant' and loop.last %}")
 NO_STOP = MARKERS.replace("m['content'] + '<|im_end|>' }}{% end", "m['content'] }}{% end").replace(
     "{{ '\n' }}{% else", "{{ '<|im_end|>\n' }}{% else"
 )
@@ -258,9 +259,21 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
         (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
         (CHATML, CHAT[1:], "the first turn is the assistant's"),
+        (LAST_MARKED, CHAT, "markers hold tokens of 1 of 2 turns of the assistant"),
         (NO_STOP, CHAT, "markers end before <.im_end.>, so that the model would not learn to stop"),
     ],
-    ids=["drops", "no-system", "reorders", "late-system", "rewrites", "gemma", "alternate", "first", "no-stop"],
+    ids=[
+        "drops",
+        "no-system",
+        "reorders",
+        "late-system",
+        "rewrites",
+        "gemma",
+        "alternate",
+        "first",
+        "last-marked",
+        "no-stop",
+    ],
 )
 def test_a_template_that_changes_the_chat_is_refused(make, template, chat, message):
     with pytest.raises(UsageError, match=rf"rows\.jsonl:1: .*{message}") as error:
@@ -557,4 +570,4 @@ def test_samples_are_shown(make):
     assert "user\na\\x07<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]\n---" in text
     assert text.endswith(str(source.mask_report))
     assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(source.show(1, colour=True))
-    assert source.tokenizer.chat_template == CHAT_TEMPLATE
+    assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
