@@ -142,12 +142,12 @@ class Renderer:
         turns = prompt + answer
         text = self._apply(turns, tools)
         _check_nothing_is_lost(turns, tools, text)
+        first = 0 if self.train_on == "assistant" else len(prompt)
+        if self.train_on != "all" and MARKER.search(self.find_template(tools)):
+            return self._find_marked(turns, tools, first)
         tokens = self._encode(text)
         if self.train_on == "all":
             return tokens, np.ones(len(tokens), bool)
-        first = 0 if self.train_on == "assistant" else len(prompt)
-        if MARKER.search(self.find_template(tools)):
-            return tokens, self._find_marked(turns, tools, tokens, first)
         return tokens, self._find_answers(turns, tools, tokens, first)
 
     def _apply(self, turns: list[dict], tools: list[dict] | None, **options: Any) -> Any:
@@ -161,10 +161,13 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _find_marked(self, turns: list[dict], tools: list[dict] | None, tokens: list[int], first: int) -> np.ndarray:
-        """Find the tokens inside of the template's markers, of the turns from number `first` on."""
-        encoding = self._apply(turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        mask = np.array(encoding["assistant_masks"], bool)
+    def _find_marked(self, turns: list[dict], tools: list[dict] | None, first: int) -> tuple[list[int], np.ndarray]:
+        """Find the tokens, and those inside of the template's markers, of the turns from number `first` on."""
+        quiet = {"tokenizer_kwargs": {"verbose": False}}
+        encoding = self._apply(
+            turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **quiet
+        )
+        tokens, mask = encoding["input_ids"], np.array(encoding["assistant_masks"], bool)
         if first:
             before = self._encode(self._apply(turns[:first], tools, add_generation_prompt=True))
             self._check_beginning(before, tokens, first)
@@ -185,7 +188,7 @@ class Renderer:
                     f"the template's markers end before {token}, so that the model would not learn to stop: move "
                     "{% endgeneration %} behind it, in a copy of the template, --chat_template FILE"
                 )
-        return mask
+        return tokens, mask
 
     def _find_answers(self, turns: list[dict], tools: list[dict] | None, tokens: list[int], first: int) -> np.ndarray:
         """Find the tokens of the assistant's turns from number `first` on, by rendering the turns before each."""
