@@ -1,4 +1,4 @@
-"""Conversations to learn from, drawn as captchas are: questions whose answers Python computes, each decided by a seed and a number.
+"""Conversations to learn from, drawn as captchas are: each decided by a seed and a number, with answers that Python computes.
 
 A chat has 1 to 4 questions with their answers, and often a system turn that changes how answers are written. Each question
 belongs to one split, which a hash of its text decides. So no question of a held-out chat, whatever its turn, occurs in a
