@@ -37,7 +37,7 @@ def judge(
         exact_match: share of the answers that are right; nothing without prompts.
     """
     questions = [source.find_question(place) for place in range(min(settings.num_generations, len(source)))]
-    if not questions:
+    if not questions or not model.causal_lm.can_generate():  # a reward model does not
         return {}
     tokenizer, answers = source.tokenizer, []
     batches = make_batches([prompt for prompt, _ in questions], settings.per_device_eval_batch_size)
