@@ -1,6 +1,7 @@
 """Conversations and pairs: what is read and refused, which tokens are trained, and how they lie in a micro-batch."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from samestep import cli
 from samestep.data import chat_templates, conversations
 from samestep.data.conversations import build
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -511,7 +513,7 @@ def test_a_micro_batch_of_conversations(chats):
     empty = source.collate([])
     assert [list(empty[name].shape) for name in ("input_ids", "ends", "labels", "label_index", "counts")] == [
         [1, 1],
-        [2],
+        [1],
         [0],
         [0],
         [1],
@@ -531,10 +533,16 @@ def test_a_micro_batch_of_pairs(pairs):
     num_chosen = sum(int(sample.is_trained[: sample.lengths[0]].sum()) for sample in samples)
     assert (num_sequences, batch["counts"].tolist()) == (4, [2, num_chosen])
     assert batch["reference"].tolist() == [0.0] * 4
-    source.set_reference(np.arange(80.0).reshape(40, 2))
+    source.reference = np.arange(80, dtype=np.float32).reshape(40, 2)
     assert source.collate(samples)["reference"].tolist() == [14, 15, 4, 5]
-    source.set_reference(np.zeros((40, 2)))
-    assert source.collate([])["counts"].tolist() == [0, 0]
+    source.reference[:] = 0
+    empty = source.collate([])
+    assert [empty[name].tolist() for name in ("ends", "position_ids", "reference", "counts")] == [
+        [0],
+        [[0]],
+        [],
+        [0, 0],
+    ]
     assert source.max_length == 512
     assert source.longest().lengths == (256, 256)
 
@@ -571,3 +579,32 @@ def test_samples_are_shown(make):
     assert text.endswith(str(source.mask_report))
     assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(source.show(1, colour=True))
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
+
+
+def test_the_command_shows_data(monkeypatch, capsys):
+    drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
+    drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
+    monkeypatch.setattr(cli, "_read", lambda command, name, argv, cls: (drawn, cls(num_samples=2), None, {}))
+    monkeypatch.setattr(sys, "argv", ["recipes", "show-data", "mine"])
+    assert exit_code(cli.main) == 0
+    out = capsys.readouterr().out
+    assert (out.count("--- sample "), out.count("\nchosen: "), out.count("\nrejected: ")) == (2, 2, 2)
+    assert out.count("<|im_end|>]]") == 4
+    assert "\ntrained: " in out
+    assert out.splitlines()[-1].startswith("held out: 10 pairs of answers (columns prompt, chosen, rejected; ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show-data bert_base", "show-data bert_base: its task is bert_pretraining, must be causal_lm_finetuning"),
+        ("show-data --num_samples 2", "it needs a recipe as its first word"),
+        ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),
+    ],
+)
+def test_the_command_refuses(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", *words.split()])
+    assert exit_code(cli.main) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
