@@ -168,6 +168,9 @@ def test_tools_and_system_turns_are_kept(make):
     assert str(source).startswith("1 conversations (columns messages, tools; ")
     with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the tool 'add'"):
         make({"messages": turns(*CHAT), "tools": [tool]}, template=CHATML)
+    lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
+    with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
+        make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
 
 
 def test_texts_need_no_template(make):
@@ -243,6 +246,7 @@ LATE_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{% elif loop.index0 == messages | length - 2 %}"
     "{{ messages[0]['content'] + '\n' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
 )
+THINKS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 LAST_MARKED = MARKERS.replace("if m['role'] == 'assistant' %}", "if m['role'] == 'assistant' and loop.last %}")
 NO_STOP = MARKERS.replace("m['content'] + '<|im_end|>' }}{% end", "m['content'] }}{% end").replace(
     "{{ '\n' }}{% else", "{{ '<|im_end|>\n' }}{% else"
@@ -260,6 +264,11 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         (REWRITES, CHAT, "renders the beginning, up to turn 1, otherwise when more turns follow"),
         (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
         (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
+        (
+            THINKS,
+            CHAT,
+            "begins an answer that the model is to give with '<.im_start.>assistant.n<think>.n', but one that is given with",
+        ),
         (CHATML, CHAT[1:], "the first turn is the assistant's"),
         (LAST_MARKED, CHAT, "markers hold tokens of 1 of 2 turns of the assistant"),
         (NO_STOP, CHAT, "markers end before <.im_end.>, so that the model would not learn to stop"),
@@ -272,6 +281,7 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         "rewrites",
         "gemma",
         "alternate",
+        "thinks",
         "first",
         "last-marked",
         "no-stop",
@@ -283,6 +293,19 @@ def test_a_template_that_changes_the_chat_is_refused(make, template, chat, messa
     assert str(error.value).endswith(" (1 more rows have the same problem)")
     assert len(error.value.problems) == 1
     assert "\n" not in str(error.value)
+
+
+def test_a_marked_template_may_begin_answers_otherwise(make):
+    """The last answer is then the last run of marked tokens, if each turn has one."""
+    template = MARKERS.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    text = marked(make({"messages": turns(*CHAT)}, template=template, train_on="completions"))[0]
+    assert text.endswith(
+        "Hello. <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
+    )
+    assert text.count("[[") == 1
+    chat = [*CHAT, ("assistant", "5")]  # two answers in a row: two runs here, but that is not certain
+    with pytest.raises(UsageError, match="begins an answer that the model is to give with"):
+        make({"messages": turns(*chat)}, template=template, train_on="completions")
 
 
 def test_a_marked_template_may_render_turns_otherwise(make):
