@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from common import fresh_accelerator
 from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -16,8 +17,11 @@ from samestep.data import ragged
 from samestep.errors import UsageError
 from samestep.models import adapters, packing, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
+from samestep.recipe import recipe as recipes
+from samestep.recipe.run_settings import RunSettings
 from samestep.step import preferences
 from samestep.step.noise import noise_by_sample
+from samestep.training import checkpoint, launch
 
 SHAPE = {
     **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -521,3 +525,63 @@ def test_vocabulary_holds_the_tokenizer(tmp_path):
         build_model(recipe(model_name_or_path=str(tmp_path)), source)
     loaded = build_model(recipe(model_name_or_path=str(tmp_path)))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of adapters
+
+
+class AdapterRun:
+    """A model with adapters, its optimizer and its checkpoints, without a run around them."""
+
+    def __init__(self, output_dir, model_seed=0, adapter_seed=0):
+        fresh_accelerator()
+        self.recipe = recipes.load("bert_small_cpu", {}, task="bert_pretraining")
+        self.accelerator, self.output_dir = launch.create_accelerator(), output_dir
+        torch.manual_seed(model_seed)
+        base = build_model(recipe())
+        torch.manual_seed(adapter_seed)
+        model = CausalLmSums(adapters.add_lora(base, recipe(lora_rank=2, use_dora=True)))
+        self.fingerprints = {"samples": "1"} | checkpoint.fingerprint_frozen(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        settings = RunSettings(recipe="", output_dir=str(output_dir))
+        state = checkpoint.State()
+        self.saver = checkpoint.Saver(
+            self.accelerator, self.recipe, self.model, self.optimizer, self.fingerprints, settings, state
+        )
+
+    def step(self, number):
+        self.model(**collate(make_samples(seed=number)))[0].sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def load(self):
+        folder, state = checkpoint.find(self.accelerator, "latest", self.output_dir, self.recipe)
+        checkpoint.load(self.accelerator, folder, state, self.model, self.optimizer, self.fingerprints)
+        return folder
+
+
+def test_checkpoints_hold_adapters_alone(tmp_path):
+    run = AdapterRun(tmp_path)
+    run.step(1)
+    run.saver.save(1, 0, "")
+    run.step(2)
+    resumed = AdapterRun(tmp_path, adapter_seed=7)
+    folder = resumed.load()
+    tensors = checkpoint.read(folder, "model")
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert {f"model.{name}" for name in tensors} == trained
+    assert (folder / "adapter_config.json").exists()
+    resumed.step(2)
+    for (name, expected), (_, value) in zip(
+        run.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+
+
+def test_adapters_are_not_resumed_on_another_base(tmp_path):
+    run = AdapterRun(tmp_path)
+    run.saver.save(1, 0, "")
+    with pytest.raises(UsageError, match="fingerprint of the frozen weights"):
+        AdapterRun(tmp_path, model_seed=1).load()
