@@ -44,11 +44,11 @@ def dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float) -> PairLoss:
 
     Args:
         logps: floating [sequences].
-        reference: the same under the reference model.
+        reference: the same under the reference model, floating [sequences].
         beta: strength of the tie to the reference model.
     """
-    chosen, rejected = split_pairs(logps - reference)
-    margins = beta * (chosen - rejected)
+    (chosen, rejected), (ref_chosen, ref_rejected) = split_pairs(logps), split_pairs(reference.to(logps.dtype))
+    margins = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
     return _sum_pairs(margins, margins)
 
 

@@ -79,54 +79,13 @@ def evaluate_logits(
     """
     rows, ids, logits = [], [], []
     for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
-        rows.append(torch.stack([sums.double().cpu(), torch.zeros_like(data.counts).double(), data.counts.double()]))
+        rows.append(torch.stack([sums.double().cpu(), torch.zeros(len(sums)).double(), data.counts.double()]))
         ids += [sample_id for _, sample_id in data.samples[0]]
         logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
-    return _add_up(accelerator, rows), _gather_by_sample(ids, logits)
-
-
-@torch.no_grad()
-def evaluate_pairs(
-    accelerator: Accelerator,
-    model: nn.Module,
-    source,
-    seed: int,
-    batch_size: int,
-    sequence_logps: Callable[..., torch.Tensor],
-) -> np.ndarray:
-    """Compute a number of each sequence of a dataset of pairs; the same on every process.
-
-    They are the same to the bit for any number of processes, too, as in `evaluate`.
-
-    Args:
-        accelerator, source, seed, batch_size: see `evaluate`; a sample has two sequences.
-        model: put into evaluation mode.
-        sequence_logps: called with a micro-batch's tensors, returns floating [sequences] of at least the samples' sequences,
-            in their order.
-
-    Returns:
-        [samples, 2] of the dtype that `sequence_logps` returned, in the dataset's order, each sample once.
-    """
-    ids, values = [], []
-    for data, logps in _run_forwards(accelerator, model, source, seed, batch_size, sequence_logps):
-        ids += [sample_id for _, sample_id in data.samples[0]]
-        values.append(logps[: 2 * len(data.samples[0])].view(-1, 2).cpu().numpy())
-    return _gather_by_sample(ids, values)
-
-
-def score_pairs(margins: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of an evaluation of preferences, as `RunLog.add_evaluation` takes them.
-
-    Args:
-        margins: of all pairs, floating [pairs, 1] or [pairs]; see `samestep.step.preferences`.
-
-    Returns:
-        `accuracy`, the share of the pairs whose chosen sequence is ranked above the rejected one; `margin`, the mean margin.
-
-    >>> score_pairs(np.array([0.5, -1.5, 0.0, 3.0]))
-    {'accuracy': 0.5, 'margin': 0.5}
-    """
-    return {"accuracy": float((margins > 0).mean()), "margin": add_exactly(margins.ravel().tolist()) / margins.size}
+    shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
+    # [samples] and [samples, classes] of all processes, in the order of the processes: sorted by sample id, the dataset's order
+    places, values = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+    return _add_up(accelerator, rows), values[np.argsort(places)]
 
 
 def judge(
@@ -176,6 +135,21 @@ def count_confusions(source, logits: np.ndarray) -> np.ndarray:
     """
     size = len(source.classes)
     return np.bincount(size * source.labels + logits.argmax(-1), minlength=size * size).reshape(size, size)
+
+
+def score_pairs(margins: np.ndarray) -> dict[str, float]:
+    """Compute the metrics of an evaluation of preferences, as `RunLog.add_evaluation` takes them.
+
+    Args:
+        margins: of all pairs, floating [pairs] or [pairs, 1]; see `samestep.step.preferences`.
+
+    Returns:
+        `accuracy`, the share of the pairs whose chosen sequence is ranked above the rejected one; `margin`, the mean margin.
+
+    >>> score_pairs(np.array([0.5, -1.5, 0.0, 3.0]))
+    {'accuracy': 0.5, 'margin': 0.5}
+    """
+    return {"accuracy": float((margins > 0).mean()), "margin": add_exactly(margins.ravel().tolist()) / margins.size}
 
 
 def classify(model: nn.Module, source, batch_size: int) -> np.ndarray:
@@ -251,41 +225,19 @@ class _Share(Steps):
 
 
 def _run_forwards(
-    accelerator: Accelerator,
-    model: nn.Module,
-    source,
-    seed: int,
-    batch_size: int,
-    forward: Callable[..., Any] | None = None,
+    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int
 ) -> Iterator[tuple[StepData, Any]]:
     """Compute this process's part of a dataset in evaluation mode.
 
-    Args:
-        forward: called in place of the model.
-
     Yields:
-        the data of one micro-batch, and what `forward` returns of it.
+        the data of one micro-batch, and what the model returns of it.
     """
-    forward = forward or model
     share, was_training = _Share(accelerator, source, seed, batch_size), model.training
     model.eval()
     for data in share.stream(0, len(share), 0, accelerator.device):
         (micro_batch,) = data.micro_batches
-        yield data, forward(**to_device(micro_batch, accelerator.device))
+        yield data, model(**to_device(micro_batch, accelerator.device))
     model.train(was_training)
-
-
-def _gather_by_sample(ids: list[int], values: list[np.ndarray]) -> np.ndarray:
-    """Gather values of all processes in the dataset's order, [samples, ...].
-
-    Args:
-        ids: of this process's samples.
-        values: of its micro-batches, [samples, ...] each.
-    """
-    shards = gather_object([(np.array(ids, np.int64), np.concatenate(values))])
-    # [samples] and [samples, ...] of all processes, in the order of the processes: sorted by sample id, the dataset's order
-    places, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    return rows[np.argsort(places)]
 
 
 def _add_up(accelerator: Accelerator, rows: list[torch.Tensor]) -> torch.Tensor:

@@ -37,13 +37,14 @@ class Pairs:
         sequences = [tokens for sample in samples for tokens in sample.tokens]
         nothing = torch.zeros(0, dtype=torch.int64)
         labels = [torch.full((len(tokens) - 1,), number) for number, tokens in enumerate(sequences)]
+        lengths = [len(tokens) for tokens in sequences] or [0]  # no samples: one sequence without tokens
         return {
             "inputs": torch.cat([nothing, *(tokens[:-1] for tokens in sequences)]),
             "labels": torch.cat([nothing, *(tokens[1:] for tokens in sequences)]),
             "label_sequence": torch.cat([nothing, *labels]),
-            "ends": torch.tensor([0, *(len(tokens) for tokens in sequences)]).cumsum(0),
+            "ends": torch.tensor([0, *lengths]).cumsum(0),
             "reference": torch.zeros(2 * len(samples)),
-            "counts": torch.tensor([len(samples)]),
+            "counts": torch.tensor([len(samples), len(sequences)]),
         }
 
 
@@ -57,7 +58,7 @@ class Bigrams(nn.Module):
         self.dropout, self.num_forwards = nn.Dropout(0.5), 0
         self.to(dtype)
 
-    def sequence_logps(self, inputs, labels, label_sequence, ends, reference):
+    def sequence_log_probabilities(self, inputs, labels, label_sequence, ends, reference):
         self.num_forwards += 1
         hidden = self.dropout(self.embedding(inputs))
         logps = sequence_logps(hidden, self.head.weight, labels, label_sequence, len(ends) - 1)
