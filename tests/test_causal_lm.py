@@ -1,6 +1,7 @@
 """Sequences end to end in one row are computed as transformers computes each of them alone, by any causal language model."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,34 @@ def test_row_is_its_sequences_alone(architecture):
             logits = [own(input_ids=tokens[None], use_cache=False).logits[0] for tokens, _ in samples]
             log_p = torch.cat(logits).float().log_softmax(-1).gather(1, batch["input_ids"].T)[:, 0]
             assert distance(sums.token_log_probabilities(hidden, batch["input_ids"][0]), log_p) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "llama", "gemma2"])
+def test_kernel_of_any_length_is_called_as_documented(architecture, monkeypatch):
+    """On the device of tests there is no such kernel: one that follows its documentation stands for it."""
+    num_calls = []
+
+    def varlen_attn(q, k, v, q_ends, k_ends, q_longest, k_longest, *, scale, window_size, enable_gqa):
+        assert q_ends.dtype == torch.int32
+        assert q_ends[-1] == len(q)
+        assert q_ends.diff().max() == q_longest == k_longest
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        num_calls.append(1)
+        outputs = []
+        for first, end in itertools.pairwise(q_ends.tolist()):
+            query, key, value = (x[first:end].transpose(0, 1) for x in (q, k, v))
+            gap = torch.arange(end - first)[:, None] - torch.arange(end - first)
+            is_seen = (gap >= 0) & (gap <= (end if window_size[0] < 0 else window_size[0]))
+            y = F.scaled_dot_product_attention(query, key, value, is_seen, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(y.transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(sequences, "varlen_attn", varlen_attn)
+    sums, batch = CausalLmSums(make_model(architecture)), collate(make_samples())
+    expected = sums(**batch)[0]
+    sums.causal_lm.set_attn_implementation(sequences.PREFIX + "varlen")
+    assert distance(sums(**batch)[0], expected) < 1e-6
+    assert len(num_calls) == (0 if architecture == "gemma2" else 2)  # Gemma 2 has a soft cap
 
 
 @pytest.mark.parametrize("architecture", EXACT | PADDED)
@@ -499,6 +528,7 @@ def test_only_adapters_are_trained(options):
         ({"architecture": "lama"}, "architecture lama is no model_type"),
         ({"architecture": "gpt2"}, "num_key_value_heads is 2, but architecture gpt2 has no such field"),
         ({"hidden_size": 30}, "architecture llama cannot be made"),
+        ({"max_seq_length": 65}, "max_seq_length is 65, but the model has 64 positions"),
         ({"lora_rank": 2, "lora_targets": ("nothing",)}, "lora_targets nothing cannot be adapted"),
         ({"model_name_or_path": "/nowhere"}, "model_name_or_path /nowhere has no config"),
     ],
@@ -507,6 +537,19 @@ def test_bad_input_is_one_line(options, message):
     with pytest.raises(UsageError, match=message) as error:
         CausalLmSums.from_recipe(recipe(**options), None)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "noisy"),
+    [
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, ["residual_dropout"]),
+        ("qwen3_next", {"attention_dropout": 0.2}, ["attention_dropout"]),  # padded, with its own attention
+        ("gpt2", {}, []),
+    ],
+)
+def test_noise_of_functions_is_noted(architecture, changes, noisy):
+    notes = [note for note in CausalLmSums(make_model(architecture, **changes)).notes if "noise" in note]
+    assert [note.split(" of ")[0] for note in notes] == noisy
 
 
 def test_unknown_head_is_refused():
