@@ -147,7 +147,8 @@ class CausalLmSums(SummedLosses):
         self.model, self.objective, self.loss_weighting = model, objective, loss_weighting
         self.terms, self.beta, self.margin = tuple(terms), beta, margin
         causal_lm = self.causal_lm
-        self._no_split_modules = tuple(causal_lm._no_split_modules or ())
+        layers = {type(module).__name__ for module in causal_lm.modules()}
+        self._no_split_modules = tuple(sorted(layers & set(causal_lm._no_split_modules or ())))
         self.notes, self.is_padded = [], False
         self.scale, self.softcap = _find_scale(causal_lm)
         name = type(causal_lm).__name__
