@@ -1,11 +1,13 @@
 """Sequences end to end in one row are computed as transformers computes each of them alone, by any causal language model."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from common import fresh_accelerator
 from torch import nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -16,8 +18,11 @@ from samestep.data import ragged
 from samestep.errors import UsageError
 from samestep.models import adapters, packing, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
+from samestep.recipe import recipe as recipes
+from samestep.recipe.run_settings import RunSettings
 from samestep.step import preferences
 from samestep.step.noise import noise_by_sample
+from samestep.training import checkpoint, launch
 
 SHAPE = {
     **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -152,6 +157,34 @@ def test_row_is_its_sequences_alone(architecture):
             logits = [own(input_ids=tokens[None], use_cache=False).logits[0] for tokens, _ in samples]
             log_p = torch.cat(logits).float().log_softmax(-1).gather(1, batch["input_ids"].T)[:, 0]
             assert distance(sums.token_log_probabilities(hidden, batch["input_ids"][0]), log_p) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "llama", "gemma2"])
+def test_kernel_of_any_length_is_called_as_documented(architecture, monkeypatch):
+    """On the device of tests there is no such kernel: one that follows its documentation stands for it."""
+    num_calls = []
+
+    def varlen_attn(q, k, v, q_ends, k_ends, q_longest, k_longest, *, scale, window_size, enable_gqa):
+        assert q_ends.dtype == torch.int32
+        assert q_ends[-1] == len(q)
+        assert q_ends.diff().max() == q_longest == k_longest
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        num_calls.append(1)
+        outputs = []
+        for first, end in itertools.pairwise(q_ends.tolist()):
+            query, key, value = (x[first:end].transpose(0, 1) for x in (q, k, v))
+            gap = torch.arange(end - first)[:, None] - torch.arange(end - first)
+            is_seen = (gap >= 0) & (gap <= (end if window_size[0] < 0 else window_size[0]))
+            y = F.scaled_dot_product_attention(query, key, value, is_seen, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(y.transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(sequences, "varlen_attn", varlen_attn)
+    sums, batch = CausalLmSums(make_model(architecture)), collate(make_samples())
+    expected = sums(**batch)[0]
+    sums.causal_lm.set_attn_implementation(sequences.PREFIX + "varlen")
+    assert distance(sums(**batch)[0], expected) < 1e-6
+    assert len(num_calls) == (0 if architecture == "gemma2" else 2)  # Gemma 2 has a soft cap
 
 
 @pytest.mark.parametrize("architecture", EXACT | PADDED)
@@ -495,6 +528,7 @@ def test_only_adapters_are_trained(options):
         ({"architecture": "lama"}, "architecture lama is no model_type"),
         ({"architecture": "gpt2"}, "num_key_value_heads is 2, but architecture gpt2 has no such field"),
         ({"hidden_size": 30}, "architecture llama cannot be made"),
+        ({"max_seq_length": 65}, "max_seq_length is 65, but the model has 64 positions"),
         ({"lora_rank": 2, "lora_targets": ("nothing",)}, "lora_targets nothing cannot be adapted"),
         ({"model_name_or_path": "/nowhere"}, "model_name_or_path /nowhere has no config"),
     ],
@@ -503,6 +537,19 @@ def test_bad_input_is_one_line(options, message):
     with pytest.raises(UsageError, match=message) as error:
         CausalLmSums.from_recipe(recipe(**options), None)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "noisy"),
+    [
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, ["residual_dropout"]),
+        ("qwen3_next", {"attention_dropout": 0.2}, ["attention_dropout"]),  # padded, with its own attention
+        ("gpt2", {}, []),
+    ],
+)
+def test_noise_of_functions_is_noted(architecture, changes, noisy):
+    notes = [note for note in CausalLmSums(make_model(architecture, **changes)).notes if "noise" in note]
+    assert [note.split(" of ")[0] for note in notes] == noisy
 
 
 def test_unknown_head_is_refused():
@@ -521,3 +568,63 @@ def test_vocabulary_holds_the_tokenizer(tmp_path):
         build_model(recipe(model_name_or_path=str(tmp_path)), source)
     loaded = build_model(recipe(model_name_or_path=str(tmp_path)))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of adapters
+
+
+class AdapterRun:
+    """A model with adapters, its optimizer and its checkpoints, without a run around them."""
+
+    def __init__(self, output_dir, model_seed=0, adapter_seed=0):
+        fresh_accelerator()
+        self.recipe = recipes.load("bert_small_cpu", {}, task="bert_pretraining")
+        self.accelerator, self.output_dir = launch.create_accelerator(), output_dir
+        torch.manual_seed(model_seed)
+        base = build_model(recipe())
+        torch.manual_seed(adapter_seed)
+        model = CausalLmSums(adapters.add_lora(base, recipe(lora_rank=2, use_dora=True)))
+        self.fingerprints = {"samples": "1"} | checkpoint.fingerprint_frozen(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        settings = RunSettings(recipe="", output_dir=str(output_dir))
+        state = checkpoint.State()
+        self.saver = checkpoint.Saver(
+            self.accelerator, self.recipe, self.model, self.optimizer, self.fingerprints, settings, state
+        )
+
+    def step(self, number):
+        self.model(**collate(make_samples(seed=number)))[0].sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def load(self):
+        folder, state = checkpoint.find(self.accelerator, "latest", self.output_dir, self.recipe)
+        checkpoint.load(self.accelerator, folder, state, self.model, self.optimizer, self.fingerprints)
+        return folder
+
+
+def test_checkpoints_hold_adapters_alone(tmp_path):
+    run = AdapterRun(tmp_path)
+    run.step(1)
+    run.saver.save(1, 0, "")
+    run.step(2)
+    resumed = AdapterRun(tmp_path, adapter_seed=7)
+    folder = resumed.load()
+    tensors = checkpoint.read(folder, "model")
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert {f"model.{name}" for name in tensors} == trained
+    assert (folder / "adapter_config.json").exists()
+    resumed.step(2)
+    for (name, expected), (_, value) in zip(
+        run.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+
+
+def test_adapters_are_not_resumed_on_another_base(tmp_path):
+    run = AdapterRun(tmp_path)
+    run.saver.save(1, 0, "")
+    with pytest.raises(UsageError, match="fingerprint of the frozen weights"):
+        AdapterRun(tmp_path, model_seed=1).load()

@@ -1,6 +1,7 @@
 """Conversations and pairs: what is read and refused, which tokens are trained, and how they lie in a micro-batch."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +10,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from samestep import cli
 from samestep.data import chat_templates, conversations
 from samestep.data.conversations import build
-from samestep.errors import UsageError
+from samestep.errors import UsageError, exit_code
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -166,6 +168,9 @@ def test_tools_and_system_turns_are_kept(make):
     assert str(source).startswith("1 conversations (columns messages, tools; ")
     with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the tool 'add'"):
         make({"messages": turns(*CHAT), "tools": [tool]}, template=CHATML)
+    lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
+    with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
+        make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
 
 
 def test_texts_need_no_template(make):
@@ -241,6 +246,7 @@ LATE_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{% elif loop.index0 == messages | length - 2 %}"
     "{{ messages[0]['content'] + '\n' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
 )
+THINKS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 LAST_MARKED = MARKERS.replace("if m['role'] == 'assistant' %}", "if m['role'] == 'assistant' and loop.last %}")
 NO_STOP = MARKERS.replace("m['content'] + '<|im_end|>' }}{% end", "m['content'] }}{% end").replace(
     "{{ '\n' }}{% else", "{{ '<|im_end|>\n' }}{% else"
@@ -258,6 +264,11 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         (REWRITES, CHAT, "renders the beginning, up to turn 1, otherwise when more turns follow"),
         (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
         (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
+        (
+            THINKS,
+            CHAT,
+            "begins an answer that the model is to give with '<.im_start.>assistant.n<think>.n', but one that is given with",
+        ),
         (CHATML, CHAT[1:], "the first turn is the assistant's"),
         (LAST_MARKED, CHAT, "markers hold tokens of 1 of 2 turns of the assistant"),
         (NO_STOP, CHAT, "markers end before <.im_end.>, so that the model would not learn to stop"),
@@ -270,6 +281,7 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         "rewrites",
         "gemma",
         "alternate",
+        "thinks",
         "first",
         "last-marked",
         "no-stop",
@@ -281,6 +293,19 @@ def test_a_template_that_changes_the_chat_is_refused(make, template, chat, messa
     assert str(error.value).endswith(" (1 more rows have the same problem)")
     assert len(error.value.problems) == 1
     assert "\n" not in str(error.value)
+
+
+def test_a_marked_template_may_begin_answers_otherwise(make):
+    """The last answer is then the last run of marked tokens, if each turn has one."""
+    template = MARKERS.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    text = marked(make({"messages": turns(*CHAT)}, template=template, train_on="completions"))[0]
+    assert text.endswith(
+        "Hello. <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
+    )
+    assert text.count("[[") == 1
+    chat = [*CHAT, ("assistant", "5")]  # two answers in a row: two runs here, but that is not certain
+    with pytest.raises(UsageError, match="begins an answer that the model is to give with"):
+        make({"messages": turns(*chat)}, template=template, train_on="completions")
 
 
 def test_a_marked_template_may_render_turns_otherwise(make):
@@ -511,7 +536,7 @@ def test_a_micro_batch_of_conversations(chats):
     empty = source.collate([])
     assert [list(empty[name].shape) for name in ("input_ids", "ends", "labels", "label_index", "counts")] == [
         [1, 1],
-        [2],
+        [1],
         [0],
         [0],
         [1],
@@ -531,10 +556,16 @@ def test_a_micro_batch_of_pairs(pairs):
     num_chosen = sum(int(sample.is_trained[: sample.lengths[0]].sum()) for sample in samples)
     assert (num_sequences, batch["counts"].tolist()) == (4, [2, num_chosen])
     assert batch["reference"].tolist() == [0.0] * 4
-    source.set_reference(np.arange(80.0).reshape(40, 2))
+    source.reference = np.arange(80, dtype=np.float32).reshape(40, 2)
     assert source.collate(samples)["reference"].tolist() == [14, 15, 4, 5]
-    source.set_reference(np.zeros((40, 2)))
-    assert source.collate([])["counts"].tolist() == [0, 0]
+    source.reference[:] = 0
+    empty = source.collate([])
+    assert [empty[name].tolist() for name in ("ends", "position_ids", "reference", "counts")] == [
+        [0],
+        [[0]],
+        [],
+        [0, 0],
+    ]
     assert source.max_length == 512
     assert source.longest().lengths == (256, 256)
 
@@ -571,3 +602,32 @@ def test_samples_are_shown(make):
     assert text.endswith(str(source.mask_report))
     assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(source.show(1, colour=True))
     assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
+
+
+def test_the_command_shows_data(monkeypatch, capsys):
+    drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
+    drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
+    monkeypatch.setattr(cli, "_read", lambda command, name, argv, cls: (drawn, cls(num_samples=2), None, {}))
+    monkeypatch.setattr(sys, "argv", ["recipes", "show-data", "mine"])
+    assert exit_code(cli.main) == 0
+    out = capsys.readouterr().out
+    assert (out.count("--- sample "), out.count("\nchosen: "), out.count("\nrejected: ")) == (2, 2, 2)
+    assert out.count("<|im_end|>]]") == 4
+    assert "\ntrained: " in out
+    assert out.splitlines()[-1].startswith("held out: 10 pairs of answers (columns prompt, chosen, rejected; ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show-data bert_base", "show-data bert_base: its task is bert_pretraining, must be causal_lm_finetuning"),
+        ("show-data --num_samples 2", "it needs a recipe as its first word"),
+        ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),
+    ],
+)
+def test_the_command_refuses(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", *words.split()])
+    assert exit_code(cli.main) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

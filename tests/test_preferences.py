@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import LLAMA
+from small_models import LLAMA, peak
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -214,6 +214,12 @@ def test_in_chunks_log_probabilities_and_gradients_are_the_same(max_logits):
     true = torch.autograd.grad(whole_logps(hidden, weight, labels, sequence), (hidden, weight), factors)
     for gradient, expected in zip(torch.autograd.grad(ours, (hidden, weight), factors), true, strict=True):
         assert torch.allclose(gradient, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_logits_are_never_whole(tmp_path):
+    """512 rows of 1,000 classes in float64 would be 4 MB; a chunk of 20 rows is 160 KB, and the gradients are 200 KB."""
+    hidden, weight, labels, sequence = problem(rows=512, classes=1000)
+    assert peak(lambda: sequence_logps(hidden, weight, labels, sequence, 6, 20_000).sum().backward(), tmp_path) < 10**6
 
 
 def test_the_gradient_is_that_of_the_function():

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import numpy as np
@@ -29,7 +29,8 @@ datasets = optional("datasets")
 Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")  # in the text of a template
+CONTROL_TOKEN = re.compile(r"<[|｜][^\s<>|｜]+[|｜]?>|<[^\s<>|｜/]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")
+"""Control token in the text of a template."""
 
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
@@ -168,12 +169,21 @@ class Renderer:
             turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **quiet
         )
         tokens, mask = encoding["input_ids"], np.array(encoding["assistant_masks"], bool)
+        is_assistant = np.array([turn["role"] == "assistant" for turn in turns])
+        num_answers = _count_runs(is_assistant & (np.arange(len(turns)) >= first))
         if first:
             before = self._encode(self._apply(turns[:first], tools, add_generation_prompt=True))
-            self._check_beginning(before, tokens, first)
-            mask[: len(before)] = False
-        is_answer = [number >= first and turn["role"] == "assistant" for number, turn in enumerate(turns)]
-        num_answers, num_marked = _count_runs(is_answer), _count_runs(mask)
+            starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # of each run of marked tokens
+            is_one_run_per_turn = (
+                len(starts) == _count_runs(is_assistant) and not is_assistant[first - 1 : first + 1].all()
+            )
+            if tokens[: len(before)] == before:
+                mask[: len(before)] = False
+            elif is_one_run_per_turn:
+                mask[: starts[-num_answers]] = False
+            else:
+                self._refuse_beginning(turns[:first], tools, tokens, before)
+        num_marked = _count_runs(mask)
         if 0 < num_marked < num_answers:
             raise UsageError(
                 f"the template's markers hold tokens of {num_marked} of {num_answers} turns of the assistant: mend them in a "
@@ -204,21 +214,38 @@ class Renderer:
             before = self._encode(self._apply(turns[:number], tools, add_generation_prompt=True))
             is_last = number == len(turns) - 1
             after = tokens if is_last else self._encode(self._apply(turns[: number + 1], tools))
-            self._check_beginning(before, tokens, number)
-            if not is_last:
-                self._check_beginning(after, tokens, number + 1)
+            if tokens[: len(before)] != before:
+                self._refuse_beginning(turns[:number], tools, tokens, before)
+            if tokens[: len(after)] != after:
+                self._refuse_beginning(turns[: number + 1], tools, tokens)
             end = self._find_end_of_turn(after)
             mask[len(before) : len(after) if end is None else end + 1] = True
         return mask
 
-    def _check_beginning(self, before: list[int], tokens: list[int], num_turns: int) -> None:
-        if tokens[: len(before)] != before:
-            others = ", or set train_on to completions" if self.train_on == "assistant" else ""
+    def _refuse_beginning(
+        self, turns: list[dict], tools: list[dict] | None, tokens: list[int], before: list[int] | None = None
+    ) -> NoReturn:
+        """Raise UsageError for turns that are rendered otherwise when others follow.
+
+        Args:
+            turns, tools: as they are rendered.
+            tokens: of the whole conversation.
+            before: tokens of `turns` and of the beginning of an answer; None: the fault is not there.
+        """
+        others = ", or set train_on to completions" if self.train_on == "assistant" else ""
+        alone = self._encode(self._apply(turns, tools))
+        if before is not None and tokens[: len(alone)] == alone:
+            begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
             raise UsageError(
-                f"the chat template renders the beginning, up to turn {num_turns}, otherwise when more turns follow, so that "
-                "the trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
-                + others
+                f"the chat template begins an answer that the model is to give with {begun}, but one that is given with "
+                f"{given}, so that the trained tokens cannot be found: give a template with {{% generation %}} markers, "
+                "--chat_template FILE"
             )
+        raise UsageError(
+            f"the chat template renders the beginning, up to turn {len(turns)}, otherwise when more turns follow, so that the "
+            "trained tokens cannot be found: give a template with {% generation %} markers, --chat_template FILE"
+            + others
+        )
 
     def _find_end_of_turn(self, tokens: list[int]) -> int | None:
         """Find the place of the last special token, if nothing but white space follows it."""
@@ -275,15 +302,27 @@ def _check_nothing_is_lost(turns: list[dict], tools: list[dict] | None, text: st
                 "--chat_template FILE, or mend the row"
             )
         place = start + len(content)
-    calls = [call for turn in turns for call in turn.get("tool_calls") or []]
-    for kind, items in (("tool", tools or []), ("call of the tool", calls)):
-        names = [item.get("function", item).get("name") for item in items if isinstance(item, dict)]
-        lost = [name for name in names if isinstance(name, str) and name not in text]
-        if lost:
-            raise UsageError(
-                f"the chat template leaves out the {kind} {shorten(lost[0])!r}: give a template with tools, "
-                "--chat_template FILE, or leave tools out"
-            )
+        for name in _find_names(turn.get("tool_calls") or []):
+            start = text.find(name, place)
+            if start < 0:
+                raise UsageError(
+                    f"the chat template leaves out turn {number}'s call of the tool {shorten(name)!r}: give a template with "
+                    "tool calls, --chat_template FILE, or leave out the row"
+                )
+            place = start + len(name)
+    lost = [name for name in _find_names(tools or []) if name not in text]
+    if lost:
+        raise UsageError(
+            f"the chat template leaves out the tool {shorten(lost[0])!r}: give a template with tools, --chat_template FILE, or "
+            "leave tools out"
+        )
+
+
+def _find_names(items: Sequence[Any]) -> list[str]:
+    """Find the names of tools, or of those that are called."""
+    functions = [item.get("function", item) for item in items if isinstance(item, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

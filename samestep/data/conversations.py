@@ -123,6 +123,12 @@ class Conversations:
         num_workers: processes that tokenize.
         description: names the data in messages.
 
+    Attributes:
+        rows, tokenizer: as given.
+        max_length: tokens of a sample at most; of a pair, of both sequences.
+        reference: float32 [samples, 2], summed log-probabilities of the trained tokens of the preferred and the rejected
+            sequence under a reference model; zeros until they are set.
+
     Raises:
         UsageError: rows that the template cannot show as they are; no template; nothing to train on.
     """
@@ -256,7 +262,8 @@ class Conversations:
         """Find the tokens before a sample's last answer (of a pair: the preferred one), and the answer's own tokens.
 
         Returns:
-            both int32; the answer ends with the stop token, where there is one.
+            both int32; the answer ends with the stop token, where there is one. With train_on `all` only the first token
+            is before.
         """
         sample = self.draw(0, sample_id)
         tokens, is_trained = sample.tokens[: sample.lengths[0]], sample.is_trained[: sample.lengths[0]]
@@ -265,7 +272,7 @@ class Conversations:
         return tokens[:start], tokens[start:end]
 
     def collate(self, samples: list[Conversation]) -> dict[str, torch.Tensor]:
-        """Make a micro-batch of S samples, all Q sequences end to end, without padding; no samples make one token, not trained.
+        """Make a micro-batch of S samples, Q sequences end to end, without padding; no samples make a token of no sequence.
 
         Returns:
             input_ids, position_ids: int64 [1, n]; positions begin anew in each sequence.
@@ -273,17 +280,18 @@ class Conversations:
             labels: int64 [m], the trained tokens.
             label_index: int64 [m], for each its predecessor's place in the row.
             label_sequence: int64 [m], number of the sequence of each.
-            reference: float32 [Q], see `set_reference`; only with `has_reference`.
+            reference: float32 [Q], see the class; only with `has_reference`.
             counts: int64 [terms].
         """
-        lengths = np.array([length for sample in samples for length in sample.lengths] or [1])
+        lengths = np.array([length for sample in samples for length in sample.lengths], np.int64)
         tokens = np.concatenate([sample.tokens for sample in samples] or [np.array([self.tokenizer.eos_token_id])])
         is_trained = np.concatenate([sample.is_trained for sample in samples] or [np.zeros(1, bool)])
-        ends = np.concatenate([[0], np.cumsum(lengths)])
+        ends = np.concatenate([[0], np.cumsum(lengths)])  # [Q + 1]
         sequence, places = np.repeat(np.arange(len(lengths)), lengths), np.flatnonzero(is_trained)
+        position_ids = np.arange(len(sequence)) - np.repeat(ends[:-1], lengths) if samples else np.zeros(1, np.int64)
         micro_batch = {
             "input_ids": torch.from_numpy(tokens.astype(np.int64))[None],
-            "position_ids": torch.from_numpy(np.arange(len(tokens)) - np.repeat(ends[:-1], lengths))[None],
+            "position_ids": torch.from_numpy(position_ids)[None],
             "ends": torch.from_numpy(ends.astype(np.int32)),
             "labels": torch.from_numpy(tokens[places].astype(np.int64)),
             "label_index": torch.from_numpy(places - 1),
@@ -291,21 +299,13 @@ class Conversations:
         }
         if self.has_reference:
             ids = [sample.sample_id for sample in samples]
-            micro_batch["reference"] = torch.from_numpy(self.reference[ids].ravel())
+            micro_batch["reference"] = torch.from_numpy(self.reference[np.array(ids, np.int64)].ravel())
         num_targets = {
             "lm": len(places) if self.loss_weighting == "token" else len(samples),
             "sft": int(np.sum(sequence[places] % 2 == 0)),  # those of the preferred sequences
         }
         counts = [num_targets.get(term, len(samples)) for term in self.terms]
         return micro_batch | {"counts": torch.tensor(counts)}
-
-    def set_reference(self, log_probabilities: np.ndarray) -> None:
-        """Keep the log-probabilities of the answers under the reference model, for micro-batches from now on.
-
-        Args:
-            log_probabilities: floating [samples, 2], sums over the trained tokens of the preferred and the rejected sequence.
-        """
-        self.reference = np.asarray(log_probabilities, np.float32).reshape(len(self), 2)
 
     def show(self, num_samples: int, colour: bool = False) -> list[str]:
         """Write the first samples as text, their trained tokens marked, and the mask report.

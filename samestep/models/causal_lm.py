@@ -56,7 +56,8 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     if recipe.model_name_or_path is None:
         config_class, values = _choose_config(recipe, tokenizer)
         try:
-            model = model_class.from_config(config_class(**values, **head))
+            config = config_class(**values, **head)
+            model = model_class.from_config(config)
         except Exception as error:  # of any kind: each architecture has its own rules
             raise UsageError(
                 f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
@@ -71,6 +72,11 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
             ) from None
         model = initial_model(
             model_class, config, recipe.model_name_or_path, ("score.", "lm_head.") if is_reward else ()
+        )
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is not None and recipe.max_seq_length > length:
+        raise UsageError(
+            f"max_seq_length is {recipe.max_seq_length:,}, but the model has {length:,} positions: lower it to at most that"
         )
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if tokenizer is not None and len(tokenizer) > num_embeddings:
@@ -141,10 +147,10 @@ class CausalLmSums(SummedLosses):
         self.model, self.objective, self.loss_weighting = model, objective, loss_weighting
         self.terms, self.beta, self.margin = tuple(terms), beta, margin
         causal_lm = self.causal_lm
-        self._no_split_modules = tuple(causal_lm._no_split_modules or ())
+        layers = {type(module).__name__ for module in causal_lm.modules()}
+        self._no_split_modules = tuple(sorted(layers & set(causal_lm._no_split_modules or ())))
         self.notes, self.is_padded = [], False
         self.scale, self.softcap = _find_scale(causal_lm)
-        sequences.own_dropout(causal_lm)
         name = type(causal_lm).__name__
         own_kernel = attention_kernel(causal_lm.config)
         leak = None
@@ -159,6 +165,13 @@ class CausalLmSums(SummedLosses):
             if can_set_attention(causal_lm):
                 causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
+        else:
+            sequences.own_dropout(causal_lm)
+        if noisy := _find_noise_of_functions(causal_lm):
+            self.notes.append(
+                f"{', '.join(noisy)} of {name}: draws torch's own noise, per process and micro-batch, so that another layout's "
+                "losses differ by it"
+            )
         if objective != "reward" and not is_fake(next(model.parameters())):
             self._check_head()
 
@@ -384,6 +397,17 @@ class CausalLmSums(SummedLosses):
 def _has_attention_dropout(model: nn.Module) -> bool:
     """Tell whether a layer of attention has a module of dropout with a probability."""
     return any(getattr(getattr(module, "attn_dropout", None), "p", 0) for module in model.modules())
+
+
+def _find_noise_of_functions(model: PreTrainedModel) -> list[str]:
+    """Name the probabilities of dropout in a model's config that no `nn.Dropout` has: functions draw their noise."""
+    probabilities = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    fields = model.config.get_text_config().to_dict()
+    return [
+        name
+        for name, value in fields.items()
+        if "drop" in name and isinstance(value, float) and value > 0 and value not in probabilities
+    ]
 
 
 def _find_scale(model: PreTrainedModel) -> tuple[float, float | None]:

@@ -52,6 +52,8 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
     torch.manual_seed(recipe.seed)  # as in `run.prepare`: the same weights
     model = model_class.from_recipe(recipe, run.train).to(accelerator.device, getattr(torch, settings.dtype))
+    candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
+    next(iter(candidates.values()))()  # the safe kernels
     for number, source in enumerate(sources):
         if source is not None:
             path = run.output_dir / f".reference-{number}.safetensors"

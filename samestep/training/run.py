@@ -129,6 +129,7 @@ class Run:
         if getattr(settings, "torch_compile", False):
             model.compile_layers()
         (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
+        fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
         optimizer = optim.from_recipe(model, recipe)
         is_reproducible = settings.reproducible is not None
         self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, is_reproducible)
@@ -148,14 +149,14 @@ class Run:
             deals_whole=is_reproducible,
         )
         if self.checkpoint is not None:
-            checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, train.fingerprints)
+            checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
         tokenizer = getattr(train, "tokenizer", None)
         saver = checkpoint.Saver(
             accelerator,
             recipe,
             model,
             optimizer,
-            train.fingerprints,
+            fingerprints,
             settings,
             self.start,
             tokenizer,
