@@ -494,12 +494,16 @@ def test_right_predictions_are_counted(architecture):
         assert sums(**batch | {"labels": labels})[1].tolist() == [-(-len(best) // 3)]
 
 
-def test_example_needs_no_numbers():
+@pytest.mark.parametrize(
+    "options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "use_dora": True, "objective": "dpo"}, {"objective": "reward"}]
+)
+def test_example_needs_no_numbers(options):
+    options = recipe(**options)
     with FakeTensorMode():
-        sums = CausalLmSums.from_recipe(recipe(), None)
-        loss_sum, _ = sums(**CausalLmSums.example(recipe(), 3))
+        sums = CausalLmSums.from_recipe(options, None)
+        loss_sum, _ = sums(**CausalLmSums.example(options, 3))
         loss_sum.sum().backward()
-    assert loss_sum.shape == (1,)
+    assert loss_sum.shape == (len(options.loss_weights),)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft; all other weights are frozen."""
 
+import contextlib
 import importlib.util
+import warnings
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, reason
 from samestep.recipe.recipe import Recipe
 
@@ -48,8 +51,12 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         # Weights of transformers' Conv1D, of GPT-2, are [in, out]
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
+    is_traced = is_fake(next(model.parameters()))
     try:
-        return peft.get_peft_model(model, config)
+        with keep_modules() if is_traced else contextlib.nullcontext(), warnings.catch_warnings():
+            # peft 0.21.2 asks transformers 5.23 for `is_gradient_checkpointing`, which has another name
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(
             f"lora_targets {', '.join(targets)} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "
