@@ -627,6 +627,29 @@ def test_checkpoints_hold_adapters_alone(tmp_path):
         assert torch.equal(value, expected), name
 
 
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"architecture": "gpt2"}])
+def test_merged_weights_compute_what_the_adapter_did(options):
+    options = {"num_key_value_heads": None} | options if "architecture" in options else options
+    sums = CausalLmSums.from_recipe(recipe(lora_rank=2, **options), None).eval()
+    for name, parameter in sums.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    samples = make_samples()
+    expected = sums(**collate(samples))[0]
+    assert sums.merge_adapter([tokens for tokens, _ in samples]) < 1e-3
+    assert not any("lora" in name for name, _ in sums.named_parameters())
+    assert distance(sums(**collate(samples))[0], expected) < 1e-6
+
+
+def test_merge_that_loses_the_adapter_is_refused():
+    sums = CausalLmSums.from_recipe(recipe(lora_rank=2), None)
+    for name, parameter in sums.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-4)
+    with pytest.raises(UsageError, match=r"merged weights in bfloat16 lose .* of what the adapter does, more than 1%"):
+        sums.merge_adapter([tokens for tokens, _ in make_samples()], torch.bfloat16)
+
+
 def test_adapters_are_not_resumed_on_another_base(tmp_path):
     run = AdapterRun(tmp_path)
     run.saver.save(1, 0, "")
