@@ -1,7 +1,6 @@
 """Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft; all other weights are frozen."""
 
 import contextlib
-import importlib.util
 import warnings
 from typing import Any
 
@@ -9,6 +8,7 @@ from transformers import PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, reason
+from samestep.recipe import extras
 from samestep.recipe.recipe import Recipe
 
 ALL_LINEAR = "all-linear"
@@ -31,10 +31,7 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     Raises:
         UsageError: peft is not installed, or no module has a name of lora_targets.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise UsageError(
-            f"lora_rank is {recipe.lora_rank}, and LoRA needs peft, which is not installed: pip install peft"
-        )
+    extras.require("adapters", f"lora_rank {recipe.lora_rank}")
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
