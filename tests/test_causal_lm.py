@@ -141,7 +141,7 @@ def test_row_is_its_sequences_alone(architecture):
     losses = [loss_alone(own, *sample) for sample in samples]
     sum(losses).backward()
     sums = CausalLmSums(model)
-    assert sums.is_padded == (architecture in PADDED) == bool(sums.notes)
+    assert sums.is_padded == (architecture in PADDED) == any("a padded row of its own" in note for note in sums.notes)
     kernels = ["padded"] if sums.is_padded else ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
     for kernel in kernels:
         if not sums.is_padded:
@@ -548,7 +548,9 @@ def test_bad_input_is_one_line(options, message):
     [
         ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, ["residual_dropout"]),
         ("qwen3_next", {"attention_dropout": 0.2}, ["attention_dropout"]),  # padded, with its own attention
+        ("opt", {}, ["dropout"]),
         ("gpt2", {}, []),
+        ("gpt_neox", {}, []),
     ],
 )
 def test_noise_of_functions_is_noted(architecture, changes, noisy):

@@ -446,7 +446,11 @@ def _find_noise_of_functions(model: PreTrainedModel) -> list[str]:
     return [
         name
         for name, value in fields.items()
-        if "drop" in name and isinstance(value, float) and value > 0 and value not in probabilities
+        if "drop" in name
+        and "classifier" not in name
+        and isinstance(value, float)
+        and value > 0
+        and value not in probabilities
     ]
 
 
