@@ -546,7 +546,7 @@ def test_bad_input_is_one_line(options, message):
 @pytest.mark.parametrize(
     ("architecture", "changes", "noisy"),
     [
-        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, ["residual_dropout"]),
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.1}, ["residual_dropout"]),
         ("qwen3_next", {"attention_dropout": 0.2}, ["attention_dropout"]),  # padded, with its own attention
         ("opt", {}, ["dropout"]),
         ("gpt2", {}, []),

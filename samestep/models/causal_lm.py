@@ -168,9 +168,11 @@ class CausalLmSums(SummedLosses):
             if can_set_attention(causal_lm):
                 causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
-        else:
+        noisy = _find_noise_of_functions(causal_lm)
+        if not self.is_padded:
             sequences.own_dropout(causal_lm)
-        if noisy := _find_noise_of_functions(causal_lm):
+            noisy = [field for field in noisy if field != "attention_dropout"]
+        if noisy:
             self.notes.append(
                 f"{', '.join(noisy)} of {name}: draws torch's own noise, per process and micro-batch, so that another layout's "
                 "losses differ by it"
