@@ -150,6 +150,22 @@ def test_the_trained_tokens_are_the_assistants_and_the_end_of_its_turns(make, te
     assert source.mask_report.num_stopped == (template != PLAIN)
 
 
+def test_thoughts_of_the_last_turn_are_kept(make):
+    """Those of earlier turns may be left out, as they are when the model answers."""
+    drops = CHATML.replace("m['content']", "(m['content'].split('</think>') | last)")
+    keeps = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>') | last)")
+    chat = turns(*CHAT[:2], CHAT[2], ("assistant", "<think>2 and 2</think>4"))
+    chat[1]["content"] = "<think>Greet.</think>Hello"
+    text = marked(make({"messages": chat}, template=keeps, train_on="completions"))[0]
+    assert "Greet" not in text
+    assert text.endswith("[[<think>2 and 2</think>4<|im_end|>]]\n")
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=drops, train_on="completions")
+    chat[3] = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=keeps, train_on="completions")
+
+
 def test_tools_and_system_turns_are_kept(make):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
@@ -168,6 +184,14 @@ def test_tools_and_system_turns_are_kept(make):
     assert str(source).startswith("1 conversations (columns messages, tools; ")
     with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the tool 'add'"):
         make({"messages": turns(*CHAT), "tools": [tool]}, template=CHATML)
+    messages[3]["content"] = '{"sum": "17"}'  # Llama 3.1 writes it as JSON once more
+    quoted = chat_templates.CHAT_TEMPLATE.replace(
+        "{{ message['content'] + '<|im_end|>", "{{ (message['content'] | tojson) + '<|im_end|>"
+    )
+    assert (
+        '"{\\"sum\\": \\"17\\"}"<|im_end|>'
+        in marked(make({"messages": messages}, template=quoted, max_seq_length=999))[0]
+    )
     lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
     with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
         make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
@@ -348,6 +372,11 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
             {},
             ":1: messages, turn 1: content holds list",
+        ),
+        (
+            [{"messages": [*USER, {"role": "assistant", "tool_calls": 3}]}],
+            {},
+            ":1: messages, turn 2: tool_calls holds int",
         ),
         ([{"messages": []}], {}, ":1: messages holds an empty list"),
         ([{"messages": "hello"}], {}, ":1: messages is a text that is not JSON"),
