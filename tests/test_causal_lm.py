@@ -141,7 +141,7 @@ def test_row_is_its_sequences_alone(architecture):
     losses = [loss_alone(own, *sample) for sample in samples]
     sum(losses).backward()
     sums = CausalLmSums(model)
-    assert sums.is_padded == (architecture in PADDED) == bool(sums.notes)
+    assert sums.is_padded == (architecture in PADDED) == any("a padded row of its own" in note for note in sums.notes)
     kernels = ["padded"] if sums.is_padded else ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
     for kernel in kernels:
         if not sums.is_padded:
@@ -494,12 +494,16 @@ def test_right_predictions_are_counted(architecture):
         assert sums(**batch | {"labels": labels})[1].tolist() == [-(-len(best) // 3)]
 
 
-def test_example_needs_no_numbers():
+@pytest.mark.parametrize(
+    "options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "use_dora": True, "objective": "dpo"}, {"objective": "reward"}]
+)
+def test_example_needs_no_numbers(options):
+    options = recipe(**options)
     with FakeTensorMode():
-        sums = CausalLmSums.from_recipe(recipe(), None)
-        loss_sum, _ = sums(**CausalLmSums.example(recipe(), 3))
+        sums = CausalLmSums.from_recipe(options, None)
+        loss_sum, _ = sums(**CausalLmSums.example(options, 3))
         loss_sum.sum().backward()
-    assert loss_sum.shape == (1,)
+    assert loss_sum.shape == (len(options.loss_weights),)
 
 
 @pytest.mark.parametrize(
@@ -542,9 +546,11 @@ def test_bad_input_is_one_line(options, message):
 @pytest.mark.parametrize(
     ("architecture", "changes", "noisy"),
     [
-        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, ["residual_dropout"]),
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.1}, ["residual_dropout"]),
         ("qwen3_next", {"attention_dropout": 0.2}, ["attention_dropout"]),  # padded, with its own attention
+        ("opt", {}, ["dropout"]),
         ("gpt2", {}, []),
+        ("gpt_neox", {}, []),
     ],
 )
 def test_noise_of_functions_is_noted(architecture, changes, noisy):
@@ -621,6 +627,29 @@ def test_checkpoints_hold_adapters_alone(tmp_path):
         run.model.named_parameters(), resumed.model.named_parameters(), strict=True
     ):
         assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"architecture": "gpt2"}])
+def test_merged_weights_compute_what_the_adapter_did(options):
+    options = {"num_key_value_heads": None} | options if "architecture" in options else options
+    sums = CausalLmSums.from_recipe(recipe(lora_rank=2, **options), None).eval()
+    for name, parameter in sums.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    samples = make_samples()
+    expected = sums(**collate(samples))[0]
+    assert sums.merge_adapter([tokens for tokens, _ in samples]) < 1e-3
+    assert not any("lora" in name for name, _ in sums.named_parameters())
+    assert distance(sums(**collate(samples))[0], expected) < 1e-6
+
+
+def test_merge_that_loses_the_adapter_is_refused():
+    sums = CausalLmSums.from_recipe(recipe(lora_rank=2), None)
+    for name, parameter in sums.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-4)
+    with pytest.raises(UsageError, match=r"merged weights in bfloat16 lose .* of what the adapter does, more than 1%"):
+        sums.merge_adapter([tokens for tokens, _ in make_samples()], torch.bfloat16)
 
 
 def test_adapters_are_not_resumed_on_another_base(tmp_path):

@@ -150,6 +150,22 @@ def test_the_trained_tokens_are_the_assistants_and_the_end_of_its_turns(make, te
     assert source.mask_report.num_stopped == (template != PLAIN)
 
 
+def test_thoughts_of_the_last_turn_are_kept(make):
+    """Those of earlier turns may be left out, as they are when the model answers."""
+    drops = CHATML.replace("m['content']", "(m['content'].split('</think>') | last)")
+    keeps = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>') | last)")
+    chat = turns(*CHAT[:2], CHAT[2], ("assistant", "<think>2 and 2</think>4"))
+    chat[1]["content"] = "<think>Greet.</think>Hello"
+    text = marked(make({"messages": chat}, template=keeps, train_on="completions"))[0]
+    assert "Greet" not in text
+    assert text.endswith("[[<think>2 and 2</think>4<|im_end|>]]\n")
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=drops, train_on="completions")
+    chat[3] = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=keeps, train_on="completions")
+
+
 def test_tools_and_system_turns_are_kept(make):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
@@ -168,6 +184,14 @@ def test_tools_and_system_turns_are_kept(make):
     assert str(source).startswith("1 conversations (columns messages, tools; ")
     with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the tool 'add'"):
         make({"messages": turns(*CHAT), "tools": [tool]}, template=CHATML)
+    messages[3]["content"] = '{"sum": "17"}'  # Llama 3.1 writes it as JSON once more
+    quoted = chat_templates.CHAT_TEMPLATE.replace(
+        "{{ message['content'] + '<|im_end|>", "{{ (message['content'] | tojson) + '<|im_end|>"
+    )
+    assert (
+        '"{\\"sum\\": \\"17\\"}"<|im_end|>'
+        in marked(make({"messages": messages}, template=quoted, max_seq_length=999))[0]
+    )
     lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
     with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
         make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
@@ -246,6 +270,7 @@ LATE_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{% elif loop.index0 == messages | length - 2 %}"
     "{{ messages[0]['content'] + '\n' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
 )
+ENDS = CHATML + "{% if not add_generation_prompt %}{{ bos_token }}{% endif %}"  # as Phi-3's
 THINKS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 LAST_MARKED = MARKERS.replace("if m['role'] == 'assistant' %}", "if m['role'] == 'assistant' and loop.last %}")
 NO_STOP = MARKERS.replace("m['content'] + '<|im_end|>' }}{% end", "m['content'] }}{% end").replace(
@@ -262,6 +287,7 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         (REORDERS, CHAT, "puts into another place the content of turn"),
         (LATE_SYSTEM, [("system", "Be kind"), *CHAT], "puts into another place the content of turn 2"),
         (REWRITES, CHAT, "renders the beginning, up to turn 1, otherwise when more turns follow"),
+        (ENDS, CHAT, "renders the beginning, up to turn 2, otherwise when more turns follow"),
         (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
         (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
         (
@@ -279,6 +305,7 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         "reorders",
         "late-system",
         "rewrites",
+        "ends",
         "gemma",
         "alternate",
         "thinks",
@@ -293,6 +320,12 @@ def test_a_template_that_changes_the_chat_is_refused(make, template, chat, messa
     assert str(error.value).endswith(" (1 more rows have the same problem)")
     assert len(error.value.problems) == 1
     assert "\n" not in str(error.value)
+
+
+def test_the_last_answer_needs_no_other_turn_to_stay_as_it_is(make):
+    text = marked(make({"messages": turns(*CHAT)}, template=ENDS, train_on="completions"))[0]
+    assert text.endswith("<|im_start|>assistant\n[[4<|im_end|>\n<|endoftext|>]]")
+    assert text.count("[[") == 1
 
 
 def test_a_marked_template_may_begin_answers_otherwise(make):
@@ -339,6 +372,11 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
             {},
             ":1: messages, turn 1: content holds list",
+        ),
+        (
+            [{"messages": [*USER, {"role": "assistant", "tool_calls": 3}]}],
+            {},
+            ":1: messages, turn 2: tool_calls holds int",
         ),
         ([{"messages": []}], {}, ":1: messages holds an empty list"),
         ([{"messages": "hello"}], {}, ":1: messages is a text that is not JSON"),
@@ -423,6 +461,28 @@ def test_every_kind_of_file_is_read_alike(make, tmp_path):
         assert held_out is None
         assert source.fingerprints == expected.fingerprints
         assert [marked(source, place) for place in range(2)] == [marked(expected, place) for place in range(2)]
+
+
+def test_a_folder_is_read_as_a_dataset_of_the_hub(make, tmp_path):
+    """Tables give all turns the same keys; those without a value are left out again."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    rows = [
+        {"messages": turns(*CHAT), "id": 1},
+        {"messages": [*turns(CHAT[0]), call, *turns(("tool", "3"), CHAT[1])], "id": 2},
+    ]
+    expected = make(*rows)
+    (tmp_path / "folder").mkdir()
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "folder" / "train.parquet")
+    source, _ = build(recipe(dataset_name=str(tmp_path / "folder")))
+    assert [marked(source, place) for place in range(2)] == [marked(expected, place) for place in range(2)]
+    assert "<tool_call>" in marked(source, 1)[0]
+    assert source.rows[1]["place"].endswith(", row 1")
+    (tmp_path / "bad").mkdir()
+    pa.parquet.write_table(
+        pa.Table.from_pylist([{"messages": turns(("bot", "a"))}]), tmp_path / "bad" / "train.parquet"
+    )
+    with pytest.raises(UsageError, match="row 0: messages, turn 1: role is 'bot', must be one of"):
+        build(recipe(dataset_name=str(tmp_path / "bad")))
 
 
 def test_held_out_rows(make, tmp_path):

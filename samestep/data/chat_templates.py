@@ -29,6 +29,8 @@ datasets = optional("datasets")
 Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a turn's thoughts, where they are not in its content between <think> and </think>."""
 CONTROL_TOKEN = re.compile(r"<[|｜][^\s<>|｜]+[|｜]?>|<[^\s<>|｜/]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?INST\]")
 """Control token in the text of a template."""
 
@@ -290,18 +292,26 @@ def _check_nothing_is_lost(turns: list[dict], tools: list[dict] | None, text: st
     """Check that a rendered text holds the content of each turn, in order, and the names of tools and of calls."""
     place = 0
     for number, turn in enumerate(turns, start=1):
-        content = turn.get("content", "")
+        parts = [turn.get("content", "")]
         if turn["role"] == "assistant":
-            content = content.rpartition("</think>")[2]  # templates leave out the thoughts of earlier turns
-        content = content.strip()
-        start = text.find(content, place)
-        if start < 0:
-            fault = "puts into another place" if content in text else "leaves out or changes"
-            raise UsageError(
-                f"the chat template {fault} the content of turn {number} (role {turn['role']}): give a template that keeps it, "
-                "--chat_template FILE, or mend the row"
+            before, _, content = parts[0].rpartition("</think>")
+            thought = before.rpartition("<think>")[2] or next(
+                (turn[name] for name in THOUGHTS if isinstance(turn.get(name), str)), ""
             )
-        place = start + len(content)
+            # Templates leave out the thoughts of earlier turns, as they do when the model answers
+            parts = [thought, content] if number == len(turns) else [content]
+        for part in map(str.strip, parts):
+            start, size = text.find(part, place), len(part)
+            if start < 0 and turn["role"] == "tool":  # some templates write what a tool returned as JSON
+                part_as_json = json.dumps(part, ensure_ascii=False)[1:-1]
+                start, size = text.find(part_as_json, place), len(part_as_json)
+            if start < 0:
+                fault = "puts into another place" if part in text else "leaves out or changes"
+                raise UsageError(
+                    f"the chat template {fault} the content of turn {number} (role {turn['role']}): give a template that keeps "
+                    "it, --chat_template FILE, or mend the row"
+                )
+            place = start + size
         for name in _find_names(turn.get("tool_calls") or []):
             start = text.find(name, place)
             if start < 0:

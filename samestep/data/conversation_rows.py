@@ -327,6 +327,8 @@ def _check_messages(location: str, column: str, value: Any) -> list[dict[str, An
             raise UsageError(f"{where}: role is {name}, must be one of {', '.join(ROLES)}: rename it")
         if not isinstance(content, str):
             raise UsageError(f"{where}: content holds {type(content).__name__}, not text: write it as text")
+        if not isinstance(turn.get("tool_calls", []), list):
+            raise UsageError(f"{where}: tool_calls holds {type(turn['tool_calls']).__name__}, must be a list: mend it")
         if not content.strip() and not (role == "assistant" and turn.get("tool_calls")):
             raise UsageError(f"{where}: the turn of the role {role} is empty: fill it in, or leave out the row")
         documents.check_text(where, content)

@@ -1,11 +1,14 @@
 """Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft; all other weights are frozen."""
 
-import importlib.util
+import contextlib
+import warnings
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, reason
+from samestep.recipe import extras
 from samestep.recipe.recipe import Recipe
 
 ALL_LINEAR = "all-linear"
@@ -28,10 +31,7 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     Raises:
         UsageError: peft is not installed, or no module has a name of lora_targets.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise UsageError(
-            f"lora_rank is {recipe.lora_rank}, and LoRA needs peft, which is not installed: pip install peft"
-        )
+    extras.require("adapters", f"lora_rank {recipe.lora_rank}")
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
@@ -48,8 +48,12 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         # Weights of transformers' Conv1D, of GPT-2, are [in, out]
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
+    is_traced = is_fake(next(model.parameters()))
     try:
-        return peft.get_peft_model(model, config)
+        with keep_modules() if is_traced else contextlib.nullcontext(), warnings.catch_warnings():
+            # peft 0.21.2 asks transformers 5.23 for `is_gradient_checkpointing`, which has another name
+            warnings.simplefilter("ignore", FutureWarning)
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(
             f"lora_targets {', '.join(targets)} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "

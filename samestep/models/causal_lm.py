@@ -37,6 +37,9 @@ SHAPE = (
 OTHER_NAMES = {"intermediate_size": "n_inner"}
 """Field -> its name in configs that have no such field, and no alias of it."""
 
+MOST_LOST = 0.01
+"""Largest share of an adapter's effect on logits that a merge may lose."""
+
 
 def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
@@ -165,9 +168,11 @@ class CausalLmSums(SummedLosses):
             if can_set_attention(causal_lm):
                 causal_lm.set_attn_implementation(own_kernel)
             self.notes.append(f"{name}: {problem}, so each sequence is computed in a padded row of its own")
-        else:
+        noisy = _find_noise_of_functions(causal_lm)
+        if not self.is_padded:
             sequences.own_dropout(causal_lm)
-        if noisy := _find_noise_of_functions(causal_lm):
+            noisy = [field for field in noisy if field != "attention_dropout"]
+        if noisy:
             self.notes.append(
                 f"{', '.join(noisy)} of {name}: draws torch's own noise, per process and micro-batch, so that another layout's "
                 "losses differ by it"
@@ -380,6 +385,43 @@ class CausalLmSums(SummedLosses):
             if type(module).__name__ in self._no_split_modules:
                 module.compile(dynamic=True)  # once for micro-batches of all sizes
 
+    @torch.no_grad()
+    def merge_adapter(self, held_out: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> float:
+        """Merge the adapters into the weights, in place: W + s B A, computed in the dtype of W and then rounded to `dtype`.
+
+        What a merge loses is measured by the logits of held-out sequences: |merged - adapted| / |adapted - base|. Small
+        adapters vanish where weights have few bits: merged into bfloat16 they may lose most of what they do.
+
+        Args:
+            held_out: token ids of some sequences, int64 [tokens] each.
+            dtype: of the merged weights.
+
+        Returns:
+            The share that is lost.
+
+        Raises:
+            UsageError: it is more than `MOST_LOST`, or not finite; the model is merged nevertheless, and not to be used.
+        """
+
+        def compute(model: PreTrainedModel) -> torch.Tensor:
+            logits = [model(input_ids=tokens[None], use_cache=False).logits.flatten() for tokens in held_out]
+            return torch.cat(logits).float()
+
+        self.eval()
+        with self.own_attention() as adapted:
+            target = compute(adapted)
+            with self.model.disable_adapter():
+                effect = (target - compute(adapted)).norm()
+        self.model = self.model.merge_and_unload().to(dtype)
+        with self.own_attention() as merged:
+            lost = ((compute(merged) - target).norm() / effect).item()
+        if not lost <= MOST_LOST:
+            raise UsageError(
+                f"merge_adapter is true, but merged weights in {str(dtype).removeprefix('torch.')} lose {lost:.1%} of what the "
+                f"adapter does, more than {MOST_LOST:.0%}: keep the adapter apart, or save float32 weights"
+            )
+        return lost
+
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
         """Let transformers' own attention compute the model within this context, as generating text needs it."""
@@ -406,7 +448,11 @@ def _find_noise_of_functions(model: PreTrainedModel) -> list[str]:
     return [
         name
         for name, value in fields.items()
-        if "drop" in name and isinstance(value, float) and value > 0 and value not in probabilities
+        if "drop" in name
+        and "classifier" not in name
+        and isinstance(value, float)
+        and value > 0
+        and value not in probabilities
     ]
 
 
