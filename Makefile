@@ -52,7 +52,7 @@ finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation
 
 finetune-lm: venv ## teach a tiny Llama to answer drawn questions: at most 5 minutes on 2 cores, no download
 	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
-		scripts/finetune_causal_lm.py --recipe sft_small_cpu --eval_steps 250 \
+		scripts/finetune_causal_lm.py --recipe sft_small_cpu --eval_steps 450 --num_generations 500 --generation_length 24 \
 		--output_dir runs/sft_small_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: about 10 minutes on 2 cores

@@ -16,7 +16,7 @@ class UsageError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Make a hint with the valid names nearest to `name`, or with all of them when none is near.
+    """Make a hint with the valid names nearest to `name`, or with all of them, up to 800 characters, when none is near.
 
     >>> nearest("learning_rte", ["learning_rate", "seed"])
     'did you mean learning_rate?'
@@ -25,4 +25,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """
     valid = sorted(valid)
     close = get_close_matches(name, valid, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"valid names: {', '.join(valid)}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    names = ", ".join(valid)
+    return f"valid names: {names if len(names) <= 800 else names[:800].rpartition(', ')[0] + ', ...'}"

@@ -23,6 +23,11 @@ def attention_kernel(config: PreTrainedConfig) -> str:
     return config._attn_implementation
 
 
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Tell whether a model has torch's kernel of attention: transformers 5.23, `_supports_sdpa` of its class."""
+    return bool(model._supports_sdpa)
+
+
 def can_set_attention(model: PreTrainedModel) -> bool:
     """Tell whether a model's attention is a function of `AttentionInterface`, which can be exchanged.
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from samestep._internals.torch_tracing import is_fake
-from samestep._internals.transformers_models import attention_kernel, can_set_attention
+from samestep._internals.transformers_models import attention_kernel, can_set_attention, supports_sdpa
 from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 from samestep.errors import UsageError, reason
 from samestep.models import adapters, cpu_matmul, packing, sequences
@@ -377,7 +377,7 @@ class CausalLmSums(SummedLosses):
         names = sorted(["sdpa", "eager"] if device.type == "cpu" else [first], key=first.__ne__)
         if device.type == "cuda" and mixed_precision != "no":
             names.append("varlen")
-        if _has_attention_dropout(model) or not model._supports_sdpa:
+        if _has_attention_dropout(model) or not supports_sdpa(model):
             names, kernel = ["eager"], None  # the others compute such layers as eager does
         names = [kernel] if kernel else names
         candidates = {name: partial(model.set_attn_implementation, sequences.PREFIX + name) for name in names}
@@ -436,7 +436,7 @@ class CausalLmSums(SummedLosses):
         model = self.causal_lm
         kernel = attention_kernel(model.config)
         if not self.is_padded:
-            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            model.set_attn_implementation("sdpa" if supports_sdpa(model) else "eager")
         try:
             yield model
         finally:

@@ -471,11 +471,6 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     accelerator.wait_for_everyone()
 
 
-def take_best(output_dir: Path) -> None:
-    """Leave the model of the best evaluation in the output folder, as the run's result."""
-    shutil.copytree(output_dir / "best", output_dir, dirs_exist_ok=True)
-
-
 def finish(log: RunLog, usage: str, training: card.Training, best_step: int | None = None) -> None:
     """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
 

@@ -275,6 +275,10 @@ class Run:
                 self.completed_steps, evaluate(self.accelerator, model, held_out, self.recipe.seed, batch_size)
             )
 
+    def save_best(self, model: Any) -> None:
+        """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder. Called by all processes."""
+        report.save_best(self.accelerator, self.output_dir, model, self.train.tokenizer)
+
     @property
     def is_finished(self) -> bool:
         """Whether the whole training, not only this session of it, is at its end."""
