@@ -192,6 +192,8 @@ def test_tools_and_system_turns_are_kept(make):
         '"{\\"sum\\": \\"17\\"}"<|im_end|>'
         in marked(make({"messages": messages}, template=quoted, max_seq_length=999))[0]
     )
+    later = make({"messages": turns(*CHAT)}, {"messages": messages, "tools": [tool]}, max_seq_length=999)
+    assert marked(later, 1)[0].startswith("<|im_start|>tools\n")  # the first row need not have them
     lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
     with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
         make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
@@ -384,7 +386,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         (
             [ONE, {"prompt": "a", "completion": "b"}],
             {},
-            ":2 has no 'messages', only 'prompt', 'completion', but the first row",
+            ":2 has the columns 'prompt', 'completion', but the first row is read by messages: give",
         ),
         (
             [ONE | {"prompt": "a", "completion": "b"}],
@@ -411,6 +413,12 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             PAIR | {"template": LLAMA3},
             ":1: chosen and rejected are the same tokens",
         ),
+        (
+            [{"chosen": USER + A, "rejected": USER + B}, {"prompt": "a", "chosen": A, "rejected": B}],
+            PAIR,
+            ":2 has the columns 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
+        ),
+        ([ONE], {"dataset_name": "builtin/drawn_chats"}, "give exactly one of train_file and dataset_name, not both"),
         ([{"chosen": A, "rejected": B}], PAIR, ":1: chosen and rejected share no turn before the answer"),
         (
             [{"prompt": "q", "chosen": USER + A, "rejected": USER + B}],
@@ -539,6 +547,8 @@ def test_drawn_chats(chats):
         UsageError, match="dataset_name is builtin/drawn_chats, but objective dpo needs builtin/drawn_pairs"
     ):
         build(recipe(dataset_name="builtin/drawn_chats", objective="dpo"))
+    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats draws held-out samples too"):
+        build(recipe(dataset_name="builtin/drawn_chats", validation_file=["a.jsonl"]))
     with pytest.raises(UsageError, match="num_train_samples is not set"):
         build(recipe(dataset_name="builtin/drawn_chats"))
 

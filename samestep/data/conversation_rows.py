@@ -145,6 +145,7 @@ class _RowReader:
         self.wants_pairs, self.train_on = wants_pairs, train_on
         self.form: str | None = None
         self.required: tuple[str, ...] = ()
+        self.optional: tuple[str, ...] = ()
         self.columns: tuple[str, ...] = ()
         self.has_turns: bool | None = None
 
@@ -152,14 +153,14 @@ class _RowReader:
         """Return a row of `FEATURES`. Raises UsageError where it cannot be used."""
         if self.form is None:
             self._recognise(location, list(values))
-        missing = [name for name in self.required if values.get(name) is None]
-        if missing:
-            present = documents.list_names([name for name, value in values.items() if value is not None])
+        present = [name for name, value in values.items() if value is not None]
+        is_new_prompt = self.form == "pair" and "prompt" in present and "prompt" not in self.required
+        if is_new_prompt or not set(self.required) <= set(present):
             raise UsageError(
-                f"{location} has no {documents.list_names(missing)}, only {present}, but the first row is read by the columns "
+                f"{location} has the columns {documents.list_names(present)}, but the first row is read by "
                 f"{', '.join(self.columns)}: give all rows the same columns"
             )
-        tools = _parse_json(location, "tools", values.get("tools")) if "tools" in self.columns else None
+        tools = _parse_json(location, "tools", values.get("tools")) if "tools" in self.optional else None
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise UsageError(f"{location}: tools must be a list of objects (JSON schemas): mend it, or leave it out")
         prompt, answers = getattr(self, f"_read_{self.form}")(location, values)
@@ -194,10 +195,10 @@ class _RowReader:
                 f"{location} has the columns {documents.list_names(present)}, must have {rule}{hint}: rename them"
             )
         self.form = found[0]
-        required, optional_columns = forms[self.form]
-        self.columns = (*(name for name in optional_columns if name == "prompt" and name in present), *required)
-        self.required = tuple(name for name in self.columns)
-        self.columns += tuple(name for name in optional_columns if name != "prompt" and name in present)
+        required, self.optional = forms[self.form]
+        prompt = ("prompt",) if self.form == "pair" and "prompt" in present else ()
+        self.required = prompt + required
+        self.columns = self.required + tuple(name for name in self.optional if name in present and name not in prompt)
 
     def _read_messages(self, location: str, values: Mapping[str, Any]) -> tuple[Any, list]:
         messages = _check_messages(location, "messages", _parse_json(location, "messages", values["messages"]))
@@ -237,8 +238,6 @@ class _RowReader:
 
     def _read_pair(self, location: str, values: Mapping[str, Any]) -> tuple[Any, list]:
         answers, prompt = [values["chosen"], values["rejected"]], values.get("prompt")
-        if "prompt" not in self.columns:
-            prompt = None
         if all(isinstance(answer, str) for answer in answers):
             for name, answer in zip(PAIRS[0], answers, strict=True):
                 _check_text(location, name, answer)

@@ -166,7 +166,12 @@ class Conversations:
             num_proc=num_workers,
             desc=f"Tokenizing {description}",
             new_fingerprint=_hash(
-                rows_fingerprint(rows), fingerprint(tokenizer), self.renderer.template, settings, _source()
+                rows_fingerprint(rows),
+                fingerprint(tokenizer),
+                tokenizer.special_tokens_map,
+                self.renderer.template,
+                settings,
+                _source(),
             ),
         )
         problems: dict[str, list[int]] = {}  # message -> rows
@@ -219,7 +224,7 @@ class Conversations:
         """Hashes of all that the samples are made of: the tokenizer, the template, the tokens, and which are trained."""
         return {
             "tokenizer": fingerprint(self.tokenizer),
-            "template": _hash(self.renderer.template),
+            "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
             "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
             "mask": self.trained.digest(),
         }
@@ -355,6 +360,11 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
     wants_pairs = recipe.objective != "sft"
     source = {"wants_pairs": wants_pairs, "train_on": recipe.train_on}
     if recipe.dataset_name in BUILTIN and not recipe.train_file:
+        if recipe.validation_file is not None:
+            raise UsageError(
+                f"validation_file is set, but {recipe.dataset_name} draws held-out samples too: leave it out, or give "
+                "train_file"
+            )
         sizes = recipe.num_train_samples, recipe.num_validation_samples
         rows, held_out = (
             draw_rows(recipe, split, size, wants_pairs) for split, size in zip(drawn_chats.SPLITS, sizes, strict=True)
