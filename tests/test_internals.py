@@ -554,3 +554,10 @@ def test_layers_of_any_number_of_dimensions():
     assert not issubclass(nn.GroupNorm, of_audit.BatchNorm)
     assert of_audit.tree_map(lambda x: 2 * x, {"a": [1, (2,)]}) == {"a": [2, (4,)]}
     assert of_audit.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+
+
+def test_a_class_says_whether_it_has_torchs_kernel_of_attention(monkeypatch):
+    model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
+    assert transformers_models.supports_sdpa(model)
+    monkeypatch.setattr(GPT2Model, "_supports_sdpa", False)
+    assert not transformers_models.supports_sdpa(model)
