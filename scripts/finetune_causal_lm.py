@@ -27,6 +27,10 @@ USAGE = """\
 from transformers import pipeline
 chat = pipeline("text-generation", model="OUTPUT_DIR")
 chat([{"role": "user", "content": "a question"}], do_sample=False)"""
+REWARD_USAGE = """\
+from transformers import pipeline
+judge = pipeline("text-classification", model="OUTPUT_DIR", function_to_apply="none")
+judge("a conversation, rendered by the chat template")"""
 
 
 def main(argv: list[str]) -> int:
@@ -84,7 +88,7 @@ def main(argv: list[str]) -> int:
         else:
             trained_model.model.save_pretrained(run.output_dir)
             train.tokenizer.save_pretrained(run.output_dir)
-        run.publish(USAGE, best_step)
+        run.publish(REWARD_USAGE if recipe.objective == "reward" else USAGE, best_step)
     return run.close()
 
 
