@@ -1,7 +1,13 @@
 """Evaluations: the same to the bit for any number of processes."""
 
 import pytest
-from common import evaluations
+import torch
+from common import evaluations, fresh_accelerator
+from run_reference import Bigrams, Pairs
+
+from samestep.step.preferences import count_tokens, sum_terms
+from samestep.training.evaluation import evaluate_logits, score_pairs
+from samestep.training.launch import create_accelerator
 
 # There are many micro-batches, and the last one is smaller.
 EVALUATE = " --max_train_steps 1 --per_device_eval_batch_size 4"
@@ -26,3 +32,28 @@ def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeyp
     for name, flags in runs.items():
         alone = train(name, flags, program=name.split("/")[0])
         assert evaluations(folder / f"{name}-shared")[0] == evaluations(alone)[0], name
+
+
+def test_preferences_have_an_accuracy_and_a_mean_margin_over_pairs():
+    """Two terms with two denominators, in micro-batches of 4 pairs, the last of 3."""
+    fresh_accelerator()
+
+    class Model(Bigrams):
+        def forward(self, **micro_batch):
+            logps = self.sequence_log_probabilities(**micro_batch)
+            num_tokens = count_tokens(micro_batch["label_sequence"], len(logps))
+            sums, _, margins = sum_terms("orpo", ["sft", "odds"], logps, num_tokens)
+            return sums, margins[:, None]
+
+    model, pairs = Model(torch.float64), Pairs()
+    totals, margins = evaluate_logits(create_accelerator(), model, pairs, 0, 4)
+    micro_batch = pairs.collate([pairs.draw(0, number) for number in range(len(pairs))])
+    counts = micro_batch.pop("counts")
+    sums, true = model.eval()(**micro_batch)
+    assert totals[0].tolist() == pytest.approx(sums.tolist(), rel=1e-12)
+    assert totals[2].tolist() == counts.tolist()
+    scores = score_pairs(margins)
+    assert 0 < scores["accuracy"] < 1
+    assert scores == pytest.approx(
+        {"accuracy": (true > 0).double().mean().item(), "margin": true.mean().item()}, rel=1e-12
+    )

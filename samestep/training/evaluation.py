@@ -71,14 +71,15 @@ def evaluate_logits(
 
     Args:
         accelerator, source, seed, batch_size: see `evaluate`.
-        model: in evaluation mode called with a micro-batch's tensors, returns (sums [1], logits [samples, classes]).
+        model: in evaluation mode called with a micro-batch's tensors, returns (sums [terms], logits [samples, classes]).
 
     Returns:
-        float64 [3, 1] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample once.
+        float64 [3, terms] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample
+            once.
     """
     rows, ids, logits = [], [], []
     for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
-        rows.append(torch.stack([sums.double().cpu(), torch.zeros(1).double(), data.counts.double()]))
+        rows.append(torch.stack([sums.double().cpu(), torch.zeros(len(sums)).double(), data.counts.double()]))
         ids += [sample_id for _, sample_id in data.samples[0]]
         logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
     shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
@@ -134,6 +135,21 @@ def count_confusions(source, logits: np.ndarray) -> np.ndarray:
     """
     size = len(source.classes)
     return np.bincount(size * source.labels + logits.argmax(-1), minlength=size * size).reshape(size, size)
+
+
+def score_pairs(margins: np.ndarray) -> dict[str, float]:
+    """Compute the metrics of an evaluation of preferences, as `RunLog.add_evaluation` takes them.
+
+    Args:
+        margins: of all pairs, floating [pairs] or [pairs, 1]; see `samestep.step.preferences`.
+
+    Returns:
+        `accuracy`, the share of the pairs whose chosen sequence is ranked above the rejected one; `margin`, the mean margin.
+
+    >>> score_pairs(np.array([0.5, -1.5, 0.0, 3.0]))
+    {'accuracy': 0.5, 'margin': 0.5}
+    """
+    return {"accuracy": float((margins > 0).mean()), "margin": add_exactly(margins.ravel().tolist()) / margins.size}
 
 
 def classify(model: nn.Module, source, batch_size: int) -> np.ndarray:

@@ -1,0 +1,258 @@
+"""Compute objectives of preference pairs as sums over the pairs and tokens of a micro-batch.
+
+A pair i of the global batch S has a chosen and a rejected sequence. An objective is a margin x_i between the two and, for some,
+a second term, over the tokens y of the chosen sequences that are trained. Each term has a denominator of its own:
+
+    L = w_1 (sum_{i in S} -log sigmoid(x_i)) / |S|  +  w_2 (sum_{i in S} sum_y -log p(y)) / (number of all these tokens y in S)
+
+Both are counted over the whole step (see `losses`): micro-batches differ in their tokens and, at the end of an epoch or where
+they are cut by tokens, in their pairs, so means of micro-batches must not be averaged.
+
+Sequences are given by their log-probabilities, summed over trained tokens: floating [sequences], pairs one after the other,
+the chosen sequence first. A last sequence without a partner holds padding and is left out.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from samestep.cut.layout import LOGITS_AT_ONCE
+
+
+class PairLoss(NamedTuple):
+    """The loss of a micro-batch's pairs.
+
+    Attributes:
+        loss: sum over the pairs, scalar of the log-probabilities' dtype; 0, with a gradient of zeros, of no pairs.
+        num_correct: pairs whose chosen sequence is ranked above the rejected one, int64 scalar; equals are not.
+        margins: how far above, [pairs]; without a gradient.
+    """
+
+    loss: torch.Tensor
+    num_correct: torch.Tensor
+    margins: torch.Tensor
+
+
+def dpo(logps: torch.Tensor, reference: torch.Tensor, beta: float) -> PairLoss:
+    """Sum the loss of direct preference optimization (Rafailov et al. 2023, 2305.18290, equation 7).
+
+        x = beta ((log p_chosen - log p_ref_chosen) - (log p_rejected - log p_ref_rejected))
+
+    Sequences count by their sums, not by their means. The margin is x, a difference of implicit rewards.
+
+    Args:
+        logps: floating [sequences].
+        reference: the same under the reference model, floating [sequences].
+        beta: strength of the tie to the reference model.
+    """
+    (chosen, rejected), (ref_chosen, ref_rejected) = split_pairs(logps), split_pairs(reference.to(logps.dtype))
+    margins = beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    return _sum_pairs(margins, margins)
+
+
+def simpo(logps: torch.Tensor, num_tokens: torch.Tensor, beta: float, margin: float) -> PairLoss:
+    """Sum the loss of simple preference optimization, without a reference model (Meng et al. 2024, 2405.14734, equation 6).
+
+        x = beta (mean log p_chosen - mean log p_rejected) - gamma
+
+    The margin is x + gamma, a difference of rewards.
+
+    Args:
+        logps: floating [sequences].
+        num_tokens: trained tokens of each sequence, int64 [sequences].
+        beta: scale of the rewards.
+        margin: gamma, the difference of rewards that is aimed at.
+    """
+    chosen, rejected = split_pairs(_mean(logps, num_tokens))
+    margins = beta * (chosen - rejected)
+    return _sum_pairs(margins - margin, margins)
+
+
+def odds_ratio(logps: torch.Tensor, num_tokens: torch.Tensor) -> PairLoss:
+    """Sum the loss of the odds ratio, ORPO's second term (Hong et al. 2024, 2403.07691, equations 4 to 7).
+
+        x = log(odds_chosen / odds_rejected),   odds = P / (1 - P),   P = exp(mean log p)
+
+    ORPO's first term is `chosen_cross_entropy`. The margin is x. A mean log p nearer to 0 than the dtype's epsilon, where 1 - P
+    is no longer known, counts as that.
+
+    Args:
+        logps: floating [sequences].
+        num_tokens: trained tokens of each sequence, int64 [sequences].
+    """
+    means = _mean(logps, num_tokens).clamp(max=-torch.finfo(logps.dtype).eps)
+    chosen, rejected = split_pairs(means - torch.log(-torch.expm1(means)))
+    margins = chosen - rejected
+    return _sum_pairs(margins, margins)
+
+
+def reward(scores: torch.Tensor) -> PairLoss:
+    """Sum the loss of a reward model, x = r_chosen - r_rejected (Bradley and Terry 1952; Ouyang et al. 2022, 2203.02155,
+    equation 1). The margin is x.
+
+    Args:
+        scores: r, floating [sequences].
+    """
+    chosen, rejected = split_pairs(scores)
+    return _sum_pairs(chosen - rejected, chosen - rejected)
+
+
+def chosen_cross_entropy(logps: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy of the chosen sequences: the term named sft, whose denominator is their trained tokens.
+
+    With `dpo` it is as in Llama 3 (Dubey et al. 2024, 2407.21783, section 4.1.4). Iterative RPO (Pang et al. 2024, 2404.19733,
+    equation 1) divides each sequence's by the sequence's own length instead; here all tokens count the same.
+
+    Args:
+        logps: floating [sequences].
+    """
+    return -split_pairs(logps)[0].sum()
+
+
+def sum_terms(
+    objective: str,
+    terms: Sequence[str],
+    logps: torch.Tensor,
+    num_tokens: torch.Tensor,
+    reference: torch.Tensor | None = None,
+    *,
+    beta: float | None = None,
+    margin: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum the loss terms of an objective over the pairs of a micro-batch.
+
+    Args:
+        objective: dpo, orpo, simpo or reward.
+        terms: names of the terms, in the order of the recipe's `loss_weights`: `sft` is `chosen_cross_entropy`, any other
+            name the loss of the pairs.
+        logps: floating [sequences]; of a reward model its scores.
+        num_tokens: trained tokens of each sequence, int64 [sequences].
+        reference, beta, margin: see the objective; None where it has none.
+
+    Returns:
+        sums, floating [terms]; int64 [terms] that holds the pairs that are ranked rightly, and 0 for `sft`; margins [pairs].
+    """
+    pairs = {
+        "dpo": lambda: dpo(logps, reference, beta),
+        "orpo": lambda: odds_ratio(logps, num_tokens),
+        "simpo": lambda: simpo(logps, num_tokens, beta, margin),
+        "reward": lambda: reward(logps),
+    }[objective]()
+    sums = [chosen_cross_entropy(logps) if term == "sft" else pairs.loss for term in terms]
+    correct = [torch.zeros_like(pairs.num_correct) if term == "sft" else pairs.num_correct for term in terms]
+    return torch.stack(sums), torch.stack(correct), pairs.margins
+
+
+def split_pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split values of sequences, [sequences], into those of the chosen and the rejected ones, [pairs] each.
+
+    >>> [part.tolist() for part in split_pairs(torch.arange(5))]
+    [[0, 2], [1, 3]]
+    """
+    num_pairs = len(values) // 2
+    return values[: 2 * num_pairs].view(num_pairs, 2).unbind(1)
+
+
+def count_tokens(label_sequence: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Count the trained tokens of each sequence, int64 [sequences].
+
+    Args:
+        label_sequence: number of the sequence of each trained token, int64 [tokens].
+        num_sequences: number of sequences.
+
+    >>> count_tokens(torch.tensor([0, 0, 2]), 4).tolist()
+    [2, 0, 1, 0]
+    """
+    return label_sequence.new_zeros(num_sequences).index_add_(0, label_sequence, torch.ones_like(label_sequence))
+
+
+def sequence_logps(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    label_sequence: torch.Tensor,
+    num_sequences: int,
+    max_logits: int = LOGITS_AT_ONCE,
+) -> torch.Tensor:
+    """Compute the summed log-probability of each sequence's trained tokens; logits `hidden @ weight.T` exist in parts only.
+
+    The rows are cut into chunks of max_logits / classes rows, as in `losses.linear_cross_entropy`. There the gradient of a row
+    is known up to one factor while its logits are there; here it is multiplied by its sequence's d_q, which depends on all
+    tokens of a pair and is known in the backward. So the backward computes each chunk's logits again, and from p = softmax and
+    the one-hot labels y
+
+        d hidden = d_q (y - p) weight,    d weight = sum over chunks (d_q (y - p))^T hidden
+
+    Under autocast the products are computed in its dtype; softmax and d weight in float32 or wider; sums in float64, rounded
+    once: a sequence's sum may be a thousand times the difference of two sums that matters. A weight or hidden states that need
+    no gradient cost none.
+
+    Args:
+        hidden: at the places that predict the trained tokens, [tokens, width].
+        weight: [classes, width].
+        labels: the tokens, int64 [tokens].
+        label_sequence: number of each token's sequence, int64 [tokens].
+        num_sequences: number of sequences.
+        max_logits: the largest number of logits at once.
+
+    Returns:
+        [sequences] in float32 or wider; 0 for a sequence without trained tokens.
+    """
+    return _SequenceLogps.apply(hidden, weight, labels, label_sequence, num_sequences, max_logits)
+
+
+class _SequenceLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, label_sequence, num_sequences, max_logits):
+        device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        size = max(1, max_logits // len(weight))
+        logps = torch.zeros(num_sequences, dtype=torch.float64, device=hidden.device)
+        with torch.autocast(device, enabled=False):
+            narrow_weight = weight.to(dtype)
+            for first in range(0, len(labels), size):
+                chunk = slice(first, first + size)
+                log_p = F.log_softmax(F.linear(hidden[chunk].to(dtype), narrow_weight), -1, dtype=wide)
+                logps.index_add_(0, label_sequence[chunk], log_p.gather(1, labels[chunk, None]).squeeze(1).double())
+                del log_p  # before the next chunk's logits
+        ctx.save_for_backward(hidden, weight, labels, label_sequence)
+        ctx.size, ctx.dtype, ctx.wide = size, dtype, wide
+        return logps.to(wide)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_logps):
+        hidden, weight, labels, label_sequence = ctx.saved_tensors
+        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=ctx.wide) if ctx.needs_input_grad[1] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            narrow_weight = weight.to(ctx.dtype)
+            for first in range(0, len(labels), ctx.size):
+                # [n, width], [n, 1] and [n, 1], n rows of this chunk
+                chunk = slice(first, first + ctx.size)
+                rows, classes = hidden[chunk].to(ctx.dtype), labels[chunk, None]
+                factors = d_logps[label_sequence[chunk], None]
+                error = F.log_softmax(F.linear(rows, narrow_weight), -1, dtype=ctx.wide).exp_().neg_()
+                error.scatter_add_(1, classes, error.new_ones(classes.shape))  # y - p
+                error = error.mul_(factors).to(ctx.dtype)
+                if d_hidden is not None:
+                    d_hidden[chunk] = error @ narrow_weight
+                if d_weight is not None and ctx.dtype == ctx.wide:
+                    d_weight.addmm_(error.T, rows)
+                elif d_weight is not None:
+                    d_weight += error.T @ rows
+                del error  # before the next chunk's logits
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+
+
+def _mean(logps: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """Compute the mean log-probability of each sequence's trained tokens, [sequences]; 0 of none."""
+    return logps / num_tokens.clamp(min=1)
+
+
+def _sum_pairs(x: torch.Tensor, margins: torch.Tensor) -> PairLoss:
+    """Sum -log sigmoid(x) over the pairs, [pairs]."""
+    margins = margins.detach()
+    return PairLoss(-F.logsigmoid(x).sum(), (margins > 0).sum(), margins)
