@@ -27,6 +27,16 @@ def silence_log() -> contextlib.AbstractContextManager:
     return mock.patch.object(fake_tensor.log, "disabled", True)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a shape but no numbers (torch 2.13, `FakeTensor`)."""
+    return tensor.is_meta or isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def keep_modules() -> contextlib.AbstractContextManager:
+    """Let `Module.to` change nothing within this context: of fake tensors it fails even where it need not (torch 2.13)."""
+    return mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module)
+
+
 def address(storage: torch.UntypedStorage) -> int:
     """Return a number that no other existing storage has, for fake tensors too (torch 2.13, `_cdata`).
 

@@ -23,6 +23,14 @@ def attention_kernel(config: PreTrainedConfig) -> str:
     return config._attn_implementation
 
 
+def can_set_attention(model: PreTrainedModel) -> bool:
+    """Tell whether a model's attention is a function of `AttentionInterface`, which can be exchanged.
+
+    transformers 5.23, `_can_set_attn_implementation`: the documented `set_attn_implementation` asks it, and only warns.
+    """
+    return model._can_set_attn_implementation()
+
+
 def choose_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel], kernel: str) -> None:
     """Let models of this config be made with `kernel`, or with eager where their class has no other.
 

@@ -103,7 +103,7 @@ def last_hidden_at(
         # Both are cut between the same samples: tokens per sample, and queries per sample.
         lengths = split_by_length(ends.diff().numpy())
         num_queries = np.split(query_ends.diff().numpy(), np.cumsum([len(part) for part in lengths])[:-1])
-        parts, query_parts = _make_parts(lengths), _make_parts(num_queries)
+        parts, query_parts = make_parts(lengths), make_parts(num_queries)
     num_groups = bert.config.num_attention_heads if "eager" in kernel else 1
     token_tables, query_tables = make_tables(parts, num_groups), make_tables(query_parts, num_groups)
     _name_rows(bert.embeddings.dropout, position_ids, ends, queries)
@@ -127,7 +127,7 @@ def _name_rows(dropout: nn.Module, position_ids: torch.Tensor, ends: torch.Tenso
         dropout.noise.rows[tuple(queries.shape)] = dropout.noise.rows[shape][0, queries]
 
 
-def _make_parts(lengths: Sequence[np.ndarray]) -> list[Rows]:
+def make_parts(lengths: Sequence[np.ndarray]) -> list[Rows]:
     """Build the index tables of parts of a micro-batch, given the lengths of each part's samples."""
     *firsts, end = accumulate((int(part.sum()) for part in lengths), initial=0)
     return [make_rows(part, first, end) for part, first in zip(lengths, firsts, strict=True)]
@@ -180,12 +180,12 @@ def _attention_alone(
     x = hidden[:, None].to(q.dtype)
     outputs = []
     keys = _row_keys(module, query_tables, (len(q),))
-    tables = zip(_to_tables(q, query_tables), _to_tables(x, token_tables), token_tables.is_token, keys, strict=True)
+    tables = zip(to_tables(q, query_tables), to_tables(x, token_tables), token_tables.is_token, keys, strict=True)
     for query, tokens, is_token, row_keys in tables:  # [S', heads, 1, width], [S', 1, T, width]
         p = _scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
         p = _drop(module, p, row_keys)
         outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
-    y = _from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
+    y = from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
     y, total = y.split([y.shape[-1] - 1, 1], -1)
     bias = module.value.bias.unflatten(0, (heads, -1)) + 0 * module.key.bias.sum()
     return torch.einsum("whn,hdn->whd", y, value) + total * bias
@@ -236,7 +236,7 @@ def _attention(
         q_ends, k_ends, padding = query_tables.ends, token_tables.ends, len(q) - num_queries
         y = varlen_attn(q[:num_queries], k[:num_tokens], v[:num_tokens], q_ends, k_ends, *longest, scale=scaling)
         return torch.cat([y, y.new_zeros(padding, *y.shape[1:])])
-    q_tables, k_tables, v_tables = _to_tables(q, query_tables), _to_tables(k, token_tables), _to_tables(v, token_tables)
+    q_tables, k_tables, v_tables = to_tables(q, query_tables), to_tables(k, token_tables), to_tables(v, token_tables)
     outputs, row_keys = [], _row_keys(module, query_tables, shape)
     # Of each table [S', heads, W', d] and twice [S', heads, T, d]
     tables = zip(q_tables, k_tables, v_tables, token_tables.is_token, row_keys, strict=True)
@@ -248,7 +248,7 @@ def _attention(
         else:
             y = _drop(module, _scores(queries, keys, is_token, scaling).softmax(-1), query_keys) @ values
         outputs.append(y)
-    return _from_tables(outputs, query_tables, len(q))
+    return from_tables(outputs, query_tables, len(q))
 
 
 def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
@@ -278,7 +278,7 @@ def _drop(module: nn.Module, probabilities: torch.Tensor, row_keys: torch.Tensor
     return module.dropout(probabilities) if row_keys is None else module.dropout.drop(probabilities, row_keys)
 
 
-def _to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
+def to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
     """Gather tokens into tables: [M, heads, d] -> of each table [S', heads, T, d]."""
     heads, d = x.shape[1:]
     num_groups = tables.sources[0].shape[1]
@@ -289,7 +289,7 @@ def _to_tables(x: torch.Tensor, tables: Tables) -> list[torch.Tensor]:
     return [part.view(shape).transpose(2, 3).flatten(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _from_tables(outputs: list[torch.Tensor], tables: Tables, num_tokens: int) -> torch.Tensor:
+def from_tables(outputs: list[torch.Tensor], tables: Tables, num_tokens: int) -> torch.Tensor:
     """Gather tokens from tables: of each table [S', heads, T, d] -> [W, heads, d], 0 for tokens of no sample."""
     heads, d = outputs[0].shape[1], outputs[0].shape[3]
     num_groups = tables.sources[0].shape[1]

@@ -20,9 +20,11 @@ class SummedLosses(nn.Module):
 
     Attributes:
         _no_split_modules: names of the classes that FSDP2 shards one by one.
+        notes: lines for the log about how the model is computed.
     """
 
     _no_split_modules: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, source: Any) -> Self:

@@ -10,6 +10,7 @@ EXTRAS = {
     "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn"),
     "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
     "plots": ("matplotlib",),
+    "adapters": ("peft",),
 }
 """Extra -> the packages that it brings, by the names under which they are imported."""
 

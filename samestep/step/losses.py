@@ -47,7 +47,11 @@ def num_correct(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, max_logits: int = LOGITS_AT_ONCE
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    max_logits: int = LOGITS_AT_ONCE,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `cross_entropy_sum` and `num_correct` of `hidden @ weight.T`, of which only a part exists at any time.
 
@@ -66,23 +70,26 @@ def linear_cross_entropy(
         weight: [classes, width].
         labels: int64 [rows]; rows of -100 are left out.
         max_logits: the largest number of logits at once.
+        scales: floating [rows], by which each row's cross-entropy is multiplied before it is summed; None: 1. It gets no
+            gradient.
 
     Returns:
         The summed cross-entropy, scalar in float32 or wider; the number of rows whose largest logit is the label's, int64
         scalar, counted only when no gradient is recorded, else 0.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, max_logits, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, max_logits, scales, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, max_logits, needs_gradient):
+    def forward(ctx, hidden, weight, labels, max_logits, scales, needs_gradient):
         device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         total = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_gradient else None
+        needs_weight = needs_gradient and ctx.needs_input_grad[1]
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         size = max(1, max_logits // len(weight))
         with torch.autocast(device, enabled=False):
             narrow_weight = weight.to(dtype)
@@ -91,18 +98,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # [n, width] and [n], n rows of this chunk; an ignored row gets class 0, and its loss and gradient are masked.
                 rows, targets = hidden[chunk].to(dtype), labels[chunk]
                 is_counted, classes = targets != IGNORED, targets.clamp(min=0)[:, None]
+                # [n]: 0 for ignored rows
+                scale = is_counted if scales is None else torch.where(is_counted, scales[chunk], 0)
                 log_p = F.log_softmax(F.linear(rows, narrow_weight), -1, dtype=wide)
-                total -= torch.where(is_counted, log_p.gather(1, classes).squeeze(1), 0).sum()
+                total -= (torch.where(is_counted, log_p.gather(1, classes).squeeze(1), 0) * scale).sum()
                 if not needs_gradient:
                     correct += (log_p.argmax(-1) == targets).sum()
                     continue
                 error = log_p.exp_().scatter_add_(1, classes, log_p.new_full(classes.shape, -1)).to(dtype)  # p - y
-                d_hidden[chunk] = (error @ narrow_weight) * is_counted[:, None]
-                rows = rows * is_counted[:, None]
-                if dtype == wide:
-                    d_weight.addmm_(error.T, rows)
-                else:
-                    d_weight += error.T @ rows
+                d_hidden[chunk] = (error @ narrow_weight) * scale[:, None]
+                if needs_weight:
+                    rows = (rows * scale[:, None]).to(dtype)
+                    if dtype == wide:
+                        d_weight.addmm_(error.T, rows)
+                    else:
+                        d_weight += error.T @ rows
                 del log_p, error  # before the next chunk's logits
         ctx.gradients, ctx.weight_dtype = (d_hidden, d_weight), weight.dtype
         ctx.mark_non_differentiable(correct)
@@ -113,7 +123,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, d_total, _):
         d_hidden, d_weight = ctx.gradients
         del ctx.gradients  # scaled in place: good for one backward
-        return d_hidden.mul_(d_total), d_weight.mul_(d_total).to(ctx.weight_dtype), None, None, None
+        d_weight = None if d_weight is None else d_weight.mul_(d_total).to(ctx.weight_dtype)
+        return d_hidden.mul_(d_total), d_weight, None, None, None, None
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Checkpoints: a folder `checkpoint-STEP` that appears whole or not at all, is verified before use, and resumes on any layout.
 
-    model.safetensors      parameters and buffers, by the names that the published model has
-    config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files
+    model.safetensors      parameters and buffers, by the names that the published model has; of adapters and a frozen base the
+                           adapters, and a hash of the base is in state.json
+    config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files; of adapters
+                           adapter_config.json
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
     recipe.yaml            the recipe as resolved
     state.json             step, fingerprints, state of the gradient scaler, versions, whether newer ones replace it
@@ -33,6 +35,7 @@ import accelerate
 import safetensors.torch
 import torch
 import transformers
+import xxhash
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -54,6 +57,7 @@ from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.training.digest import digest_tensor
 
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
@@ -159,6 +163,25 @@ def _find_aliases(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def find_frozen(model: nn.Module) -> set[str]:
+    """Name the frozen parameters of a model with adapters (peft's), which files leave out; of another model none."""
+    if not any(hasattr(module, "peft_config") for module in model.modules()):
+        return set()
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named_parameters if not parameter.requires_grad}
+
+
+def fingerprint_frozen(model: nn.Module) -> dict[str, str]:
+    """Hash what `find_frozen` names: {"frozen weights": 16 hexadecimal digits}, or {} where nothing is left out.
+
+    Args:
+        model: not sharded.
+    """
+    state, names = model.state_dict(), sorted(find_frozen(model))
+    lines = [f"{name} {digest_tensor(state[name])}" for name in names]
+    return {"frozen weights": xxhash.xxh3_64_hexdigest("\n".join(lines).encode())} if names else {}
 
 
 def _find_prefix(names: Iterable[str]) -> str:
@@ -278,10 +301,12 @@ class Saver:
             return
         self.step = step
         self._wait()  # before copying: there is one copy at a time
-        tensors = get_model_state_dict(self.model, options=ON_HOST)
-        for _, *aliases in _find_aliases(self.accelerator.unwrap_model(self.model)):
-            for name in aliases:
-                tensors.pop(name, None)
+        bare_model = self.accelerator.unwrap_model(self.model)
+        frozen = find_frozen(bare_model)
+        options = dataclasses.replace(ON_HOST, ignore_frozen_params=bool(frozen))
+        tensors = get_model_state_dict(self.model, options=options)
+        for name in frozen.union(*(aliases for _, *aliases in _find_aliases(bare_model))):
+            tensors.pop(name, None)
         prefix = _find_prefix(tensors)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
@@ -429,6 +454,8 @@ class Saver:
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
             config.to_json_file(partial / "config.json")
+        elif hasattr(model, "peft_config"):
+            model.active_peft_config.save_pretrained(partial)
         elif isinstance(model, PyTorchModelHubMixin):
             (partial / "config.json").write_text(
                 json.dumps(self.recipe.architecture, indent=2) + "\n", encoding="utf-8"
@@ -710,12 +737,14 @@ def load(
     if json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["format"] > 2:
         prefix = _find_prefix(get_model_state_dict(model))
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    groups = _find_aliases(accelerator.unwrap_model(model))
+    bare_model = accelerator.unwrap_model(model)
+    groups, frozen = _find_aliases(bare_model), find_frozen(bare_model)
     tensors |= {name: tensors[first] for first, *aliases in groups if first in tensors for name in aliases}
     current = _get_moments(model, optimizer, StateDictOptions())
-    _check_shapes(folder, tensors, get_model_state_dict(model))
+    own_tensors = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
+    _check_shapes(folder, tensors, own_tensors)
     _check_shapes(folder, moments, _flatten(current["state"]))
-    set_model_state_dict(model, tensors, options=WHOLE)
+    set_model_state_dict(model, tensors, options=dataclasses.replace(WHOLE, strict=not frozen))
     states = {name: {key: moments[f"{name}/{key}"] for key in keys} for name, keys in current["state"].items()}
     state_dict = {"state": states, "param_groups": current["param_groups"]}
     set_optimizer_state_dict(model, _unwrap(optimizer), state_dict, options=WHOLE)

@@ -113,7 +113,8 @@ class Run:
         self.build = lambda: model_class.from_recipe(recipe, train)
         self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
         self.noise = noise.noise_by_sample(model, recipe.seed)
-        accelerator.print(*self.noise.notes, sep="\n", end="\n" * len(self.noise.notes))
+        notes = [*model.notes, *self.noise.notes]
+        accelerator.print(*notes, sep="\n", end="\n" * len(notes))
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
         kernel = pretrained.find_noisy_kernel(model)
@@ -128,6 +129,7 @@ class Run:
         if getattr(settings, "torch_compile", False):
             model.compile_layers()
         (batch_norm.freeze if getattr(recipe, "normalization", None) == "frozen" else batch_norm.synchronize)(model)
+        fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
         optimizer = optim.from_recipe(model, recipe)
         is_reproducible = settings.reproducible is not None
         self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, is_reproducible)
@@ -147,14 +149,14 @@ class Run:
             deals_whole=is_reproducible,
         )
         if self.checkpoint is not None:
-            checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, train.fingerprints)
+            checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
         tokenizer = getattr(train, "tokenizer", None)
         saver = checkpoint.Saver(
             accelerator,
             recipe,
             model,
             optimizer,
-            train.fingerprints,
+            fingerprints,
             settings,
             self.start,
             tokenizer,
