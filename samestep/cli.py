@@ -1,4 +1,6 @@
-"""Answers `samestep list | plan | scale | compare | audit-script`, or `python -m recipes`; all but an audit without torch.
+"""Answers `samestep list | plan | scale | show-data | compare | audit-script`, or `python -m recipes`.
+
+All but `show-data` and `audit-script` work without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -50,6 +52,8 @@ from samestep.training import compare_runs
 from samestep.training.plots import plot_growth
 
 DEFAULT_MAX_DEVICES = 4096
+CONVERSATIONS = "causal_lm_finetuning"
+"""Task whose data `show-data` shows."""
 STEPS = ("max_train_steps", "num_train_epochs")
 """Fields that say how long a recipe trains."""
 CRITICAL_BATCH_HELP = (
@@ -172,6 +176,14 @@ class CompareSettings:
     json: bool = setting("print one JSON object", default=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowDataSettings:
+    """Choose what is shown"""
+
+    num_samples: int = setting("samples that are shown", limit(1000), default=3)
+    preprocessing_num_workers: int | None = setting("processes that tokenize; none: one", limit(1024), default=None)
+
+
 EXAMPLES = {
     "list": "list",
     "plan": """plan bert_large_2080ti --on 1x2080ti
@@ -181,6 +193,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
+    "show-data": "show-data sft_small_cpu --num_samples 2",
     "compare": "compare runs/first runs/second",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',
@@ -189,16 +202,19 @@ SUMMARIES = {
     "list": "list the recipes of the catalog",
     "plan": "plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
     "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
+    "show-data": "show samples of a language model's recipe, with the tokens that are trained",
     "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
     "audit-script": "run a training program under several layouts, and compare the steps that it takes",
 }
-HARDWARE = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE"}
+USAGES = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE", "show-data": "[--num_samples 3]"}
 DESCRIPTIONS = {
     "list": "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains.",
     "plan": """Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is cut, memory,
 seconds per step, learning rate, the command to paste. Needs no GPU and no torch.""",
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
 Needs no GPU and no torch.""",
+    "show-data": """Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in [[ ]].
+Then how many tokens are trained, how samples end, and how many rows were left out or cut.""",
     "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
 both. Says at which step they part, in which tensors, by how much, and in what settings they differ. Exit code 0 identical,
 1 they part, 2 bad usage.""",
@@ -525,6 +541,23 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         print("\n".join(text.write_scale(result)))
 
 
+def show_data(name: str, argv: list[str]) -> None:
+    recipe, settings, _, _ = _read("show-data", name, argv, ShowDataSettings)
+    if recipe.task != CONVERSATIONS:
+        others = [other for other in recipes.catalog_names() if recipes.load(other).task == CONVERSATIONS]
+        raise UsageError(
+            f"show-data {format_name(name)}: its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
+        )
+    from samestep._internals.library_output import quiet_libraries  # here: they import torch
+    from samestep.data import conversations
+
+    quiet_libraries()
+    train, held_out = conversations.build(recipe, settings.preprocessing_num_workers)
+    print("\n".join(train.show(settings.num_samples, sys.stdout.isatty())))
+    if held_out is not None:
+        print(f"held out: {held_out}")
+
+
 def compare(argv: list[str]) -> int:
     """Compare two runs; return 0 if they are identical, else 1."""
     folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
@@ -541,7 +574,7 @@ def compare(argv: list[str]) -> int:
 
 def _make_parser(command: str, *subjects: str) -> Parser:
     """Make the parser of a command, whose first words are one of `subjects`."""
-    words = [f"{subject} {HARDWARE[command]} [--FLAG VALUE ...]" for subject in subjects]
+    words = [f"{subject} {USAGES[command]} [--FLAG VALUE ...]" for subject in subjects]
     usage = f"\n       {program_name()} {command} ".join(words)
     return Parser(f"{program_name()} {command}", usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
 
@@ -636,6 +669,13 @@ def main() -> int | None:
             scale(name, argv)
         case ["scale", *argv]:
             scale_model(argv)
+        case ["show-data", name, *argv] if not name.startswith("-"):
+            show_data(name, argv)
+        case ["show-data", *argv]:
+            parser = _make_parser("show-data", "RECIPE")
+            parser.add_settings(ShowDataSettings)
+            parser.parse(argv)
+            raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
         case ["compare", *argv]:
             return compare(argv)
         case ["audit-script", *argv]:

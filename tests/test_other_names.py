@@ -93,7 +93,7 @@ def test_help_of_every_command_needs_no_torch(tmp_path):
     program = """
 import sys
 from samestep.cli import main
-for words in ("", "list", "plan", "plan bert_base", "scale", "scale gpt2_124m", "compare", "audit-script"):
+for words in ("", "list", "plan", "plan bert_base", "scale", "scale gpt2_124m", "compare", "show-data", "audit-script"):
     sys.argv = ["recipes", *words.split(), "--help"]
     try:
         assert main() is None
@@ -103,4 +103,4 @@ for words in ("", "list", "plan", "plan bert_base", "scale", "scale gpt2_124m", 
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("usage:") == 8
+    assert done.stdout.count("usage:") == 9

@@ -1,0 +1,442 @@
+"""Conversations, and pairs of answers, to samples of a causal language model.
+
+Rows are tokenized once, into a memory-mapped file, with a mask of the tokens that are trained: those that the model has to
+predict (see `chat_templates`). Sequences lie end to end in a micro-batch: nothing is padded.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data import chat_templates, documents, drawn_chats
+from samestep.data.arrow import ListColumn
+from samestep.data.chat_templates import Renderer, make_tokenizer
+from samestep.data.conversation_rows import BUILTIN, draw_rows, has_turns, load_rows
+from samestep.data.tokenizer import fingerprint
+from samestep.errors import UsageError
+from samestep.recipe.extras import optional
+
+datasets = optional("datasets")
+Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
+
+MAX_PROBLEMS = 10  # different faults of rows that are reported
+KEPT, CUT, TOO_LONG, UNTRAINED = range(4)
+"""What became of a row: its sample is whole, or cut at max_seq_length; or it is left out, for its length or its mask."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """One sample.
+
+    Attributes:
+        sample_id: its number.
+        tokens: int32 [length], of a pair the preferred sequence, then the rejected one.
+        is_trained: bool [length], False at the first token of a sequence.
+        lengths: tokens of each sequence.
+    """
+
+    sample_id: int
+    tokens: np.ndarray
+    is_trained: np.ndarray
+    lengths: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskReport:
+    """Numbers of what is trained, for a look before the training.
+
+    Attributes:
+        num_samples: samples that are used.
+        num_tokens, num_trained: their tokens, and those of them that are trained.
+        num_stopped: samples whose answers (of a pair: both) end with a trained stop token.
+        stop_tokens: these stop tokens, as text.
+        num_cut: samples that were cut at max_seq_length; they are used.
+        num_dropped: rows left out because they are longer.
+        num_untrained: rows left out because none of their tokens, or none of an answer's, is trained.
+        num_special: samples whose text holds a special token, which is a token here, not a text.
+        rule: says what is trained, and how it was found.
+        max_seq_length: the largest number of tokens of a sequence.
+    """
+
+    num_samples: int
+    num_tokens: int
+    num_trained: int
+    num_stopped: int
+    stop_tokens: tuple[str, ...]
+    num_cut: int
+    num_dropped: int
+    num_untrained: int
+    num_special: int
+    rule: str
+    max_seq_length: int
+
+    def __str__(self) -> str:
+        """Write the report, a line or two."""
+        share = f"{self.num_trained} of {self.num_tokens} tokens ({100 * self.num_trained / self.num_tokens:.1f} %)"
+        if self.num_stopped:
+            tokens = " or ".join(self.stop_tokens)
+            stop = f"{self.num_stopped} of {self.num_samples} samples end with the stop token {tokens}"
+        else:
+            stop = (
+                "NO sample ends with a stop token: such a model does not stop; give a template that ends turns with one"
+            )
+        lines = [f"trained: {share}, {self.rule}; {stop}"]
+        counts = {
+            f"longer than {self.max_seq_length} tokens, left out": self.num_dropped,
+            f"cut at {self.max_seq_length} tokens": self.num_cut,
+            "without a trained token, left out": self.num_untrained,
+            "with a special token in their text": self.num_special,
+        }
+        if any(counts.values()):
+            lines.append("samples " + "; ".join(f"{text}: {count}" for text, count in counts.items() if count))
+        return "\n".join(lines)
+
+
+class Conversations:
+    """The samples of a dataset of conversations, or of pairs; they are the same in every epoch.
+
+    Args:
+        rows: as `load_rows` returns them.
+        tokenizer: with an eos_token; and with a chat template, if rows have turns.
+        train_on: `completions`: the answers alone; `assistant`: all turns of the assistant; `all`: all tokens. Pairs are
+            trained on their answers.
+        max_seq_length: tokens of a sequence at most.
+        truncation: `drop` leaves out samples with a longer sequence, `cut` cuts sequences at their end.
+        terms: names of the loss terms, in order.
+        loss_weighting: `token`, or `sample`, which `counts` depend on.
+        has_reference: whether micro-batches hold log-probabilities of a reference model.
+        num_workers: processes that tokenize.
+        description: names the data in messages.
+
+    Attributes:
+        rows, tokenizer: as given.
+        max_length: tokens of a sample at most; of a pair, of both sequences.
+        reference: float32 [samples, 2], summed log-probabilities of the trained tokens of the preferred and the rejected
+            sequence under a reference model; zeros until they are set.
+
+    Raises:
+        UsageError: rows that the template cannot show as they are; no template; nothing to train on.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train_on: str,
+        max_seq_length: int,
+        truncation: str,
+        terms: Sequence[str] = ("lm",),
+        loss_weighting: str = "token",
+        has_reference: bool = False,
+        num_workers: int | None = None,
+        description: str = "conversations",
+    ):
+        self.rows, self.tokenizer, self.max_seq_length, self.train_on = rows, tokenizer, max_seq_length, train_on
+        self.terms, self.loss_weighting, self.has_reference = tuple(terms), loss_weighting, has_reference
+        self.columns = rows[0]["columns"]
+        self.is_pairs = "chosen" in self.columns
+        self.max_length = max_seq_length * (1 + self.is_pairs)
+        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
+        self.renderer = Renderer(tokenizer, "completions" if self.is_pairs else train_on, has_turns(rows))
+        settings = (self.renderer.train_on, max_seq_length, truncation)
+        columns = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("trained", "uint8"))}
+        columns |= dict.fromkeys(("border", "state", "stops", "special"), Value("int32")) | {"problem": Value("string")}
+        table = rows.map(
+            _tokenize,
+            batched=True,
+            remove_columns=rows.column_names,
+            features=Features(columns),
+            fn_kwargs={"renderer": self.renderer, "max_seq_length": max_seq_length, "cuts": truncation == "cut"},
+            num_proc=num_workers,
+            desc=f"Tokenizing {description}",
+            new_fingerprint=_hash(
+                rows_fingerprint(rows),
+                fingerprint(tokenizer),
+                tokenizer.special_tokens_map,
+                self.renderer.template,
+                settings,
+                _source(),
+            ),
+        )
+        problems: dict[str, list[int]] = {}  # message -> rows
+        for place, problem in enumerate(table.data.column("problem").to_pylist()):
+            if problem is not None:
+                problems.setdefault(problem, []).append(place)
+        if problems:
+            raise UsageError([_report_problem(rows, *item) for item in list(problems.items())[:MAX_PROBLEMS]])
+        self.tokens, self.trained = ListColumn(table, "tokens"), ListColumn(table, "trained")
+        self.borders, self.states, self.stops, self.special = (
+            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special")
+        )
+        self.places = np.flatnonzero(self.states <= CUT)  # [samples], the row of each
+        self.reference = np.zeros((len(self.places), 2), np.float32)
+        if not len(self.places):
+            raise UsageError(self._explain_emptiness(description))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __str__(self) -> str:
+        """Say how many samples there are, from which columns, and of how many tokens."""
+        report = self.mask_report
+        kind = "pairs of answers" if self.is_pairs else "conversations" if self.renderer.has_turns else "texts"
+        left_out = {
+            f"longer than {self.max_seq_length}": report.num_dropped,
+            "with nothing to train": report.num_untrained,
+        }
+        notes = "".join(f", {count} {text} left out" for text, count in left_out.items() if count)
+        cut = f", {report.num_cut} cut at {self.max_seq_length}" if report.num_cut else ""
+        return (
+            f"{len(self)} {kind} (columns {self.columns}; {report.num_tokens} tokens, {report.num_trained} of them trained"
+            f"{cut}{notes})"
+        )
+
+    def _explain_emptiness(self, description: str) -> str:
+        if (self.states == TOO_LONG).any():
+            return (
+                f"{description}: all {len(self.states)} rows are longer than max_seq_length {self.max_seq_length}: raise it, "
+                "or set truncation to cut"
+            )
+        return (
+            f"{description}: no token of any row is trained (train_on {self.train_on}): put {{% generation %}} and "
+            "{% endgeneration %} around the assistant's turns in the chat template, or take the markers out; or raise "
+            "max_seq_length, if answers are cut off"
+        )
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of all that the samples are made of: the tokenizer, the template, the tokens, and which are trained."""
+        return {
+            "tokenizer": fingerprint(self.tokenizer),
+            "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
+            "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
+            "mask": self.trained.digest(),
+        }
+
+    @functools.cached_property
+    def mask_report(self) -> MaskReport:
+        """The numbers of tokens, of trained ones, and of stop tokens."""
+        stops = self.stops[self.places]
+        stop_ids = np.unique(stops[stops >= 0]).tolist()
+        return MaskReport(
+            num_samples=len(self),
+            num_tokens=self.tokens.num_values,
+            num_trained=sum(int(values.sum()) for values in self.trained.values),
+            num_stopped=int(np.sum(stops >= 0)),
+            stop_tokens=tuple(self.tokenizer.convert_ids_to_tokens(stop_ids)),
+            num_cut=int(np.sum(self.states == CUT)),
+            num_dropped=int(np.sum(self.states == TOO_LONG)),
+            num_untrained=int(np.sum(self.states == UNTRAINED)),
+            num_special=int(self.special[self.places].sum()),
+            rule=self.renderer.rule,
+            max_seq_length=self.max_seq_length,
+        )
+
+    def draw(self, epoch: int, sample_id: int) -> Conversation:
+        """Return a sample; it is the same in every epoch."""
+        place = self.places[sample_id]
+        tokens, border = self.tokens[place], int(self.borders[place])
+        lengths = (border, len(tokens) - border) if self.is_pairs else (len(tokens),)
+        return Conversation(int(sample_id), tokens, self.trained[place].view(bool), lengths)
+
+    def longest(self) -> Conversation:
+        """Return a sample of max_length tokens, all trained but the first of each sequence."""
+        num_sequences = 1 + self.is_pairs
+        is_trained = np.ones((num_sequences, self.max_seq_length), bool)
+        is_trained[:, 0] = False
+        tokens = np.full(self.max_length, self.tokenizer.eos_token_id, np.int32)
+        return Conversation(0, tokens, is_trained.ravel(), (self.max_seq_length,) * num_sequences)
+
+    def find_question(self, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Find the tokens before a sample's last answer (of a pair: the preferred one), and the answer's own tokens.
+
+        Returns:
+            both int32; the answer ends with the stop token, where there is one. With train_on `all` only the first token
+            is before.
+        """
+        sample = self.draw(0, sample_id)
+        tokens, is_trained = sample.tokens[: sample.lengths[0]], sample.is_trained[: sample.lengths[0]]
+        end = int(np.flatnonzero(is_trained)[-1]) + 1
+        start = end - sum(1 for _ in itertools.takewhile(bool, is_trained[:end][::-1]))
+        return tokens[:start], tokens[start:end]
+
+    def collate(self, samples: list[Conversation]) -> dict[str, torch.Tensor]:
+        """Make a micro-batch of S samples, Q sequences end to end, without padding; no samples make a token of no sequence.
+
+        Returns:
+            input_ids, position_ids: int64 [1, n]; positions begin anew in each sequence.
+            ends: int32 [Q + 1], 0 and the end of each sequence; of pairs the preferred, then the rejected one.
+            labels: int64 [m], the trained tokens.
+            label_index: int64 [m], for each its predecessor's place in the row.
+            label_sequence: int64 [m], number of the sequence of each.
+            reference: float32 [Q], see the class; only with `has_reference`.
+            counts: int64 [terms].
+        """
+        lengths = np.array([length for sample in samples for length in sample.lengths], np.int64)
+        tokens = np.concatenate([sample.tokens for sample in samples] or [np.array([self.tokenizer.eos_token_id])])
+        is_trained = np.concatenate([sample.is_trained for sample in samples] or [np.zeros(1, bool)])
+        ends = np.concatenate([[0], np.cumsum(lengths)])  # [Q + 1]
+        sequence, places = np.repeat(np.arange(len(lengths)), lengths), np.flatnonzero(is_trained)
+        position_ids = np.arange(len(sequence)) - np.repeat(ends[:-1], lengths) if samples else np.zeros(1, np.int64)
+        micro_batch = {
+            "input_ids": torch.from_numpy(tokens.astype(np.int64))[None],
+            "position_ids": torch.from_numpy(position_ids)[None],
+            "ends": torch.from_numpy(ends.astype(np.int32)),
+            "labels": torch.from_numpy(tokens[places].astype(np.int64)),
+            "label_index": torch.from_numpy(places - 1),
+            "label_sequence": torch.from_numpy(sequence[places]),
+        }
+        if self.has_reference:
+            ids = [sample.sample_id for sample in samples]
+            micro_batch["reference"] = torch.from_numpy(self.reference[np.array(ids, np.int64)].ravel())
+        num_targets = {
+            "lm": len(places) if self.loss_weighting == "token" else len(samples),
+            "sft": int(np.sum(sequence[places] % 2 == 0)),  # those of the preferred sequences
+        }
+        counts = [num_targets.get(term, len(samples)) for term in self.terms]
+        return micro_batch | {"counts": torch.tensor(counts)}
+
+    def show(self, num_samples: int, colour: bool = False) -> list[str]:
+        """Write the first samples as text, their trained tokens marked, and the mask report.
+
+        Args:
+            num_samples: at most.
+            colour: mark by escape sequences of a terminal instead of `[[...]]`.
+        """
+        before, after = ("\x1b[1;4m", "\x1b[0m") if colour else ("[[", "]]")
+        lines = []
+        for sample_id in range(min(num_samples, len(self))):
+            sample, start = self.draw(0, sample_id), 0
+            lines.append(f"--- sample {sample_id} ({self.rows[int(self.places[sample_id])]['place']})")
+            for length, name in zip(sample.lengths, ("chosen", "rejected"), strict=False):
+                tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
+                borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
+                parts = []
+                for first, last in itertools.pairwise(borders):
+                    text = _printable(self.tokenizer.decode(tokens[first:last]))
+                    parts.append(f"{before}{text}{after}" if mask[first] else text)
+                heading = f"{name}: " if self.is_pairs else ""
+                lines += [f"{heading}{length} tokens, {int(mask.sum())} trained", "".join(parts).rstrip("\n")]
+                start += length
+        return [*lines, "---", str(self), str(self.mask_report)]
+
+
+def _report_problem(rows: Dataset, problem: str, places: Sequence[int]) -> str:
+    """Name the first of the rows that have a problem, and the number of the others."""
+    more = f" ({len(places) - 1} more rows have the same problem)" if len(places) > 1 else ""
+    return f"{rows[places[0]]['place']}: {problem}{more}"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, Conversations | None]:
+    """Build the recipe's training and held-out samples; None when nothing is held out.
+
+    Args:
+        recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
+        num_workers: processes that tokenize.
+
+    Raises:
+        UsageError: data, tokenizer or template that cannot be used.
+    """
+    wants_pairs = recipe.objective != "sft"
+    source = {"wants_pairs": wants_pairs, "train_on": recipe.train_on}
+    if recipe.dataset_name in BUILTIN and not recipe.train_file:
+        if recipe.validation_file is not None:
+            raise UsageError(
+                f"validation_file is set, but {recipe.dataset_name} draws held-out samples too: leave it out, or give "
+                "train_file"
+            )
+        sizes = recipe.num_train_samples, recipe.num_validation_samples
+        rows, held_out = (
+            draw_rows(recipe, split, size, wants_pairs) for split, size in zip(drawn_chats.SPLITS, sizes, strict=True)
+        )
+    else:
+        rows = load_rows(recipe.train_file, recipe.dataset_name, recipe.dataset_config_name, **source)
+        if recipe.validation_file is not None:
+            held_out = load_rows(recipe.validation_file, **source)
+            if held_out[0]["columns"].split(", ")[0] != rows[0]["columns"].split(", ")[0]:
+                raise UsageError(
+                    f"validation_file has the columns {held_out[0]['columns']}, train_file {rows[0]['columns']}: give both the "
+                    "same form"
+                )
+        else:
+            rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+    tokenizer = make_tokenizer(recipe, rows)
+    settings = {
+        "train_on": recipe.train_on,
+        "max_seq_length": recipe.max_seq_length,
+        "truncation": recipe.truncation,
+        "terms": tuple(recipe.loss_weights),
+        "loss_weighting": recipe.loss_weighting,
+        "has_reference": recipe.objective == "dpo",
+        "num_workers": num_workers,
+    }
+    train = Conversations(rows, tokenizer, **settings, description="training conversations")
+    if not len(held_out):
+        return train, None
+    return train, Conversations(held_out, tokenizer, **settings, description="held-out conversations")
+
+
+def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, cuts: bool) -> dict[str, list]:
+    """Turn rows into `tokens` and `trained` (of a pair both sequences, end to end), `border`, the length of the first one, and
+    what became of them."""
+    columns: dict[str, list] = {
+        name: [] for name in ("tokens", "trained", "border", "state", "stops", "special", "problem")
+    }
+    nothing = (np.zeros(0, np.int32), np.zeros(0, bool))
+    for text in batch["row"]:
+        row, sequences, state, stop, problem = json.loads(text), [nothing], KEPT, -1, None
+        try:
+            sequences = renderer.render(row)
+            if len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0]):
+                raise UsageError("chosen and rejected are the same tokens: leave out the row")
+        except UsageError as error:
+            problem = str(error)
+        if problem is None and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
+            state = CUT if cuts else TOO_LONG
+            sequences = [tuple(values[:max_seq_length] for values in sequence) for sequence in sequences]
+            is_equal = len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0])
+        else:
+            is_equal = False
+        if problem is None and state != TOO_LONG and (is_equal or not all(mask.any() for _, mask in sequences)):
+            state = UNTRAINED
+        if problem is not None or state > CUT:
+            sequences = [nothing]
+        elif state == KEPT:
+            stop = min(renderer.find_stop(*sequence) for sequence in sequences)
+        columns["tokens"].append(np.concatenate([tokens for tokens, _ in sequences]))
+        columns["trained"].append(np.concatenate([mask for _, mask in sequences]).astype(np.uint8))
+        columns["border"].append(len(sequences[0][0]))
+        columns["state"].append(state)
+        columns["stops"].append(stop)
+        columns["special"].append(int(renderer.holds_special(row)))
+        columns["problem"].append(problem)
+    return columns
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _source() -> str:
+    """Hash what makes samples of rows, so that cached samples are made anew when it changes."""
+    return _hash(*(Path(file).read_bytes() for file in (__file__, chat_templates.__file__)))

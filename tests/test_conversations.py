@@ -1,0 +1,703 @@
+"""Conversations and pairs: what is read and refused, which tokens are trained, and how they lie in a micro-batch."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from samestep import cli
+from samestep.data import chat_templates, conversations
+from samestep.data.conversations import build
+from samestep.errors import UsageError, exit_code
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim"
+    " + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+MARKERS = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}",
+)
+CHAT = [("user", "Hi you"), ("assistant", " Hello. "), ("user", "2 + 2?"), ("assistant", "4")]
+
+
+def turns(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def recipe(**changes):
+    values = {
+        "seed": 42,
+        "train_file": None,
+        "validation_file": None,
+        "dataset_name": None,
+        "dataset_config_name": None,
+    }
+    values |= {
+        "validation_fraction": 0.0,
+        "num_train_samples": None,
+        "num_validation_samples": None,
+        "chat_template": None,
+    }
+    values |= {"train_on": "assistant", "max_seq_length": 256, "truncation": "drop", "loss_weighting": "token"}
+    values |= {"objective": "sft", "loss_weights": {"lm": 1.0}, "tokenizer_name": None, "vocab_size": 300}
+    return SimpleNamespace(**values | {"model_name_or_path": None} | changes)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Write rows to a file, and a template to another one, and build the training samples."""
+
+    def make(*rows, template=None, name="rows.jsonl", **changes):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if template is not None:
+            (tmp_path / "template.jinja").write_text(template)
+            changes |= {"chat_template": str(tmp_path / "template.jinja")}
+        return build(recipe(train_file=[str(file)], **changes))[0]
+
+    return make
+
+
+def marked(source, sample_id=0) -> list[str]:
+    """Write each sequence of a sample, its trained tokens in [[ ]]; token by token, unlike `show`."""
+    sample, texts, start = source.draw(0, sample_id), [], 0
+    for length in sample.lengths:
+        text = ""
+        for place in range(start, start + length):
+            token = source.tokenizer.decode(sample.tokens[place])
+            text += f"[[{token}]]" if sample.is_trained[place] else token
+        texts.append(text.replace("]][[", ""))
+        start += length
+    return texts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which tokens are trained
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "second"),
+    [
+        (
+            CHATML,
+            "<|im_start|>user\nHi you<|im_end|>\n<|im_start|>assistant\n[[ Hello. <|im_end|>]]\n",
+            "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n",
+        ),
+        (
+            LLAMA3,
+            "<|endoftext|><|start_header_id|>user<|end_header_id|>\n\nHi you<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello.<|eot_id|>]]",
+            "<|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[[4<|eot_id|>]]",
+        ),
+        (
+            GEMMA,
+            "<|endoftext|><start_of_turn>user\nHi you<end_of_turn>\n<start_of_turn>model\n[[Hello.<end_of_turn>]]\n",
+            "<start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n[[4<end_of_turn>]]\n",
+        ),
+        (MISTRAL, "<|endoftext|>[INST] Hi you [/INST][[  Hello. </s>]]", "[INST] 2 + 2? [/INST][[ 4</s>]]"),
+        (PLAIN, "user: Hi you\nassistant:[[  Hello. \n]]", "user: 2 + 2?\nassistant:[[ 4\n]]"),
+        (
+            MARKERS,
+            "<|im_start|>user\nHi you<|im_end|>\n<|im_start|>assistant\n[[ Hello. <|im_end|>]]\n",
+            "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n",
+        ),
+    ],
+    ids=["chatml", "llama3", "gemma", "mistral", "plain", "markers"],
+)
+def test_the_trained_tokens_are_the_assistants_and_the_end_of_its_turns(make, template, first, second):
+    row = {"messages": turns(*CHAT)}
+    source = make(row, template=template)
+    assert marked(source) == [first + second]
+    report = source.mask_report
+    assert report.num_stopped == (template != PLAIN)
+    assert ("does not stop" in str(report)) == (template == PLAIN)
+    assert ("markers" in report.rule) == (template == MARKERS)
+    completions = marked(make(row, template=template, train_on="completions"))
+    assert completions == [first.replace("[[", "").replace("]]", "") + second]
+    everything = (first + second).replace("[[", "").replace("]]", "")
+    source = make(row, template=template, train_on="all")
+    assert marked(source)[0].replace("[[", "").replace("]]", "") == everything
+    assert not source.draw(0, 0).is_trained[0]
+    assert source.draw(0, 0).is_trained[1:].all()
+    assert source.mask_report.num_stopped == (template != PLAIN)
+
+
+def test_thoughts_of_the_last_turn_are_kept(make):
+    """Those of earlier turns may be left out, as they are when the model answers."""
+    drops = CHATML.replace("m['content']", "(m['content'].split('</think>') | last)")
+    keeps = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'].split('</think>') | last)")
+    chat = turns(*CHAT[:2], CHAT[2], ("assistant", "<think>2 and 2</think>4"))
+    chat[1]["content"] = "<think>Greet.</think>Hello"
+    text = marked(make({"messages": chat}, template=keeps, train_on="completions"))[0]
+    assert "Greet" not in text
+    assert text.endswith("[[<think>2 and 2</think>4<|im_end|>]]\n")
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=drops, train_on="completions")
+    chat[3] = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    with pytest.raises(UsageError, match=r"leaves out or changes the content of turn 4 \(role assistant"):
+        make({"messages": chat}, template=keeps, train_on="completions")
+
+
+def test_tools_and_system_turns_are_kept(make):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    messages = [
+        *turns(("system", "Be brief."), ("user", "1?")),
+        call,
+        *turns(("tool", "17"), ("assistant", "It is 17.")),
+    ]
+    source = make({"messages": messages, "tools": [tool]}, max_seq_length=999)
+    assert marked(source) == [
+        f"<|im_start|>tools\n{json.dumps(tool)}<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\n1?<|im_end|>\n"
+        '<|im_start|>assistant\n[[<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>]]\n'
+        "<|im_start|>tool\n17<|im_end|>\n<|im_start|>assistant\n[[It is 17.<|im_end|>]]\n"
+    ]
+    assert str(source).startswith("1 conversations (columns messages, tools; ")
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the tool 'add'"):
+        make({"messages": turns(*CHAT), "tools": [tool]}, template=CHATML)
+    messages[3]["content"] = '{"sum": "17"}'  # Llama 3.1 writes it as JSON once more
+    quoted = chat_templates.CHAT_TEMPLATE.replace(
+        "{{ message['content'] + '<|im_end|>", "{{ (message['content'] | tojson) + '<|im_end|>"
+    )
+    assert (
+        '"{\\"sum\\": \\"17\\"}"<|im_end|>'
+        in marked(make({"messages": messages}, template=quoted, max_seq_length=999))[0]
+    )
+    later = make({"messages": turns(*CHAT)}, {"messages": messages, "tools": [tool]}, max_seq_length=999)
+    assert marked(later, 1)[0].startswith("<|im_start|>tools\n")  # the first row need not have them
+    lists_tools = chat_templates.CHAT_TEMPLATE.replace("message['tool_calls'] or []", "[]")
+    with pytest.raises(UsageError, match="leaves out turn 3's call of the tool 'add'"):
+        make({"messages": messages, "tools": [tool]}, template=lists_tools, max_seq_length=999)
+
+
+def test_texts_need_no_template(make):
+    source = make({"prompt": "Q: 1?\nA:", "completion": " one"})
+    assert marked(source) == ["Q: 1?\nA:[[ one<|endoftext|>]]"]
+    assert source.tokenizer.chat_template is None
+    assert marked(make({"text": "some text"}, train_on="all"))[0].startswith("s")
+    assert marked(make({"prompt": "Q: 1?\nA:", "completion": " one"}, train_on="all"))[0].startswith("Q[[")
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the prompt's last tokens change .* move the space"):
+        make(*[{"prompt": "say so", "completion": "me"}, {"prompt": "x", "completion": " some some some some"}])
+
+
+def test_instructions_and_completions_of_turns(make):
+    source = make(
+        {"instruction": "Add", "input": "1, 1", "output": "2"}, {"instruction": "Go", "input": "", "output": "ok"}
+    )
+    user, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    assert [marked(source, sample_id)[0] for sample_id in range(2)] == [
+        f"{user}Add\n\n1, 1{end}[[2<|im_end|>]]\n",
+        f"{user}Go{end}[[ok<|im_end|>]]\n",
+    ]
+    row = {"prompt": turns(("user", "a"), ("assistant", "b"), ("user", "c")), "completion": turns(("assistant", "d"))}
+    text = f"{user}a{end}{{}}<|im_end|>\n{user}c{end}[[d<|im_end|>]]\n"
+    assert marked(make(row, train_on="completions"))[0].replace("b", "{}", 1) == text
+    assert marked(make(row))[0] == text.replace("{}<|im_end|>", "[[b<|im_end|>]]")
+
+
+@pytest.mark.parametrize("markers", [False, True])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1?", "chosen": turns(("assistant", "one")), "rejected": turns(("assistant", "two"))},
+        {
+            "prompt": turns(("user", "1?")),
+            "chosen": turns(("assistant", "one")),
+            "rejected": turns(("assistant", "two")),
+        },
+        {
+            "prompt": "1?",
+            "chosen": turns(("user", "1?"), ("assistant", "one")),
+            "rejected": turns(("user", "1?"), ("assistant", "two")),
+        },
+        {
+            "chosen": turns(("user", "1?"), ("assistant", "one")),
+            "rejected": turns(("user", "1?"), ("assistant", "two")),
+        },
+    ],
+)
+def test_pairs_of_turns(make, row, markers):
+    source = make(row, template=MARKERS if markers else CHATML, objective="dpo", loss_weights={"preference": 1.0})
+    before = "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+    assert marked(source) == [f"{before}[[one<|im_end|>]]\n", f"{before}[[two<|im_end|>]]\n"]
+    assert source.mask_report.num_stopped == 1
+
+
+def test_pairs_of_texts(make):
+    options = {"objective": "orpo", "loss_weights": {"sft": 1.0, "odds": 0.1}}
+    row = {"prompt": "Q: 1?", "chosen": " one", "rejected": " two"}
+    assert marked(make(row, **options)) == ["Q: 1?[[ one<|endoftext|>]]", "Q: 1?[[ two<|endoftext|>]]"]
+    row = {"chosen": "Q: 1? one", "rejected": "Q: 1? nil"}
+    first, second = marked(make(row, **options))
+    assert (first[:8], first[-16:], second[:8]) == ("Q: 1?[[ ", "e<|endoftext|>]]", "Q: 1?[[ ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is refused
+
+DROPS = CHATML.replace("messages %}", "messages[-2:] %}", 1)
+NO_SYSTEM = CHATML.replace("messages %}{{", "messages if m['role'] != 'system' %}{{", 1)
+REORDERS = CHATML.replace("messages %}", "messages | sort(attribute='role') %}", 1)
+REWRITES = CHATML.replace("m['content'] +", "(m['content'] if loop.last else m['content'] + ' ') +", 1)
+LATE_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{% elif loop.index0 == messages | length - 2 %}"
+    "{{ messages[0]['content'] + '\n' + m['content'] }}{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+)
+ENDS = CHATML + "{% if not add_generation_prompt %}{{ bos_token }}{% endif %}"  # as Phi-3's
+THINKS = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+LAST_MARKED = MARKERS.replace("if m['role'] == 'assistant' %}", "if m['role'] == 'assistant' and loop.last %}")
+NO_STOP = MARKERS.replace("m['content'] + '<|im_end|>' }}{% end", "m['content'] }}{% end").replace(
+    "{{ '\n' }}{% else", "{{ '<|im_end|>\n' }}{% else"
+)
+ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        (DROPS, CHAT, "leaves out or changes the content of turn 1 .role user"),
+        (NO_SYSTEM, [("system", "Be kind"), *CHAT], "leaves out or changes the content of turn 1 .role system"),
+        (REORDERS, CHAT, "puts into another place the content of turn"),
+        (LATE_SYSTEM, [("system", "Be kind"), *CHAT], "puts into another place the content of turn 2"),
+        (REWRITES, CHAT, "renders the beginning, up to turn 1, otherwise when more turns follow"),
+        (ENDS, CHAT, "renders the beginning, up to turn 2, otherwise when more turns follow"),
+        (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
+        (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
+        (
+            THINKS,
+            CHAT,
+            "begins an answer that the model is to give with '<.im_start.>assistant.n<think>.n', but one that is given with",
+        ),
+        (CHATML, CHAT[1:], "the first turn is the assistant's"),
+        (LAST_MARKED, CHAT, "markers hold tokens of 1 of 2 turns of the assistant"),
+        (NO_STOP, CHAT, "markers end before <.im_end.>, so that the model would not learn to stop"),
+    ],
+    ids=[
+        "drops",
+        "no-system",
+        "reorders",
+        "late-system",
+        "rewrites",
+        "ends",
+        "gemma",
+        "alternate",
+        "thinks",
+        "first",
+        "last-marked",
+        "no-stop",
+    ],
+)
+def test_a_template_that_changes_the_chat_is_refused(make, template, chat, message):
+    with pytest.raises(UsageError, match=rf"rows\.jsonl:1: .*{message}") as error:
+        make(*[{"messages": turns(*chat)}] * 2, template=template)
+    assert str(error.value).endswith(" (1 more rows have the same problem)")
+    assert len(error.value.problems) == 1
+    assert "\n" not in str(error.value)
+
+
+def test_the_last_answer_needs_no_other_turn_to_stay_as_it_is(make):
+    text = marked(make({"messages": turns(*CHAT)}, template=ENDS, train_on="completions"))[0]
+    assert text.endswith("<|im_start|>assistant\n[[4<|im_end|>\n<|endoftext|>]]")
+    assert text.count("[[") == 1
+
+
+def test_a_marked_template_may_begin_answers_otherwise(make):
+    """The last answer is then the last run of marked tokens, if each turn has one."""
+    template = MARKERS.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    text = marked(make({"messages": turns(*CHAT)}, template=template, train_on="completions"))[0]
+    assert text.endswith(
+        "Hello. <|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
+    )
+    assert text.count("[[") == 1
+    chat = [*CHAT, ("assistant", "5")]  # two answers in a row: two runs here, but that is not certain
+    with pytest.raises(UsageError, match="begins an answer that the model is to give with"):
+        make({"messages": turns(*chat)}, template=template, train_on="completions")
+
+
+def test_a_marked_template_may_render_turns_otherwise(make):
+    """With markers nothing is rendered twice, so a template may change turns when more follow."""
+    template = MARKERS.replace(
+        "m['content'] + '<|im_end|>' }}{% end", "m['content'] + ('' if loop.last else '!') + '<|im_end|>' }}{% end"
+    )
+    assert "[[ Hello. !<|im_end|>]]" in marked(make({"messages": turns(*CHAT)}, template=template))[0]
+
+
+PAIR = {"objective": "dpo", "loss_weights": {"preference": 1.0}}
+A, B, USER = turns(("assistant", "a")), turns(("assistant", "b")), turns(("user", "a"))
+EMPTY = CHATML + "{% generation %}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (
+            [ONE, {"messages": [*USER, *turns(("assistant", " "))]}],
+            {},
+            ":2: messages, turn 2: the turn of the role assistant is empty",
+        ),
+        (
+            [ONE, {"messages": turns(("human", "a")) + A}],
+            {},
+            ":2: messages, turn 1: role is 'human', must be one of system",
+        ),
+        ([{"messages": [{"content": "a"}]}], {}, ":1: messages, turn 1: role is missing"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+            {},
+            ":1: messages, turn 1: content holds list",
+        ),
+        (
+            [{"messages": [*USER, {"role": "assistant", "tool_calls": 3}]}],
+            {},
+            ":1: messages, turn 2: tool_calls holds int",
+        ),
+        ([{"messages": []}], {}, ":1: messages holds an empty list"),
+        ([{"messages": "hello"}], {}, ":1: messages is a text that is not JSON"),
+        ([ONE, {"messages": USER}], {}, ":2: the last turn is of the role user"),
+        (
+            [ONE, {"prompt": "a", "completion": "b"}],
+            {},
+            ":2 has the columns 'prompt', 'completion', but the first row is read by messages: give",
+        ),
+        (
+            [ONE | {"prompt": "a", "completion": "b"}],
+            {},
+            ":1 has the columns messages and prompt, completion, which both",
+        ),
+        (
+            [{"conversations": []}],
+            {},
+            ":1 has the columns 'conversations', must have messages or prompt, completion or",
+        ),
+        ([{"chosen": "a", "rejected": "b"}], {}, "chosen and rejected need objective dpo"),
+        ([ONE], PAIR, ":1 has the columns 'messages', must have chosen, rejected"),
+        ([{"prompt": "a", "completion": B}], {}, ":1: prompt holds str, must be a list"),
+        (
+            [{"prompt": "a", "completion": " b"}, {"prompt": USER, "completion": B}],
+            {},
+            ":2 holds turns, but the first row texts",
+        ),
+        ([{"text": "a"}], {}, ":1: text has no turns, but train_on is assistant: set train_on to all"),
+        ([{"prompt": "q", "chosen": " a", "rejected": " a"}], PAIR, ":1: chosen and rejected are equal"),
+        (
+            [{"prompt": "q", "chosen": A, "rejected": turns(("assistant", "a "))}],
+            PAIR | {"template": LLAMA3},
+            ":1: chosen and rejected are the same tokens",
+        ),
+        (
+            [{"chosen": USER + A, "rejected": USER + B}, {"prompt": "a", "chosen": A, "rejected": B}],
+            PAIR,
+            ":2 has the columns 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
+        ),
+        ([ONE], {"dataset_name": "builtin/drawn_chats"}, "give exactly one of train_file and dataset_name, not both"),
+        ([{"chosen": A, "rejected": B}], PAIR, ":1: chosen and rejected share no turn before the answer"),
+        (
+            [{"prompt": "q", "chosen": USER + A, "rejected": USER + B}],
+            PAIR,
+            ":1: prompt is a text, but chosen or rejected begins",
+        ),
+        ([ONE], {"max_seq_length": 4}, "all 1 rows are longer than max_seq_length 4"),
+        ([ONE], {"max_seq_length": 4, "truncation": "cut"}, "no token of any row is trained"),
+        ([ONE], {"template": EMPTY}, "no token of any row is trained (train_on assistant): put {% generation"),
+        ([ONE], {"template": CHATML + "{% if"}, "the chat template cannot be used"),
+        ([ONE], {"chat_template": "/nowhere.jinja"}, "chat_template '/nowhere.jinja' cannot be read"),
+        ([ONE], {"vocab_size": 258}, "vocab_size is 258, must be 259 or more"),
+        ([ONE], {"dataset_name": "x/y"}, "give exactly one of train_file and dataset_name, not both"),
+    ],
+)
+def test_bad_rows_get_one_line(make, rows, changes, message):
+    with pytest.raises(UsageError) as error:
+        make(*rows, **changes)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_no_template(make, tmp_path):
+    texts = make({"prompt": "Q: 1?", "completion": " one"})
+    texts.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(
+        UsageError, match="has no chat template, but the rows have turns: give one, --chat_template FILE"
+    ):
+        make(ONE, tokenizer_name=str(tmp_path / "tokenizer"))
+    source = make(ONE, tokenizer_name=str(tmp_path / "tokenizer"), template=CHATML)
+    assert source.tokenizer.chat_template == CHATML
+    with pytest.raises(UsageError, match=r"vocab_size is 99, but tokenizer .* has \d+ entries"):
+        make(ONE, tokenizer_name=str(tmp_path / "tokenizer"), template=CHATML, vocab_size=99)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def test_every_kind_of_file_is_read_alike(make, tmp_path):
+    rows = [{"messages": turns(*CHAT[:2])}, {"messages": turns(*CHAT)}]
+    expected = make(*rows)
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    lines = ["messages", *('"' + json.dumps(row["messages"]).replace('"', '""') + '"' for row in rows)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    for name in ("rows.parquet", "rows.csv"):
+        source, held_out = build(recipe(train_file=[str(tmp_path / name)]))
+        assert held_out is None
+        assert source.fingerprints == expected.fingerprints
+        assert [marked(source, place) for place in range(2)] == [marked(expected, place) for place in range(2)]
+
+
+def test_a_folder_is_read_as_a_dataset_of_the_hub(make, tmp_path):
+    """Tables give all turns the same keys; those without a value are left out again."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    rows = [
+        {"messages": turns(*CHAT), "id": 1},
+        {"messages": [*turns(CHAT[0]), call, *turns(("tool", "3"), CHAT[1])], "id": 2},
+    ]
+    expected = make(*rows)
+    (tmp_path / "folder").mkdir()
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "folder" / "train.parquet")
+    source, _ = build(recipe(dataset_name=str(tmp_path / "folder")))
+    assert [marked(source, place) for place in range(2)] == [marked(expected, place) for place in range(2)]
+    assert "<tool_call>" in marked(source, 1)[0]
+    assert source.rows[1]["place"].endswith(", row 1")
+    (tmp_path / "bad").mkdir()
+    pa.parquet.write_table(
+        pa.Table.from_pylist([{"messages": turns(("bot", "a"))}]), tmp_path / "bad" / "train.parquet"
+    )
+    with pytest.raises(UsageError, match="row 0: messages, turn 1: role is 'bot', must be one of"):
+        build(recipe(dataset_name=str(tmp_path / "bad")))
+
+
+def test_held_out_rows(make, tmp_path):
+    rows = [{"messages": turns(("user", f"number {number}"), ("assistant", str(number)))} for number in range(20)]
+    make(*rows)
+    train, held_out = build(recipe(train_file=[str(tmp_path / "rows.jsonl")], validation_fraction=0.2))
+    assert (len(train), len(held_out)) == (16, 4)
+    places = [source.rows[place]["place"] for source in (train, held_out) for place in range(len(source))]
+    assert len(set(places)) == 20
+    _, held_out = build(
+        recipe(train_file=[str(tmp_path / "rows.jsonl")], validation_file=[str(tmp_path / "rows.jsonl")])
+    )
+    assert len(held_out) == 20
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
+    with pytest.raises(UsageError, match="validation_file has the columns prompt, completion, train_file messages"):
+        build(recipe(train_file=[str(tmp_path / "rows.jsonl")], validation_file=[str(tmp_path / "other.jsonl")]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# drawn data, micro-batches, the report
+
+
+@pytest.fixture(scope="module")
+def chats():
+    return build(
+        recipe(dataset_name="builtin/drawn_chats", num_train_samples=60, num_validation_samples=20, vocab_size=320)
+    )
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    changes = {
+        "objective": "dpo",
+        "loss_weights": {"preference": 1.0, "sft": 0.5},
+        "dataset_name": "builtin/drawn_pairs",
+    }
+    return build(recipe(**changes, num_train_samples=40, num_validation_samples=10, vocab_size=320))
+
+
+def test_drawn_chats(chats):
+    train, held_out = chats
+    assert (len(train), len(held_out)) == (60, 20)
+    assert len(train.tokenizer) <= 320
+    assert train.tokenizer.eos_token == "<|im_end|>"
+    report = train.mask_report
+    assert report.num_stopped == report.num_samples == 60
+    assert report.num_trained == sum(train.draw(0, number).is_trained.sum() for number in range(60))
+    question, answer = held_out.find_question(3)
+    row = json.loads(held_out.rows[3]["row"])
+    expected = held_out.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+    assert question.tolist() == expected
+    assert held_out.tokenizer.decode(answer) == row["answers"][0][0]["content"] + "<|im_end|>"
+    with pytest.raises(
+        UsageError, match="dataset_name is builtin/drawn_chats, but objective dpo needs builtin/drawn_pairs"
+    ):
+        build(recipe(dataset_name="builtin/drawn_chats", objective="dpo"))
+    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats draws held-out samples too"):
+        build(recipe(dataset_name="builtin/drawn_chats", validation_file=["a.jsonl"]))
+    with pytest.raises(UsageError, match="num_train_samples is not set"):
+        build(recipe(dataset_name="builtin/drawn_chats"))
+
+
+def test_samples_do_not_depend_on_the_number_of_workers(chats, monkeypatch, tmp_path):
+    monkeypatch.setattr(conversations.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    again = build(
+        recipe(dataset_name="builtin/drawn_chats", num_train_samples=60, num_validation_samples=20, vocab_size=320),
+        num_workers=2,
+    )
+    for first, second in zip(chats, again, strict=True):
+        assert first.fingerprints == second.fingerprints
+        for number in range(len(first)):
+            a, b = first.draw(0, number), second.draw(3, number)
+            assert np.array_equal(a.tokens, b.tokens)
+            assert np.array_equal(a.is_trained, b.is_trained)
+
+
+def check_row(source, samples, batch):
+    """Check a micro-batch against its samples, token by token."""
+    sequences = []
+    for sample in samples:
+        start = 0
+        for length in sample.lengths:
+            sequences.append((sample.tokens[start : start + length], sample.is_trained[start : start + length]))
+            start += length
+    row, positions = batch["input_ids"][0].tolist(), batch["position_ids"][0].tolist()
+    targets, place = [], 0
+    for number, (tokens, mask) in enumerate(sequences):
+        assert batch["ends"][number] == place
+        assert row[place : place + len(tokens)] == tokens.tolist()
+        assert positions[place : place + len(tokens)] == list(range(len(tokens)))
+        assert not mask[0]
+        targets += [(int(tokens[at]), place + at - 1, number) for at in range(1, len(tokens)) if mask[at]]
+        place += len(tokens)
+    assert len(row) == len(positions) == place == batch["ends"][-1]
+    columns = [batch[name].tolist() for name in ("labels", "label_index", "label_sequence")]
+    assert list(zip(*columns, strict=True)) == targets
+    return len(sequences), len(targets)
+
+
+def test_a_micro_batch_of_conversations(chats):
+    source = chats[0]
+    samples = [source.draw(0, number) for number in (5, 0, 17)]
+    batch = source.collate(samples)
+    assert set(batch) == {"input_ids", "position_ids", "ends", "labels", "label_index", "label_sequence", "counts"}
+    assert batch["ends"].dtype == torch.int32
+    assert {batch[name].dtype for name in set(batch) - {"ends"}} == {torch.int64}
+    assert (batch["input_ids"].shape[0], batch["ends"].shape) == (1, (4,))
+    num_sequences, num_targets = check_row(source, samples, batch)
+    assert (num_sequences, batch["counts"].tolist()) == (3, [num_targets])
+    source.loss_weighting = "sample"
+    assert source.collate(samples)["counts"].tolist() == [3]
+    source.loss_weighting = "token"
+    empty = source.collate([])
+    assert [list(empty[name].shape) for name in ("input_ids", "ends", "labels", "label_index", "counts")] == [
+        [1, 1],
+        [1],
+        [0],
+        [0],
+        [1],
+    ]
+    assert empty["counts"].tolist() == [0]
+    longest = source.longest()
+    assert longest.length == source.max_length == 256
+    assert check_row(source, [longest], source.collate([longest])) == (1, 255)
+
+
+def test_a_micro_batch_of_pairs(pairs):
+    source = pairs[0]
+    samples = [source.draw(0, number) for number in (7, 2)]
+    assert [sample.length for sample in samples] == [sum(sample.lengths) for sample in samples]
+    batch = source.collate(samples)
+    num_sequences, _ = check_row(source, samples, batch)
+    num_chosen = sum(int(sample.is_trained[: sample.lengths[0]].sum()) for sample in samples)
+    assert (num_sequences, batch["counts"].tolist()) == (4, [2, num_chosen])
+    assert batch["reference"].tolist() == [0.0] * 4
+    source.reference = np.arange(80, dtype=np.float32).reshape(40, 2)
+    assert source.collate(samples)["reference"].tolist() == [14, 15, 4, 5]
+    source.reference[:] = 0
+    empty = source.collate([])
+    assert [empty[name].tolist() for name in ("ends", "position_ids", "reference", "counts")] == [
+        [0],
+        [[0]],
+        [],
+        [0, 0],
+    ]
+    assert source.max_length == 512
+    assert source.longest().lengths == (256, 256)
+
+
+def test_long_rows_are_dropped_or_cut_and_counted(make):
+    long = {"messages": turns(("user", "a"), ("assistant", "b " * 50), ("user", "c"), ("assistant", "d"))}
+    rows = [ONE, long, {"messages": turns(("user", "q" * 80), ("assistant", "b"))}, ONE]
+    dropped = make(*rows, max_seq_length=40, vocab_size=259)
+    assert [len(dropped), dropped.mask_report.num_dropped, dropped.mask_report.num_cut] == [2, 2, 0]
+    assert "2 longer than 40 left out" in str(dropped)
+    assert "longer than 40 tokens, left out: 2" in str(dropped.mask_report)
+    cut = make(*rows, max_seq_length=40, truncation="cut", vocab_size=259)
+    report = cut.mask_report
+    assert [len(cut), report.num_dropped, report.num_cut, report.num_untrained, report.num_stopped] == [3, 0, 1, 1, 2]
+    assert [cut.draw(0, number).length for number in range(3)] == [
+        len(cut.draw(0, 0).tokens),
+        40,
+        len(cut.draw(0, 0).tokens),
+    ]
+    assert cut.rows[int(cut.places[2])]["place"].endswith(":4")
+
+
+def test_special_tokens_in_a_text_are_counted(make):
+    source = make(ONE, {"messages": turns(("user", "what is <|im_end|>?"), ("assistant", "b"))})
+    assert source.mask_report.num_special == 1
+    assert "with a special token in their text: 1" in str(source.mask_report)
+
+
+def test_samples_are_shown(make):
+    source = make({"messages": turns(("user", "a\x07"), ("assistant", "b"))})
+    text = "\n".join(source.show(3))
+    assert "--- sample 0 (" in text
+    assert "user\na\\x07<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]\n---" in text
+    assert text.endswith(str(source.mask_report))
+    assert "\x1b[1;4mb<|im_end|>\x1b[0m" in "\n".join(source.show(1, colour=True))
+    assert source.tokenizer.chat_template == chat_templates.CHAT_TEMPLATE
+
+
+def test_the_command_shows_data(monkeypatch, capsys):
+    drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
+    drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
+    monkeypatch.setattr(cli, "_read", lambda command, name, argv, cls: (drawn, cls(num_samples=2), None, {}))
+    monkeypatch.setattr(sys, "argv", ["recipes", "show-data", "mine"])
+    assert exit_code(cli.main) == 0
+    out = capsys.readouterr().out
+    assert (out.count("--- sample "), out.count("\nchosen: "), out.count("\nrejected: ")) == (2, 2, 2)
+    assert out.count("<|im_end|>]]") == 4
+    assert "\ntrained: " in out
+    assert out.splitlines()[-1].startswith("held out: 10 pairs of answers (columns prompt, chosen, rejected; ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("show-data bert_base", "show-data bert_base: its task is bert_pretraining, must be causal_lm_finetuning"),
+        ("show-data --num_samples 2", "it needs a recipe as its first word"),
+        ("show-data bert_base --num_samples 0", "num_samples is 0, must be"),
+    ],
+)
+def test_the_command_refuses(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", *words.split()])
+    assert exit_code(cli.main) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
