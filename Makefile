@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -49,6 +49,11 @@ finetune: venv ## fine-tune a small BERT to tell parts of Python's documentation
 		scripts/finetune_classifier.py --recipe finetune_small_cpu --eval_steps 89 \
 		$$(test -f runs/bert_small_cpu/model.safetensors && echo --model_name_or_path runs/bert_small_cpu) \
 		--output_dir runs/finetune_small_cpu --overwrite_output_dir
+
+finetune-lm: venv ## teach a tiny Llama to answer drawn questions: at most 5 minutes on 2 cores, no download
+	$(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml --mixed_precision $(PRECISION) \
+		scripts/finetune_causal_lm.py --recipe sft_small_cpu --eval_steps 250 \
+		--output_dir runs/sft_small_cpu --overwrite_output_dir
 
 test: venv check ## all tests, offline: about 10 minutes on 2 cores
 	$(BIN)/python -m pytest $(IN_PARALLEL)

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from common import PLANNED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from samestep.errors import UsageError, exit_code
 from samestep.planner.growth import grow, make_remarks
 from samestep.planner.hardware import device_names, load_device
 from samestep.planner.workload import from_recipe
-from samestep.recipe.recipe import catalog_names, load
+from samestep.recipe.recipe import load
 
 
 def run(monkeypatch, capsys, line: str) -> tuple[int, str, str]:
@@ -47,7 +48,7 @@ def test_where_the_batch_passes_the_critical_size():
     assert not any("critical" in remark for remark in make_remarks(rows))
 
 
-@given(name=st.sampled_from(catalog_names()), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))
+@given(name=st.sampled_from(PLANNED), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))
 @settings(max_examples=25, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     try:

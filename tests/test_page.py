@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
+from common import PLANNED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
@@ -21,7 +22,7 @@ from samestep import cli as program
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import DEVICES, device_names, parse
 from samestep.planner.page import TEMPLATES, page
-from samestep.recipe.recipe import CATALOG, catalog_names
+from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
 
 STYLE, SCRIPT = ("\n" + (TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -282,7 +283,7 @@ def test_without_a_script_there_is_nothing_to_copy():
 
 
 @given(
-    name=st.sampled_from(catalog_names()),
+    name=st.sampled_from(PLANNED),
     device=st.sampled_from(device_names()),
     num=st.integers(1, 70),
     up_to=st.sampled_from([1, 2, 4, 64, 4096]),

@@ -6,6 +6,7 @@ import sys
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from common import PLANNED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from samestep.planner.hardware import device_names, parse
 from samestep.planner.placement import TooLargeError, place
 from samestep.planner.transformer import llama
 from samestep.planner.workload import from_model, from_recipe
-from samestep.recipe.recipe import catalog_names, load
+from samestep.recipe.recipe import load
 
 
 def plan(recipe: str, hardware: str, changes: dict | None = None, **settings):
@@ -209,7 +210,7 @@ def test_batch_normalisation_is_a_matter_of_micro_steps():
 
 
 @given(
-    name=st.sampled_from(catalog_names()),
+    name=st.sampled_from(PLANNED),
     device=st.sampled_from(device_names()),
     num=st.integers(1, 70),
     batch=st.integers(1, 3000),

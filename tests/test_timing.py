@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from common import load_benchmark
+from common import PLANNED, load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from samestep.planner.timing import (
     default_software,
     step_time,
 )
-from samestep.recipe.recipe import catalog_names, load
+from samestep.recipe.recipe import load
 
 benchmark = load_benchmark("timing")
 
@@ -199,7 +199,7 @@ def test_the_stall_is_for_convolutional_networks_and_launches_for_what_is_not_fu
     assert compiled.memory_traffic < step("1xt4", k=1).memory_traffic
 
 
-@pytest.mark.parametrize("name", catalog_names())
+@pytest.mark.parametrize("name", PLANNED)
 @pytest.mark.parametrize("hardware", ["4xt4", "8xa100-80"])
 def test_every_recipe_has_a_time(name, hardware):
     recipe = load(name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from common import PLANNED
 from small_models import NUM_SAMPLES, SMALL_CONFIGS, peak, save, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +21,7 @@ from samestep.planner.configs import model_from_config, read_config
 from samestep.planner.memory import model_from_recipe, planned_memory
 from samestep.planner.timing import count_work
 from samestep.planner.workload import from_recipe
-from samestep.recipe.recipe import Recipe, catalog_names, load
+from samestep.recipe.recipe import Recipe, load
 from samestep.step import optim
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -229,7 +230,7 @@ def test_flops_of_a_convolution():
 # The formula
 
 
-@pytest.mark.parametrize("name", {model_from_recipe(load(name)): name for name in catalog_names()}.values())
+@pytest.mark.parametrize("name", {model_from_recipe(load(name)): name for name in PLANNED}.values())
 def test_the_formula_meets_the_trace(name):
     recipe = load(name)
     berts = {task: {"num_hidden_layers": 3} for task in ("bert_pretraining", "text_classification")}

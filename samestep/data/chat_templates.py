@@ -369,7 +369,7 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
         features=Features({"text": Value("string")}),
         new_fingerprint=hashlib.sha256(Path(__file__).read_bytes() + rows_fingerprint(rows).encode()).hexdigest()[:16],
     )
-    tokenizer = train_byte_level_bpe(texts, recipe.vocab_size - len(control_tokens))
+    tokenizer = train_byte_level_bpe(texts, recipe.vocab_size - len(control_tokens), splits_digits=True)
     tokenizer.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control_tokens], special_tokens=True
     )

@@ -39,10 +39,15 @@ def train_wordpiece(documents: Dataset, vocab_size: int, do_lower_case: bool) ->
     )
 
 
-def train_byte_level_bpe(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
+def train_byte_level_bpe(
+    documents: Dataset, vocab_size: int, *, splits_digits: bool = False
+) -> PreTrainedTokenizerBase:
     """Train GPT-2's byte-level BPE tokenizer (Radford et al. 2019), once. Any text can be written in it, and read back.
 
     Arguments, determinism and cache are as in `train_wordpiece`. The 256 bytes and <|endoftext|> are always in the vocabulary.
+
+    Args:
+        splits_digits: whether each digit of a number is a token of its own, which makes arithmetic learnable.
 
     Raises:
         UsageError: vocab_size is below 257.
@@ -52,7 +57,10 @@ def train_byte_level_bpe(documents: Dataset, vocab_size: int) -> PreTrainedToken
         raise UsageError(
             f"vocab_size is {vocab_size}, but byte_level_bpe has all 256 bytes and {END_OF_TEXT}: set it to {min_size} or more"
         )
-    return _train_once("byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size), vocab_size)
+    settings = (splits_digits,) if splits_digits else ()
+    return _train_once(
+        "byte_level_bpe", documents, lambda texts: _byte_level_bpe(texts, vocab_size, *settings), vocab_size, *settings
+    )
 
 
 def train_characters(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -94,9 +102,14 @@ def _train_once(
     return tokenizer
 
 
-def _byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def _byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, splits_digits: bool = False
+) -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if splits_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

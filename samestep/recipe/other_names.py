@@ -8,9 +8,11 @@ _CHECKPOINTS = "checkpointing_steps"
 SYNONYMS = {
     "accum_iter": "gradient_accumulation_steps",
     "adam_b1": "adam_beta1",
+    "assistant_only_loss": "train_on",
     "attention": "attn_implementation",
     "batch": "global_batch_size per_device_train_batch_size",
     "batch_size": "global_batch_size per_device_train_batch_size",
+    "beta": "preference_beta",
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
     "block_size": _LENGTH,
@@ -20,6 +22,7 @@ SYNONYMS = {
     "clip_grad": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",
     "compile": "torch_compile",
+    "completion_only_loss": "train_on",
     "config": "recipe",
     "config_name": "dataset_config_name",
     "context_length": _LENGTH,
@@ -44,12 +47,16 @@ SYNONYMS = {
     "learning_rate_scheduler": "lr_scheduler_type",
     "log_every": "logging_steps",
     "log_with": "report_to",
+    "lora": "lora_rank",
+    "lora_r": "lora_rank",
+    "lora_target": "lora_targets",
     "lr": "learning_rate",
     "lr_scheduler": "lr_scheduler_type",
     "max_epochs": "num_train_epochs",
     "max_iters": "max_train_steps",
     "max_len": _LENGTH,
     "max_length": _LENGTH,
+    "max_new_tokens": "generation_length",
     "max_position": "max_position_embeddings n_positions",
     "max_seq_len": _LENGTH,
     "max_seq_length": _LENGTH,
@@ -71,6 +78,7 @@ SYNONYMS = {
     "out_dir": "output_dir",
     "output": "output_dir",
     "overwrite": "overwrite_output_dir",
+    "peft": "lora_rank",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "resume": "resume_from_checkpoint",
     "save_every": _CHECKPOINTS,
@@ -81,12 +89,15 @@ SYNONYMS = {
     "scheduler": "lr_scheduler_type",
     "seq_len": _LENGTH,
     "seq_length": _LENGTH,
+    "target_modules": "lora_targets",
     "test_file": "validation_file",
     "tokenizer_path": "tokenizer_name",
     "tracker": "report_to",
     "train_batch_size": "global_batch_size per_device_train_batch_size",
     "train_data": "train_file train_dir dataset_name",
     "train_data_dir": "train_dir train_file",
+    "use_lora": "lora_rank",
+    "use_peft": "lora_rank",
     "validation_split_percentage": "validation_fraction",
     "wandb": "report_to",
     "warmup": "num_warmup_steps warmup_ratio",
@@ -102,7 +113,10 @@ _CPU = "the launch decides it: accelerate launch --cpu, or --config_file acceler
 _SHARDING = "the launch file decides it: accelerate launch --config_file accelerate_configs/fsdp2_8xa100.yaml (FSDP2)"
 _DEEPSPEED = "DeepSpeed would change the step; weights are shared by accelerate_configs/fsdp2_8xa100.yaml (FSDP2)"
 _PHASES = "every run trains, and evaluates what is held out (--eval_steps, --validation_fraction): leave it out"
-_ALL_WEIGHTS = "all weights are trained, in float32: there are no adapters and no quantized weights here"
+_ALL_WEIGHTS = (
+    "all weights are trained, in float32: no weights are quantized here, and adapters (--lora_rank) are for language models "
+    "that finetune_causal_lm.py trains"
+)
 _EVALUATIONS = "--eval_steps N evaluates every N steps; without it, at the start and the end"
 
 ELSEWHERE = {

@@ -78,6 +78,14 @@ def load(
     if config is None:
         return recipe
     location = f"model_name_or_path {format_name(path)}"
+    if isinstance(recipe, recipes.CausalLmFineTuning):  # of any architecture, whose shape the recipe does not have
+        num_positions = config.get("max_position_embeddings", config.get("n_positions"))
+        if isinstance(num_positions, int) and recipe.max_seq_length > num_positions:
+            raise UsageError(
+                f"max_seq_length is {recipe.max_seq_length}, but {location} has {num_positions} positions: set it to "
+                f"{num_positions} or less"
+            )
+        return recipe
     trained = next(name for name, fields in SHAPES.items() if all(hasattr(recipe, field) for field in fields))
     model_type = config.get("model_type")
     if MODEL_TYPES.get(model_type, model_type) != trained:

@@ -52,6 +52,10 @@ PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name")
 """Fields that name a part of `dataset_name`; another source has no such part."""
 HELD_OUT = ("validation_file", "validation_dir")
 """Fields that name held-out data of the same kind as the training data."""
+DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
+"""Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
+DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
+"""Fields that say how many of them are drawn."""
 DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
 TEXTS = ("name", "description", "source", "expect")
 """Fields that speak of all others: they are not true of a recipe whose values were changed."""
@@ -484,6 +488,206 @@ class Gpt2Pretraining(TextPretraining):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmFineTuning(Recipe):
+    """Fine-tuning a causal language model: all of it or adapters (LoRA), on conversations or on preferences."""
+
+    extra: ClassVar[str | None] = "text"
+
+    # Data
+    train_file: tuple[str, ...] | None = setting("conversations or pairs: jsonl, csv, parquet; globs", decides=False)
+    validation_file: tuple[str, ...] | None = setting("held-out ones; null: validation_fraction", decides=False)
+    dataset_name: str | None = setting(f"{' or '.join(DRAWN)}, or a dataset of the hub", decides=False)
+    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    validation_fraction: float = setting(
+        "fraction of the samples held out, drawn by the seed; not used with validation_file or drawn data", FRACTION
+    )
+    num_train_samples: int | None = setting("samples to draw; null with other data", POSITIVE, decides=False)
+    num_validation_samples: int | None = setting(
+        "held-out samples to draw beside them; null with other data", POSITIVE, decides=False
+    )
+    chat_template: str | None = setting(
+        "file of a chat template (Jinja); null: the tokenizer's, and one of our own for a tokenizer that is trained",
+        decides=False,
+    )
+    train_on: str = setting(
+        "tokens that are predicted: completions (the last answer), assistant (all answers) or all (of the sample)",
+        choice("completions", "assistant", "all"),
+    )
+    max_seq_length: int = setting("tokens of a sequence", limit(2**24, 2))
+    truncation: str = setting("of longer sequences: cut (their ends) or drop (leave them out)", choice("cut", "drop"))
+
+    # Objective
+    objective: str = setting(
+        "sft (next tokens), or of pairs: dpo (2305.18290), orpo (2403.07691), simpo (2405.14734), reward (Bradley-Terry)",
+        choice("sft", "dpo", "orpo", "simpo", "reward"),
+    )
+    loss_weighting: str = setting("of sft: token (each counts the same) or sample", choice("token", "sample"))
+    preference_beta: float = setting("beta of dpo and simpo", POSITIVE)
+    preference_margin: float = setting("gamma of simpo: log-odds by which the chosen answer should lead", NOT_NEGATIVE)
+    preference_weight: float = setting(
+        "lambda of orpo: weight of the odds ratio beside the loss of tokens", NOT_NEGATIVE
+    )
+    sft_loss_weight: float = setting("weight of the loss of chosen tokens beside dpo; 0: none", NOT_NEGATIVE)
+
+    # Model
+    tokenizer_name: str | None = setting(
+        "tokenizer to load; null: that of model_name_or_path, or one trained on the samples", decides=False
+    )
+    vocab_size: int | None = setting(
+        "vocabulary: of the tokenizer to train, or rows of the embedding; null: those of the model or of tokenizer_name",
+        VOCABULARY,
+    )
+    model_name_or_path: str | None = setting(
+        "weights to start from, which decide the shape; null: random, of the shape below", decides=False
+    )
+    architecture: str | None = setting("model_type of transformers: llama, qwen3, gpt2, ...; null with weights")
+    hidden_size: int | None = setting("width; null with weights, as all that follow", WIDTH)
+    num_hidden_layers: int | None = setting("layers", LAYERS)
+    num_attention_heads: int | None = setting("heads; divides hidden_size", WIDTH)
+    num_key_value_heads: int | None = setting("heads of keys and values; null: num_attention_heads", WIDTH)
+    intermediate_size: int | None = setting("width of the feed-forward layer", limit(2**20))
+    max_position_embeddings: int | None = setting("positions; at least max_seq_length", LENGTH)
+    tie_word_embeddings: bool | None = setting("whether the head is the embedding's matrix")
+    initializer_range: float | None = setting("standard deviation of the initial weights", POSITIVE)
+
+    # Adapters
+    lora_rank: int | None = setting(
+        "rank of the adapters that are trained (LoRA, 2106.09685); null: all weights", WIDTH
+    )
+    lora_alpha: float | None = setting("adapters are scaled by lora_alpha / lora_rank; null without adapters", POSITIVE)
+    lora_dropout: float = setting("dropout before adapters, drawn by sample", FRACTION)
+    lora_targets: tuple[str, ...] = setting("all-linear, or names of the layers that get adapters")
+    use_rslora: bool = setting("scale adapters by lora_alpha / sqrt(lora_rank) (2312.03732)")
+    use_dora: bool = setting("train the norms of the weights beside the adapters (DoRA, 2402.09353)")
+    modules_to_save: tuple[str, ...] | None = setting("names of modules that are trained whole beside adapters")
+
+    SHAPE: ClassVar[tuple[str, ...]] = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "initializer_range",
+    )
+    """Fields of `shape`."""
+
+    def problems(self) -> list[str]:
+        return super().problems() + self._problems_of_data() + self._problems_of_shape() + self._problems_of_adapters()
+
+    def _problems_of_data(self) -> list[str]:
+        problems, is_drawn = [], self.dataset_name in DRAWN
+        for name in DRAWN_SIZES:
+            if (getattr(self, name) is None) == is_drawn:
+                rule = "a number of samples" if is_drawn else "null"
+                data = self.dataset_name or "files"
+                problems.append(f"{name} is {getattr(self, name)}, but with {data} it must be {rule}: set it to {rule}")
+        kind = DRAWN[self.objective != "sft"]
+        if is_drawn and self.dataset_name != kind:
+            problems.append(
+                f"objective is {self.objective}, but dataset_name is {self.dataset_name}, which has no such samples: set "
+                f"dataset_name to {kind}, or another objective"
+            )
+        if self.loss_weighting == "sample" and self.objective != "sft":
+            problems.append(
+                f"loss_weighting is sample, but objective is {self.objective}, whose pairs count the same anyway: set it to "
+                "token"
+            )
+        if self.sft_loss_weight and self.objective != "dpo":
+            problems.append(
+                f"sft_loss_weight is {self.sft_loss_weight}, but objective is {self.objective}: set it to 0, or objective to "
+                "dpo"
+            )
+        if self.train_on == "all" and self.objective != "sft":
+            problems.append(
+                f"train_on is all, but objective is {self.objective}, which compares answers: set it to completions or "
+                "assistant"
+            )
+        return problems
+
+    def _problems_of_shape(self) -> list[str]:
+        names = ("architecture", *self.SHAPE)
+        if self.model_name_or_path is not None:
+            return [
+                f"{name} is {getattr(self, name)}, but model_name_or_path is set, whose weights decide it: set {name} to null"
+                for name in (*names, "vocab_size")
+                if getattr(self, name) is not None
+            ]
+        problems = [
+            f"{name} is null, but model_name_or_path is not set: set one of them"
+            for name in names
+            if getattr(self, name) is None and name != "num_key_value_heads"
+        ]
+        if self.vocab_size is None and self.tokenizer_name is None:
+            problems.append(
+                "vocab_size is null, but neither tokenizer_name nor model_name_or_path is set: set one of them"
+            )
+        if problems:
+            return problems
+        heads, few = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if self.hidden_size % heads:
+            problems.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
+            )
+        if heads % few:
+            problems.append(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
+            )
+        if self.max_seq_length > self.max_position_embeddings:
+            problems.append(
+                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
+                "lower the first or raise the second"
+            )
+        return problems
+
+    def _problems_of_adapters(self) -> list[str]:
+        if self.lora_rank is not None:
+            problems = ["lora_alpha is null, but lora_rank is set: set it too"] if self.lora_alpha is None else []
+            if not self.lora_targets or ("all-linear" in self.lora_targets and len(self.lora_targets) > 1):
+                problems.append(f"lora_targets is {list(self.lora_targets)}: give all-linear alone, or names of layers")
+            return problems
+        values = {
+            "lora_alpha": None,
+            "lora_dropout": 0.0,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+        }
+        return [
+            f"{name} is {getattr(self, name)}, but lora_rank is null, so that all weights are trained: set {name} to "
+            f"{format_value(value)}, or lora_rank to a number"
+            for name, value in values.items()
+            if getattr(self, name) != value
+        ]
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term: means over tokens (lm, sft), over pairs (preference, odds)."""
+        terms = {"sft": {"lm": 1.0}, "orpo": {"sft": 1.0, "odds": self.preference_weight}}
+        weights = terms.get(self.objective, {"preference": 1.0})
+        return weights | ({"sft": self.sft_loss_weight} if self.sft_loss_weight else {})
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shape of a model with random weights, as transformers' configuration of `architecture` takes it."""
+        return {name: getattr(self, name) for name in self.SHAPE}
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        small |= {"intermediate_size": 128}
+        if self.model_name_or_path is None:
+            small = small if self.hidden_size > 64 else {}
+            if self.num_key_value_heads is None:
+                small.pop("num_key_value_heads", None)
+            return small | {"num_hidden_layers": min(2, self.num_hidden_layers)}
+        small |= {"model_name_or_path": None, "tokenizer_name": self.tokenizer_name or self.model_name_or_path}
+        small |= {"architecture": "llama", "num_hidden_layers": 2, "max_position_embeddings": self.max_seq_length}
+        return small | {"tie_word_embeddings": True, "initializer_range": 0.02}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
     """What recipes that learn from images share: SGD beside AdamW, the size of an image, the normalisation."""
 
@@ -714,6 +918,17 @@ register(
     ),
 )
 register(
+    "causal_lm_finetuning",
+    CausalLmFineTuning,
+    Parts(
+        settings="samestep.recipe.run_settings:CausalLmFineTuningSettings",
+        data="samestep.data.conversations:build",
+        model="samestep.models.causal_lm:CausalLmSums",
+        script="finetune_causal_lm.py",
+        pipeline_tag="text-generation",
+    ),
+)
+register(
     "image_classification",
     ImageClassification,
     Parts(
@@ -748,6 +963,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
     Other training data clears the fields that name parts of the old data: the configuration and the held-out split of another
     dataset; for data of another kind, files instead of a dataset, also the held-out data, and how documents are told apart.
+    Weights to start from clear the shape of a causal language model, which they decide.
 
     >>> overlay({"max_train_steps": 10, "num_train_epochs": None}, {"num_train_epochs": 2})
     {'max_train_steps': None, 'num_train_epochs': 2}
@@ -759,9 +975,12 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if changes.get(name) is not None and changes[name] != values.get(name):
             is_other_kind = values.get(name) is None and any(values.get(source) is not None for source in SOURCES)
             cleared = PARTS_OF_A_DATASET + (HELD_OUT if is_other_kind else ())
+            cleared += DRAWN_SIZES if values.get("dataset_name") in DRAWN and changes[name] not in DRAWN else ()
             merged.update({field: None for field in cleared if field in merged})
             if is_other_kind and "txt_documents" in merged:
                 merged["txt_documents"] = "auto"
+    if changes.get("model_name_or_path") is not None and "architecture" in merged:
+        merged |= dict.fromkeys((*CausalLmFineTuning.SHAPE, "architecture", "vocab_size"))
     for group in ALTERNATIVES:
         if any(changes.get(name) is not None for name in group):
             merged.update({name: None for name in group if name in merged})

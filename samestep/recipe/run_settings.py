@@ -220,19 +220,14 @@ class LanguageModelSettings(RunSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FineTuningSettings(LanguageModelSettings):
-    """Settings of one run that fine-tunes a classifier."""
+class BestModelSettings(LanguageModelSettings):
+    """Settings of one run that compares its evaluations."""
 
     may_shard: ClassVar[bool] = False
 
-    predict_file: tuple[str, ...] | None = setting(
-        "texts to label at the end, columns as in train_file; none: no texts", default=None
-    )
-    trust_metric_code: bool = setting(
-        "run the code of metrics that are not local: of the hub, or a file", default=False
-    )
     metric_for_best_model: str | None = setting(
-        "which evaluation is the best one: loss or one of the recipe's metrics; none: the first metric", default=None
+        "which evaluation is the best one: loss or another metric of evaluations; none: the recipe's first, or loss",
+        default=None,
     )
     early_stopping_patience: int | None = setting(
         "end the training after so many evaluations that are no better; none: never", POSITIVE, default=None
@@ -245,6 +240,35 @@ class FineTuningSettings(LanguageModelSettings):
             if getattr(self, name) and self.eval_steps is None:
                 problems.append(f"{name} compares evaluations, but there is one only: set eval_steps")
         return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuningSettings(BestModelSettings):
+    """Settings of one run that fine-tunes a classifier."""
+
+    predict_file: tuple[str, ...] | None = setting(
+        "texts to label at the end, columns as in train_file; none: no texts", default=None
+    )
+    trust_metric_code: bool = setting(
+        "run the code of metrics that are not local: of the hub, or a file", default=False
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmFineTuningSettings(BestModelSettings):
+    """Settings of one run that fine-tunes a causal language model."""
+
+    metric_for_best_model: str | None = setting(
+        "which evaluation is the best one, by what it has of these; none: loss",
+        choice("loss", "perplexity", "accuracy", "preference_accuracy", "exact_match"),
+        default=None,
+    )
+    num_generations: int = setting(
+        "held-out prompts that the model answers at an evaluation, the same ones at each; 0: none",
+        limit(10**6, 0),
+        default=100,
+    )
+    generation_length: int = setting("tokens of an answer, at most", LENGTH, default=64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

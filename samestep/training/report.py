@@ -322,12 +322,19 @@ class RunLog:
         """Steps after which the model was evaluated, now or in an earlier session."""
         return {line["step"] for line in self.evaluations}
 
-    def add_evaluation(self, step: int, totals: torch.Tensor, scores: Mapping[str, float] | None = None) -> None:
+    def add_evaluation(
+        self,
+        step: int,
+        totals: torch.Tensor,
+        scores: Mapping[str, float] | None = None,
+        more_scores: Mapping[str, float] | None = None,
+    ) -> None:
         """Write an evaluation after `step`: its losses and other metrics.
 
         Args:
             totals: float64 [3, terms], see `evaluation.evaluate`.
             scores: other metrics by name; None: accuracies, and of a language model the perplexity.
+            more_scores: metrics beside these.
         """
         self.flush()
         sums, correct, counts = totals
@@ -340,6 +347,7 @@ class RunLog:
                 metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
             names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
             metrics |= dict(zip(names, accuracies, strict=True))
+        metrics |= {f"eval_{name}": value for name, value in (more_scores or {}).items()}
         self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
@@ -460,6 +468,11 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
     accelerator.wait_for_everyone()
+
+
+def take_best(output_dir: Path) -> None:
+    """Leave the model of the best evaluation in the output folder, as the run's result."""
+    shutil.copytree(output_dir / "best", output_dir, dirs_exist_ok=True)
 
 
 def finish(log: RunLog, usage: str, training: card.Training, best_step: int | None = None) -> None:

@@ -15,9 +15,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from forked import CRASHES
 
-from samestep.recipe.recipe import TASKS
+from samestep.recipe.recipe import TASKS, catalog_names, load
 
 ROOT = Path(__file__).parents[2]
+PLANNED = [name for name in catalog_names() if load(name).parts.shape is not None]
+"""Recipes of the catalog that the planner has a formula for."""
 # Models that train in moments; what a flag does not set is the recipe's.
 TINY = (
     "--recipe bert_small_cpu --vocab_size 600 --max_seq_length 48 --hidden_size 32 --num_hidden_layers 2 "
@@ -43,10 +45,16 @@ TINY_READER = (
     "--adam_epsilon 1e-6 --learning_rate 2e-3 --lr_scaling_rule sqrt --min_lr_ratio 0.01 --weight_decay 0.05 "
     "--max_train_steps 10 --num_warmup_steps 1 --max_grad_norm 0.2"
 ).split()
+TINY_CHAT = (
+    "--recipe sft_small_cpu --num_train_samples 61 --num_validation_samples 12 --hidden_size 32 --num_hidden_layers 2 "
+    "--num_attention_heads 4 --num_key_value_heads 2 --intermediate_size 64 --initializer_range 0.1 --learning_rate 5e-3 "
+    "--max_grad_norm 0.2 --max_train_steps 10 --num_generations 4 --generation_length 8"
+).split()
 TINIES = {
     "pretrain_bert": TINY,
     "pretrain_gpt2": TINY_GPT2,
     "finetune_classifier": TINY_CLASSIFIER,
+    "finetune_causal_lm": TINY_CHAT,
     "train_image_classifier": TINY_RESNET,
     "train_captcha": TINY_READER,
 }

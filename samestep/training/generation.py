@@ -1,0 +1,122 @@
+"""Lets a causal language model answer held-out prompts, and counts the answers that are exactly the data's."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from samestep.models.causal_lm import CausalLmSums
+from samestep.recipe.run_settings import CausalLmFineTuningSettings
+
+FILE = "generations.jsonl"
+"""File of the last evaluation's answers, a line each."""
+
+
+def judge(
+    accelerator: Accelerator, model: CausalLmSums, source: Any, settings: CausalLmFineTuningSettings
+) -> dict[str, float]:
+    """Let the model answer the first prompts of held-out data, and measure how many answers are right: equal to the data's but
+    for spaces around them.
+
+    Called by all processes, which share the work. The answers do not depend on the number of processes, since what is computed
+    together does not. Process 0 writes them to `FILE` in the output folder.
+
+    Args:
+        accelerator: of the processes.
+        model: the same on every process.
+        source: gives by `find_question` the tokens of a prompt and of its answer. The tokenizer's eos_token ends an answer, as
+            do the tokens that end texts in the model's generation_config.
+        settings: num_generations, generation_length, per_device_eval_batch_size and output_dir.
+
+    Returns:
+        exact_match: share of the answers that are right; nothing without prompts.
+    """
+    questions = [source.find_question(place) for place in range(min(settings.num_generations, len(source)))]
+    if not questions or not model.causal_lm.can_generate():  # a reward model does not
+        return {}
+    tokenizer, answers = source.tokenizer, []
+    batches = make_batches([prompt for prompt, _ in questions], settings.per_device_eval_batch_size)
+    with model.own_attention() as causal_lm, accelerator.autocast():
+        ends = find_ends(causal_lm, tokenizer)
+        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+            prompts = [questions[place][0] for place in batch]
+            answers += zip(batch, continue_greedily(causal_lm, prompts, settings.generation_length, ends), strict=True)
+    tokens = dict(gather_object(answers))
+
+    def read(text: Sequence[int]) -> str:
+        return tokenizer.decode(text, skip_special_tokens=True).strip()
+
+    lines = []
+    for place, (prompt, expected) in enumerate(questions):
+        line = {"prompt": tokenizer.decode(prompt), "answer": read(tokens[place]), "expected": read(expected)}
+        lines.append(line | {"is_right": line["answer"] == line["expected"]})
+    if accelerator.is_main_process:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")
+    return {"exact_match": sum(line["is_right"] for line in lines) / len(lines)}
+
+
+def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Find the tokens that end an answer."""
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else [ends]
+    return sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+
+
+def make_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Cut prompts into batches of equal length, so that nothing is padded: places of `prompts`, at most `batch_size` each.
+
+    >>> make_batches([[1, 2], [3], [4, 5], [6, 7]], 2)
+    [[1], [0, 2], [3]]
+    """
+    by_length: dict[int, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(place)
+    return [
+        by_length[length][first : first + batch_size]
+        for length in sorted(by_length)
+        for first in range(0, len(by_length[length]), batch_size)
+    ]
+
+
+@torch.no_grad()
+def continue_greedily(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """Continue prompts of equal length by the likeliest tokens, up to the first of `ends`, which is left out.
+
+    Args:
+        model: a causal language model; is left in the mode in which it was.
+        prompts: token ids of each.
+        num_tokens: the largest number of tokens of a continuation; what the model has no positions for is left out.
+        ends: tokens that end a text.
+
+    Returns:
+        Token ids of each continuation.
+    """
+    num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if num_positions is not None:
+        num_tokens = min(num_tokens, num_positions - len(prompts[0]))
+    if num_tokens < 1:
+        return [[] for _ in prompts]
+    was_training = model.training
+    model.eval()
+    input_ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    tokens = model.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=list(ends),
+        pad_token_id=ends[0],
+    )
+    model.train(was_training)
+    rows = tokens[:, input_ids.shape[1] :].tolist()
+    stops = [next((place for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [row[:stop] for row, stop in zip(rows, stops, strict=True)]

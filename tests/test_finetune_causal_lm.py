@@ -1,0 +1,229 @@
+"""Fine-tuning of causal language models as a user meets it: the same step in any cut, what a run leaves, what it refuses."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from common import evaluations, metrics
+from compare import check, parameters, relative, same_weights, untimed_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from samestep.data import conversations
+from samestep.errors import UsageError
+from samestep.models.causal_lm import CausalLmSums
+from samestep.recipe import pretrained_shape
+from samestep.recipe import run_settings as run
+from samestep.recipe.recipe import CausalLmFineTuning, load
+from samestep.training import generation
+
+PROGRAM = "finetune_causal_lm"
+PAIRS = " --dataset_name builtin/drawn_pairs --train_on completions --objective "
+WORKLOADS = {
+    "llama": "",
+    "by_sample": " --loss_weighting sample",
+    "gpt2": " --architecture gpt2 --num_key_value_heads none",
+    "lora": " --lora_rank 4 --lora_alpha 8 --train_on all",
+    "dpo": f"{PAIRS}dpo --sft_loss_weight 0.2",
+    "orpo": f"{PAIRS}orpo",
+    "simpo": f"{PAIRS}simpo --preference_beta 2",
+    "reward": f"{PAIRS}reward",
+}
+WEIGHTS = (
+    " ".join(f"--{name} none" for name in ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE))
+    + " --model_name_or_path "
+)
+SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
+
+
+def flags(batch: int, cap: int, dtype: str) -> str:
+    return f"--global_batch_size {batch} --per_device_train_batch_size {cap} --dtype {dtype}"
+
+
+@pytest.fixture
+def finetune(train):
+    return partial(train, program=PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Of this file's tests: (workload, dtype) -> output folder."""
+    return {}
+
+
+@pytest.fixture
+def reference(finetune, references, tmp_path_factory):
+    """reference("llama", "float64"): a workload's training on whole batches of 10, once for all tests."""
+
+    def train_whole(workload: str, dtype: str):
+        if (workload, dtype) not in references:
+            folder = tmp_path_factory.mktemp("reference") / workload
+            references[workload, dtype] = finetune("", flags(10, 10, dtype) + WORKLOADS[workload], output_dir=folder)
+        return references[workload, dtype]
+
+    return train_whole
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_cut_in_time_is_the_same_step(finetune, reference, workload):
+    whole = reference(workload, "float64")
+    assert all(line["grad_norm"] > 0 for line in metrics(whole))
+    check(finetune("cut", flags(10, 3, "float64") + WORKLOADS[workload]), whole, "float64")
+    if workload == "llama":
+        by_tokens = finetune("tokens", f"{flags(10, 10, 'float64')} --per_device_train_tokens 600")
+        check(by_tokens, whole, "float64")
+        check(finetune("single", flags(10, 3, "float32")), reference(workload, "float32"), "float32")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_every_cut_in_space_is_the_same_step(reference, train_on):
+    """On two processes, all workloads in one launch; single precision for one."""
+    cases = [(workload, "float64") for workload in ("llama", "gpt2", "lora", "dpo", "orpo")] + [("llama", "float32")]
+    runs = {f"{PROGRAM}/{name}-{dtype}": flags(10, 3, dtype) + WORKLOADS[name] for name, dtype in cases}
+    folder = train_on(2, runs)
+    for name, dtype in cases:
+        check(folder / PROGRAM / f"{name}-{dtype}", reference(name, dtype), dtype)
+
+
+def test_the_mean_of_means_fails_the_same_check(finetune, reference, monkeypatch):
+    """The control: tokens weighed by their own micro-batch, as loops of others do."""
+    forward = CausalLmSums.forward
+
+    def mean(self, **batch):
+        sums, correct = forward(self, **batch)
+        return sums / max(1, len(batch["labels"])) * (600 / 4 if self.training else 1), correct
+
+    monkeypatch.setattr(CausalLmSums, "forward", mean)
+    cut = finetune("cut", flags(10, 3, "float64"))
+    assert relative(parameters(cut), parameters(reference("llama", "float64"))) > 1e-3
+
+
+def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
+    output_dir = finetune("run", SMALL + " --eval_steps 5")
+    printed = capsys.readouterr().out
+    assert {path.name for path in output_dir.iterdir()} == {
+        *(".lock", "README.md", "all_results.json", "best", "chat_template.jinja", "checkpoint-10", "config.json"),
+        *("generation_config.json", "generations.jsonl", "loss.png", "metrics.jsonl", "model.safetensors"),
+        *("recipe.yaml", "settings.json", "tokenizer.json", "tokenizer_config.json"),
+    }
+    assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
+    judged = ["step", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_exact_match"]
+    assert list(evaluations(output_dir)[0]) == judged
+    for line in evaluations(output_dir):
+        assert line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
+    answers = [json.loads(line) for line in (output_dir / generation.FILE).read_text().splitlines()]
+    assert len(answers) == 4
+    assert evaluations(output_dir)[-1]["eval_exact_match"] == sum(a["is_right"] for a in answers) / 4
+    assert "random weights" in printed
+    assert "tokens are trained" in printed or "trained: " in printed, "the report of the mask"
+    assert 'pipeline("text-generation"' in (output_dir / "README.md").read_text()
+
+
+def test_the_saved_model_answers_in_its_chat_template(finetune):
+    output_dir = finetune("run", SMALL)
+    model, tokenizer = (kind.from_pretrained(output_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
+    _, held_out = conversations.build(recipe)
+    answers = [json.loads(line) for line in (output_dir / generation.FILE).read_text().splitlines()]
+    for place, answer in enumerate(answers):
+        prompt, expected = (torch.from_numpy(tokens).long() for tokens in held_out.find_question(place))
+        assert answer["expected"] == tokenizer.decode(expected, skip_special_tokens=True)
+        tokens = model.generate(prompt[None], max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        assert answer["answer"] == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    again = finetune("again", f"{SMALL} {WEIGHTS}{output_dir} --max_train_steps 1 --learning_rate 1e-12")
+    assert evaluations(again)[0]["eval_loss"] == pytest.approx(evaluations(output_dir)[-1]["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("workload", ["dpo", "lora"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
+    more = f"{SMALL} --eval_steps 4 --record_samples{WORKLOADS[workload]}"
+    whole = finetune("whole", more)
+    parts = finetune("parts", f"{more} --stop_after_step 7")
+    finetune("parts", f"{more} --resume_from_checkpoint latest", output_dir=parts)
+    assert untimed_metrics(parts) == untimed_metrics(whole)
+    if workload != "lora":
+        assert same_weights(parts, whole)
+
+
+def test_it_learns(finetune):
+    flags = "--global_batch_size 16 --num_train_samples 400 --max_train_steps 60 --lr_scaling_rule none"
+    first, last = evaluations(finetune("longer", flags))
+    assert last["eval_loss"] < first["eval_loss"] - 1
+
+
+def test_preferences_are_learned_from_the_model_as_it_was(finetune):
+    """Before the first step model and reference are one, so that the loss is ln 2."""
+    start = finetune("start", f"{SMALL} --max_train_steps 1")
+    flags = f"--global_batch_size 16 {WEIGHTS}{start} --max_train_steps 20 --learning_rate 1e-3{PAIRS}dpo"
+    output_dir = finetune("dpo", flags)
+    assert evaluations(output_dir)[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    losses = [line["loss"] for line in metrics(output_dir)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_best_model_is_left_when_asked_for(finetune):
+    flags = f"{SMALL} --eval_steps 5 --learning_rate 1e-12 --metric_for_best_model exact_match --load_best_model_at_end"
+    output_dir = finetune("run", flags)
+    assert json.loads((output_dir / "all_results.json").read_text())["best_step"] == 0
+    assert same_weights(output_dir, output_dir / "best")
+    flags = f"{SMALL} --eval_steps 2 --learning_rate 1e-12 --early_stopping_patience 2"
+    assert len(metrics(finetune("stopped", f"{flags} --metric_for_best_model exact_match"))) == 4
+
+
+def test_answers_are_those_of_single_prompts():
+    torch.manual_seed(0)
+    recipe = load("sft_small_cpu", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300})
+    lm = CausalLmSums.from_recipe(recipe, None).model
+    lm.set_attn_implementation("sdpa")
+    prompts = torch.randint(2, 300, (4, 9)).tolist()
+    together = generation.continue_greedily(lm, prompts, 12, [1])
+    assert together == [generation.continue_greedily(lm, [prompt], 12, [1])[0] for prompt in prompts]
+    end = together[0][5]
+    stopped = generation.continue_greedily(lm, prompts[:1], 12, [end])[0]
+    assert stopped == together[0][: together[0].index(end)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num_train_samples none", "num_train_samples is None, but with builtin/drawn_chats it must be a number"),
+        ("--objective dpo", "objective is dpo, but dataset_name is builtin/drawn_chats, which has no such samples"),
+        (f"{PAIRS}dpo --loss_weighting sample", "loss_weighting is sample, but objective is dpo"),
+        (f"{PAIRS}simpo --sft_loss_weight 1", "sft_loss_weight is 1.0, but objective is simpo"),
+        (f"{PAIRS}dpo --train_on all", "train_on is all, but objective is dpo"),
+        ("--lora_alpha 8", "lora_alpha is 8.0, but lora_rank is null"),
+        ("--lora_rank 8", "lora_alpha is null, but lora_rank is set"),
+        ("--lora_rank 8 --lora_alpha 8 --lora_targets all-linear q_proj", "give all-linear alone, or names"),
+        ("--hidden_size none", "hidden_size is null, but model_name_or_path is not set"),
+        ("--num_attention_heads 5", "hidden_size 32 is not a multiple of num_attention_heads 5"),
+        ("--num_key_value_heads 3", "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ("--max_seq_length 300", "max_seq_length 300 exceeds max_position_embeddings 256"),
+        ("--architecture llamma", "architecture llamma is no model_type that transformers knows"),
+        ("--model_name_or_path nowhere --architecture none", "is 32, but model_name_or_path is set"),
+        ("--early_stopping_patience 2", "early_stopping_patience compares evaluations"),
+        ("--metric_for_best_model f2 --eval_steps 5", "metric_for_best_model is 'f2', must be one of loss"),
+        (
+            "--metric_for_best_model preference_accuracy --eval_steps 5",
+            "metric_for_best_model is 'preference_accuracy'",
+        ),
+        ("--recipe bert_small_cpu", "is for the task bert_pretraining, this script trains causal_lm_finetuning"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(finetune, flags, message):
+    with pytest.raises(UsageError, match=message) as error:
+        finetune("run", f"{SMALL} {flags}")
+    assert "\n" not in error.value.problems[0]
+
+
+def test_weights_bring_their_shape_and_other_data_their_size(tmp_path):
+    recipe = load("sft_small_cpu", {"model_name_or_path": "someone/model", "train_file": ["a.jsonl"]})
+    assert set(recipe.shape.values()) | {recipe.architecture, recipe.vocab_size} == {None}
+    assert (recipe.num_train_samples, recipe.num_validation_samples, recipe.dataset_config_name) == (None, None, None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    changes = {"model_name_or_path": str(tmp_path)}
+    with pytest.raises(UsageError, match=r"max_seq_length is 256, but model_name_or_path .* has 128 positions"):
+        pretrained_shape.load("sft_small_cpu", changes)
+    assert pretrained_shape.load("sft_small_cpu", changes | {"max_seq_length": 128}).max_seq_length == 128
