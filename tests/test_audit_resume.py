@@ -1,8 +1,6 @@
 """The audit kills and resumes a program, and says where it does not go on as it would have."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ import torch
 from stepaudit import script
 from stepaudit.errors import UsageError
 from stepaudit.judge import compare
-from stepaudit.processes import load
 from stepaudit.recording import MicroStep, Recording, Step
 from stepaudit.resume import compare_resumed
 from stepaudit.script import Variation, audit_script
@@ -69,13 +66,7 @@ def program(tmp_path):
 @pytest.fixture
 def without_imports(server, monkeypatch):
     """Let the command run programs on a server that has imported torch."""
-
-    def record(program, variation, num_steps, timeout, mode):
-        with tempfile.TemporaryDirectory() as folder:
-            server.run([folder, f"{num_steps}:{mode}", *program, *variation.argv], variation.num_processes, timeout)
-            return [] if mode == "kill" else load(Path(folder), 1, variation.num_processes)[0]
-
-    monkeypatch.setattr(script, "record", record)
+    monkeypatch.setattr(script, "record", server.record)
 
 
 @pytest.mark.parametrize(
