@@ -5,7 +5,8 @@
 Each loop is a short program of benchmarks/packages/ or benchmarks/loops/, with a tiny random model, no download, and the
 versions of requirements.txt. It is run unchanged with 16 samples in one micro-batch, in 4 x 4 micro-batches, and on two
 processes of 8 samples, as `python -m recipes audit-script` does it. Samples are 77 or nearly (nanoGPT's have no end), so that
-the last window is partial. Writes benchmarks/results/audited.* and docs/audited.md.
+the last window is partial. And `audit_packing` asks classes of causal models whether a row of packed samples is the samples.
+Writes benchmarks/results/audited.* and docs/audited.md.
 """
 
 import dataclasses
@@ -15,9 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+import causal_models
 import harness
 from forked import AUDITED, Server
 
+from stepaudit import audit_packing
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
 from stepaudit.judge import compare, find_faults
 from stepaudit.script import BATCH, WINDOW, Variation
@@ -144,6 +147,15 @@ def measure(server: Server, title: str) -> dict:
     return row
 
 
+def measure_packing() -> list[dict]:
+    """Ask every class of causal models whether it keeps packed samples apart."""
+    rows = []
+    for name in causal_models.CONFIGS:
+        findings = audit_packing(causal_models.build(name), causal_models.SAMPLES)
+        rows.append({"model": name, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    return rows
+
+
 # ------------------------------------------------------------------------------------------------ pages
 
 
@@ -235,6 +247,26 @@ def overview(results: dict, root: str, guide: str) -> str:
     )
 
 
+def packing(results: dict) -> str:
+    """Make the table of models that are given packed rows."""
+    kept = [f"`{row['model']}`" for row in results["packing"] if not row["findings"]]
+    lines = [
+        [f"`{row['model']}`", f"`{finding['where']}`", finding["evidence"]]
+        for row in results["packing"]
+        for finding in row["findings"]
+    ]
+    return (
+        "## Is a packed row the same as its samples?\n\n"
+        "Packing puts samples end to end in one row; `position_ids`, which begin anew in each, tell them apart. Whether they\n"
+        f"do depends on the class of the model. transformers {results['about']['versions']['transformers']}, eager attention,\n"
+        "random weights, no attention mask and no other sign of where samples end: the gradient of five samples in one row,\n"
+        "beside that of the samples alone (`stepaudit.audit_packing`):\n\n"
+        f"The same: {', '.join(kept)}.\n\n"
+        "A sample sees the one in front of it:\n\n"
+        f"{harness.table('model | where samples first mix | how far the row is off', lines)}"
+    )
+
+
 def guide(results: dict) -> str:
     """Make docs/audited.md."""
     vary = " \\\n  ".join(f'--vary "{BATCH}={b},{WINDOW}={k}"' for b, k, _ in (REFERENCE, CUT))
@@ -245,7 +277,9 @@ def guide(results: dict) -> str:
         "documents it, on a tiny random model and samples of which the last window has too few, and is not changed: the audit\n"
         "([audit.md](audit.md)) watches it from outside.\n\n"
         f"{overview(results, '../', Path(GUIDE).name)}\n"
-        "One of them by hand, from the repository:\n\n"
+        f"{packing(results)}\n"
+        "## By hand\n\n"
+        "A loop, from the repository:\n\n"
         f"```text\npython -m recipes audit-script {vary} \\\n  -- benchmarks/packages/trl_dpo.py\n```\n\n"
         "Models are tiny, and samples are drawn: the size of an error is an example, its cause is not. A library's newer\n"
         "version may have mended what is said of an older one. A plain computation of the same gradients, without the audit,\n"
@@ -271,7 +305,9 @@ def markdown(results: dict) -> str:
         "Loops that people use, audited",
         "audited.py",
         results["about"],
-        f"{overview(results, '../../', f'../../{GUIDE}')}\nEvery finding:\n\n{harness.table(columns, lines)}",
+        f"{overview(results, '../../', f'../../{GUIDE}')}\n"
+        f"Every finding:\n\n{harness.table(columns, lines)}\n"
+        f"{packing(results)}",
     )
 
 
@@ -282,10 +318,11 @@ def main() -> None:
     rows = harness.read_other_rows(arguments.output, "rows", "loop", arguments.only)
     rows = [row for row in rows if row["loop"] in LOOPS]
     about = harness.about("make audit-peers", PACKAGES)
+    packed_rows = measure_packing()
     with Server(libraries=IMPORTED) as server:
         for number, title in enumerate(arguments.only, 1):
             rows.append(measure(server, title))
-            results = {"about": about, "rows": rows}
+            results = {"about": about, "rows": rows, "packing": packed_rows}
             harness.write(arguments.output, results, markdown(results), is_last=number == len(arguments.only))
             arguments.document.write_text(guide(results), encoding="utf-8")
 

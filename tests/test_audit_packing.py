@@ -5,57 +5,36 @@ import itertools
 
 import pytest
 import torch
+from causal_models import CONFIGS, SAMPLES, VOCAB, build
 from torch import nn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
 
 from stepaudit import audit_packing
 from stepaudit.errors import UsageError
 
-VOCAB = 60
-SAMPLES = [torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 12, 7, 9)]
-SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-MODELS = {
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48, **more)),
-    "gpt2": lambda **more: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, **more)),
-    "opt": lambda **more: OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, **more)),
-    "falcon": lambda **more: FalconForCausalLM(FalconConfig(**SIZES, **more)),
-    "bloom": lambda **more: BloomForCausalLM(
-        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, **more)
-    ),
+LEAKS = {
+    "GptOssForCausalLM": "model.layers.0.self_attn (GptOssAttention)",
+    "OPTForCausalLM": "model.decoder.layers.0.self_attn (OPTAttention)",
+    "FalconForCausalLM": "transformer.h.0.self_attention (FalconAttention)",
+    "Mamba2ForCausalLM": "backbone.layers.0.mixer (Mamba2Mixer)",
+    "Qwen3NextForCausalLM": "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    "BloomForCausalLM": "transformer (BloomModel)",  # distances are made between its modules
+    "Lfm2ForCausalLM": "model.layers.0.conv (Lfm2ShortConv)",
 }
 
 
-def build(name: str, **more) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name](initializer_range=0.2, **more)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_leak_are_named_and_no_others(name):
+    findings = audit_packing(build(name), SAMPLES)
+    assert [(finding.cause, finding.where) for finding in findings] == (
+        [("packing", LEAKS[name])] if name in LEAKS else []
+    )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_models_that_keep_samples_apart_are_not_accused(name, attention):
-    assert audit_packing(build(name, attn_implementation=attention), SAMPLES) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "place"), [("opt", "layers.0.self_attn"), ("falcon", "h.0.self_attention"), ("bloom", "BloomModel")]
-)
-def test_models_that_leak_are_named_with_the_module(name, place):
-    """Bloom's distances are made between its modules."""
-    (finding,) = audit_packing(build(name, attn_implementation="eager"), SAMPLES)
-    assert finding.cause == "packing"
-    assert place in finding.where
-    assert float(finding.evidence.split("gradient ")[1].split(",")[0]) > 1e-3
+def test_an_attention_without_weights_is_audited():
+    assert audit_packing(build("LlamaForCausalLM", "sdpa"), SAMPLES) == []
+    (finding,) = audit_packing(build("OPTForCausalLM", "sdpa"), SAMPLES)
+    assert finding.where == LEAKS["OPTForCausalLM"]
+    assert float(finding.evidence.split("gradient ")[1].split(",")[0]) > 0.1
 
 
 class Recurrent(nn.Module):
@@ -87,7 +66,7 @@ def test_a_recurrent_state_leaks_unless_it_is_restarted():
 
 
 def test_bad_input_gets_one_line():
-    model = build("llama")
+    model = build("LlamaForCausalLM")
     for sequences in ([], SAMPLES[:1], [[1, 2], [3]]):
         with pytest.raises(UsageError, match="two sequences or more, of two tokens or more"):
             audit_packing(model, sequences)
