@@ -84,6 +84,14 @@ def bert(kind: type = BertModel, **more) -> BertModel:
     return kind(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0, **more))
 
 
+def blocks(length: int = 16) -> list[dict]:
+    """Join texts, and cut them into blocks of one length, as run_clm and run_mlm do."""
+    tokens = [token for text in texts(1, 8, 28) for token in tokenizer()(text)["input_ids"]]
+    starts = range(0, NUM_SAMPLES * length, length)
+    assert len(tokens) >= NUM_SAMPLES * length
+    return [{"input_ids": tokens[start : start + length], "attention_mask": [1] * length} for start in starts]
+
+
 def texts(seed: int, low: int = 2, high: int = 12) -> list[str]:
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(low, high))) for _ in range(NUM_SAMPLES)]
