@@ -8,8 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit chaos
-.PHONY: help venv pretrain pretrain-gpt2 finetune train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'

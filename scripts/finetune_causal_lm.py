@@ -16,10 +16,9 @@ TASK = "causal_lm_finetuning"
 if __name__ == "__main__":
     answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
 
-from samestep.models.causal_lm import CausalLmSums
-
 from samestep.data import conversations
 from samestep.errors import exit_code
+from samestep.models.causal_lm import CausalLmSums
 from samestep.training import evaluation, generation, reference, report
 from samestep.training.run import Run
 
@@ -47,9 +46,13 @@ def main(argv: list[str]) -> int:
         if held_out is None:
             return False
         if run.completed_steps not in run.log.evaluated_steps:
-            sums = evaluation.evaluate(accelerator, model, held_out, recipe.seed, batch_size)
-            scores = generation.judge(accelerator, run.bare_model, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, sums, more_scores=scores)
+            if recipe.objective == "sft":
+                sums, scores = evaluation.evaluate(accelerator, model, held_out, recipe.seed, batch_size), None
+            else:
+                sums, margins = evaluation.evaluate_logits(accelerator, model, held_out, recipe.seed, batch_size)
+                scores = evaluation.score_pairs(margins)
+            answers = generation.judge(accelerator, run.bare_model, held_out, settings)
+            run.log.add_evaluation(run.completed_steps, sums, scores, answers)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 report.save_best(accelerator, run.output_dir, run.bare_model.model, train.tokenizer)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]

@@ -102,9 +102,7 @@ def _train_once(
     return tokenizer
 
 
-def _byte_level_bpe(
-    texts: Iterable[str], vocab_size: int, splits_digits: bool = False
-) -> PreTrainedTokenizerBase:
+def _byte_level_bpe(texts: Iterable[str], vocab_size: int, splits_digits: bool = False) -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if splits_digits:
