@@ -19,7 +19,7 @@ from transformers import (
 
 from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import attention_kernel, can_set_attention
-from samestep.cut.layout import LOGITS_AT_ONCE
+from samestep.cut.layout import LOGITS_AT_ONCE, round_up
 from samestep.errors import UsageError, reason
 from samestep.models import adapters, cpu_matmul, packing, sequences
 from samestep.models.pretrained import causal_attention, initial_model
@@ -249,12 +249,14 @@ class CausalLmSums(SummedLosses):
 
     def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Compute the last hidden states of sequences that lie end to end, [n, width]; arguments as of `forward`."""
-        input_ids, position_ids = (F.pad(x, (0, 1)) for x in (input_ids, position_ids))  # a spare token
+        num_tokens = input_ids.shape[1]
+        num_spare = round_up(num_tokens + 1, 6) - num_tokens  # at least one, and few sizes of rows in a run
+        input_ids, position_ids = (F.pad(x, (0, num_spare)) for x in (input_ids, position_ids))
         row = Sequences(ends, input_ids.shape[1])
         self._name_rows(row, ends, position_ids)
         if self.is_padded:
             return packing.padded_hidden(self.causal_lm, input_ids, row)
-        return packing.row_hidden(self.causal_lm, input_ids, position_ids, row)[:-1]
+        return packing.row_hidden(self.causal_lm, input_ids, position_ids, row)[:num_tokens]
 
     def _name_rows(self, row: Sequences, ends: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Tell the noise which rows of the tensors are which tokens of which samples. A pair's sequences are one sample."""
@@ -286,7 +288,13 @@ class CausalLmSums(SummedLosses):
         """
         if self._has_plain_head:
             weight = self.causal_lm.get_output_embeddings().weight
-            return losses.linear_cross_entropy(self._scale(hidden), weight, labels, scales=scales)
+            num_spare = round_up(len(labels), 6) - len(labels)  # few sizes in a run, as of rows
+            hidden, labels = (
+                F.pad(self._scale(hidden), (0, 0, 0, num_spare)),
+                F.pad(labels, (0, num_spare), value=losses.IGNORED),
+            )
+            scales = None if scales is None else F.pad(scales, (0, num_spare))
+            return losses.linear_cross_entropy(hidden, weight, labels, scales=scales)
         parts = [
             (-log_p if scales is None else -log_p * scales[chunk], is_largest)
             for chunk, log_p, is_largest in self._log_probabilities(hidden, labels)

@@ -44,7 +44,7 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
     Args:
         run: the training.
         model_class: class of its model; see `reference_logps`.
-        sources: get the numbers by `set_reference`. None: no source.
+        sources: get the numbers as `reference`, float32 [samples, 2]. None: no source.
 
     Raises:
         UsageError: a log-probability is not finite.
@@ -58,7 +58,8 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
         if source is not None:
             path = run.output_dir / f".reference-{number}.safetensors"
             batch_size = settings.per_device_eval_batch_size
-            source.set_reference(reference_logps(accelerator, model, source, recipe.seed, batch_size, path))
+            values = reference_logps(accelerator, model, source, recipe.seed, batch_size, path)
+            source.reference = values.astype(np.float32)
 
 
 def reference_logps(
