@@ -178,7 +178,7 @@ def test_answers_are_those_of_single_prompts():
     recipe = load("sft_small_cpu", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300})
     lm = CausalLmSums.from_recipe(recipe, None).model
     lm.set_attn_implementation("sdpa")
-    prompts = torch.randint(2, 300, (4, 9)).tolist()
+    prompts = [row[:length] for row, length in zip(torch.randint(2, 300, (4, 9)).tolist(), (9, 9, 5, 2), strict=True)]
     together = generation.continue_greedily(lm, prompts, 12, [1])
     assert together == [generation.continue_greedily(lm, [prompt], 12, [1])[0] for prompt in prompts]
     end = together[0][5]

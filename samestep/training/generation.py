@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def judge(
     if not questions or not model.causal_lm.can_generate():  # a reward model does not
         return {}
     tokenizer, answers = source.tokenizer, []
-    batches = make_batches([prompt for prompt, _ in questions], settings.per_device_eval_batch_size)
+    lengths = [len(prompt) for prompt, _ in questions]
+    batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
     with model.own_attention() as causal_lm, accelerator.autocast():
         ends = find_ends(causal_lm, tokenizer)
         for batch in batches[accelerator.process_index :: accelerator.num_processes]:
@@ -69,27 +71,29 @@ def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     return sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
 
 
-def make_batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Cut prompts into batches of equal length, so that nothing is padded: places of `prompts`, at most `batch_size` each.
+def make_batches(lengths: Sequence[int], batch_size: int, may_pad: bool) -> list[list[int]]:
+    """Cut prompts into batches of at most `batch_size`, from the shortest to the longest: their places.
 
-    >>> make_batches([[1, 2], [3], [4, 5], [6, 7]], 2)
-    [[1], [0, 2], [3]]
+    Args:
+        lengths: tokens of each prompt.
+        batch_size: prompts of a batch, at most.
+        may_pad: whether a batch may have prompts of several lengths.
+
+    >>> make_batches([2, 1, 2, 2], 2, may_pad=True), make_batches([2, 1, 2, 2], 2, may_pad=False)
+    ([[1, 0], [2, 3]], [[1], [0, 2], [3]])
     """
-    by_length: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(place)
-    return [
-        by_length[length][first : first + batch_size]
-        for length in sorted(by_length)
-        for first in range(0, len(by_length[length]), batch_size)
-    ]
+    places = sorted(range(len(lengths)), key=lengths.__getitem__)
+    groups = [places] if may_pad else [list(group) for _, group in groupby(places, lengths.__getitem__)]
+    return [group[first : first + batch_size] for group in groups for first in range(0, len(group), batch_size)]
 
 
 @torch.no_grad()
 def continue_greedily(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """Continue prompts of equal length by the likeliest tokens, up to the first of `ends`, which is left out.
+    """Continue prompts by the likeliest tokens, up to the first of `ends`, which is left out.
+
+    Shorter prompts are padded on their left, where nothing attends.
 
     Args:
         model: a causal language model; is left in the mode in which it was.
@@ -100,23 +104,28 @@ def continue_greedily(
     Returns:
         Token ids of each continuation.
     """
+    length = max(map(len, prompts))
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if num_positions is not None:
-        num_tokens = min(num_tokens, num_positions - len(prompts[0]))
+        num_tokens = min(num_tokens, num_positions - length)
     if num_tokens < 1:
         return [[] for _ in prompts]
     was_training = model.training
     model.eval()
-    input_ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    input_ids = torch.full((len(prompts), length), ends[0])
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, length - len(prompt) :] = torch.tensor(list(prompt))
+        mask[row, length - len(prompt) :] = 1
     tokens = model.generate(
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
+        input_ids=input_ids.to(model.device),
+        attention_mask=mask.to(model.device),
         max_new_tokens=num_tokens,
         do_sample=False,
         eos_token_id=list(ends),
         pad_token_id=ends[0],
     )
     model.train(was_training)
-    rows = tokens[:, input_ids.shape[1] :].tolist()
+    rows = tokens[:, length:].tolist()
     stops = [next((place for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
     return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
