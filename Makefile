@@ -134,7 +134,7 @@ test-studies: venv ## the tests of studies/, which make test leaves out
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py
 
-audit-peers: venv ## audit loops that people use, as their installed packages document them: 15 minutes; writes docs/audited.md
+audit-peers: venv ## audit loops that people use, as their installed packages document them: 5 minutes; writes docs/audited.md
 	$(BIN)/python benchmarks/audited.py
 
 bench-own-loops: venv ## speed of loops of others, made exact, beside the loops as they were; writes benchmarks/results/own_loops.*

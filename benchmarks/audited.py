@@ -1,12 +1,12 @@
 """Audits the training loops that people use, as their libraries document them: which take the step that they say?
 
-    make audit-peers                      all of them, about 15 minutes; --only NAME for some
+    make audit-peers                      all of it, about 5 minutes; --only NAME for some loops
 
 Each loop is a short program of benchmarks/packages/ or benchmarks/loops/, with a tiny random model, no download, and the
 versions of requirements.txt. It is run unchanged with 16 samples in one micro-batch, in 4 x 4 micro-batches, and on two
-processes of 8 samples, as `python -m recipes audit-script` does it. Samples are 77 or nearly (nanoGPT's have no end), so that
-the last window is partial. And `audit_packing` asks classes of causal models whether a row of packed samples is the samples.
-Writes benchmarks/results/audited.* and docs/audited.md.
+processes of 8 samples, as `python -m recipes audit-script` does it. Samples are 77 (nanoGPT's have no end), so that the last
+window is partial. Besides, two loops are killed and resumed, and classes of causal models are asked by `audit_packing` whether
+a row of packed samples is the same as the samples. Writes benchmarks/results/audited.* and docs/audited.md.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ from forked import AUDITED, Server
 from stepaudit import audit_packing
 from stepaudit.causes import GUIDE, HARMLESS, KINDS
 from stepaudit.judge import compare, find_faults
-from stepaudit.script import BATCH, WINDOW, Variation
+from stepaudit.recording import Recording
+from stepaudit.script import BATCH, FOLDER, WINDOW, Variation, compare_resumed_runs
 
 TOLERANCE = 1e-5
 TIMEOUT = 300  # seconds for a run
@@ -104,6 +105,14 @@ IMPORTED = (
     *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "reward")),
     *(f"trl.experimental.{name}.{name}_trainer" for name in ("orpo", "cpo")),
 )
+# Loops that save and resume -> program, with checkpoints after every step.
+SAVED = ("--output_dir", FOLDER, "--optim", "adamw_torch")
+RESUMED_LOOPS = {
+    "Trainer, run_clm": ("packages/trainer.py", "blocks", *SAVED),
+    "run_clm_no_trainer": ("packages/no_trainer.py", "clm", *SAVED),
+}
+RESUMED_LAYOUTS = [(8, 2, 1), (4, 4, 1), (8, 1, 2)]
+STOP, NUM_RESUMED_STEPS = 2, 2
 PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft", "lightning", "sentence-transformers")
 
 
@@ -153,6 +162,33 @@ def measure_packing() -> list[dict]:
     for name in causal_models.CONFIGS:
         findings = audit_packing(causal_models.build(name), causal_models.SAMPLES)
         rows.append({"model": name, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    return rows
+
+
+def measure_resuming(server: Server, title: str) -> list[dict]:
+    """Kill a loop after `STOP` steps, and resume it under each layout."""
+    program, *words = RESUMED_LOOPS[title]
+    runs = [make_variation(layout) for layout in RESUMED_LAYOUTS]
+
+    def record(words: list[str], variation: Variation, num_steps: int, mode: str) -> list[Recording]:
+        return server.record(words, variation, num_steps, TIMEOUT, mode)
+
+    _, comparisons = compare_resumed_runs(
+        [str(ROOT / "benchmarks" / program), *words],
+        runs,
+        Variation({"resume_from_checkpoint": "last"}, 1),
+        STOP,
+        NUM_RESUMED_STEPS,
+        TOLERANCE,
+        record,
+    )
+    rows = []
+    for layout, comparison in zip(RESUMED_LAYOUTS, comparisons, strict=True):
+        row = {"loop": title, "layout": "x".join(map(str, layout)), "never_stepped": 0}
+        row["errors"] = [error if error == error else None for error in comparison.errors]
+        row["findings"] = [dataclasses.asdict(finding) for finding in comparison.findings]
+        print(f"{title}, resumed, {row['layout']}: {_errors(row)}, {row['findings']}", file=sys.stderr, flush=True)
+        rows.append(row)
     return rows
 
 
@@ -247,6 +283,24 @@ def overview(results: dict, root: str, guide: str) -> str:
     )
 
 
+def resuming(results: dict) -> str:
+    """Make the table of loops that are killed and resumed."""
+    lines = [
+        [
+            *(row["loop"], row["layout"], _errors(row)),
+            "; ".join(f"`{f['cause']}`: {f['evidence']}" for f in row["findings"]) or "goes on as undisturbed",
+        ]
+        for row in results["resuming"]
+    ]
+    return (
+        "## Does a run that was killed go on as it would have?\n\n"
+        f"Killed in {'x'.join(map(str, RESUMED_LAYOUTS[0]))} (samples x micro-batches x processes) after {STOP} steps, with a\n"
+        "checkpoint after every step, and resumed as the library documents it; AdamW. The gradients of the next steps, beside\n"
+        "those of the run that went on (`audit-script --resume`):\n\n"
+        f"{harness.table('loop | resumed in | error of the first / last step | found', lines)}"
+    )
+
+
 def packing(results: dict) -> str:
     """Make the table of models that are given packed rows."""
     kept = [f"`{row['model']}`" for row in results["packing"] if not row["findings"]]
@@ -278,6 +332,7 @@ def guide(results: dict) -> str:
         "([audit.md](audit.md)) watches it from outside.\n\n"
         f"{overview(results, '../', Path(GUIDE).name)}\n"
         f"{packing(results)}\n"
+        f"{resuming(results)}\n"
         "## By hand\n\n"
         "A loop, from the repository:\n\n"
         f"```text\npython -m recipes audit-script {vary} \\\n  -- benchmarks/packages/trl_dpo.py\n```\n\n"
@@ -307,7 +362,8 @@ def markdown(results: dict) -> str:
         results["about"],
         f"{overview(results, '../../', f'../../{GUIDE}')}\n"
         f"Every finding:\n\n{harness.table(columns, lines)}\n"
-        f"{packing(results)}",
+        f"{packing(results)}\n"
+        f"{resuming(results)}",
     )
 
 
@@ -320,9 +376,10 @@ def main() -> None:
     about = harness.about("make audit-peers", PACKAGES)
     packed_rows = measure_packing()
     with Server(libraries=IMPORTED) as server:
+        resumed_rows = [row for title in RESUMED_LOOPS for row in measure_resuming(server, title)]
         for number, title in enumerate(arguments.only, 1):
             rows.append(measure(server, title))
-            results = {"about": about, "rows": rows, "packing": packed_rows}
+            results = {"about": about, "rows": rows, "packing": packed_rows, "resuming": resumed_rows}
             harness.write(arguments.output, results, markdown(results), is_last=number == len(arguments.only))
             arguments.document.write_text(guide(results), encoding="utf-8")
 

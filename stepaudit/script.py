@@ -328,7 +328,22 @@ def _audit_script(argv: list[str], prog: str) -> int:
         raise UsageError(f"{prog}: {program[0]} {problem}")
     announce = (lambda text: None) if flags.json else (lambda text: print(text, file=sys.stderr, flush=True))
     if flags.resume:
-        labels, comparisons = _audit_resuming(program, runs, flags, announce)
+        if not any(FOLDER in word for word in [*program, flags.resume, *flags.vary]):
+            raise UsageError(
+                f"--resume is given, and no {FOLDER}: write it where the program takes the folder of its checkpoints, for "
+                f"example --output_dir {FOLDER}, so that each run has one of its own"
+            )
+        (resume,) = make_variations([flags.resume], [1])
+        labels, comparisons = compare_resumed_runs(
+            program,
+            runs,
+            resume,
+            flags.stop,
+            flags.steps,
+            flags.tolerance,
+            lambda words, variation, num_steps, mode: record(words, variation, num_steps, flags.timeout, mode),
+            announce,
+        )
         reference_findings = []
     else:
         labels, recordings = [str(variation) for variation in runs], []
@@ -363,26 +378,36 @@ def _audit_script(argv: list[str], prog: str) -> int:
     return 0 if is_exact else 1
 
 
-def _audit_resuming(
-    program: list[str], runs: list[Variation], flags: argparse.Namespace, announce: Callable[[str], None]
+def compare_resumed_runs(
+    program: list[str],
+    runs: list[Variation],
+    resume: Variation,
+    stop: int,
+    num_steps: int,
+    tolerance: float,
+    record_run: Callable[[list[str], Variation, int, str], list[Recording]],
+    announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[str], list[Comparison]]:
     """Kill and resume a program, and compare the steps after it with those of an undisturbed run.
+
+    Args:
+        program: file, and words of its command line, with `FOLDER` in the place of its output's folder.
+        runs: layouts: the first one is undisturbed and killed, under each the program is resumed.
+        resume: flags with which it is resumed.
+        stop: steps before it is killed.
+        num_steps: steps after it that are compared; 0: all.
+        tolerance: relative error of a gradient that is rounding.
+        record_run: (program, variation, number of steps, mode) -> recordings, as `record`.
+        announce: is told what runs.
 
     Returns:
         A label for the undisturbed run and for each layout under which the program was resumed; a comparison for each layout.
     """
-    if not any(FOLDER in word for word in [*program, flags.resume, *flags.vary]):
-        raise UsageError(
-            f"--resume is given, and no {FOLDER}: write it where the program takes the folder of its checkpoints, for example "
-            f"--output_dir {FOLDER}, so that each run has one of its own"
-        )
-    (resume,) = make_variations([flags.resume], [1])
-    steps = flags.steps and flags.stop + flags.steps
 
-    def run(variation: Variation, folder: Path, num_steps: int, mode: str) -> list[Recording]:
+    def run(variation: Variation, folder: Path, steps: int, mode: str) -> list[Recording]:
         words = [word.replace(FOLDER, str(folder)) for word in program]
         filled = {name: value.replace(FOLDER, str(folder)) for name, value in variation.flags.items()}
-        return record(words, dataclasses.replace(variation, flags=filled), num_steps, flags.timeout, mode)
+        return record_run(words, dataclasses.replace(variation, flags=filled), steps, mode)
 
     labels, comparisons = [f"{runs[0]}, undisturbed"], []
     with tempfile.TemporaryDirectory(prefix="audit-") as home:
@@ -390,16 +415,16 @@ def _audit_resuming(
         for folder in folders[:2]:
             folder.mkdir()
         announce(f"{program[0]}: {labels[0]}")
-        undisturbed = run(runs[0], folders[0], steps, "train")
-        announce(f"{program[0]}: {runs[0]}, killed after step {flags.stop}")
-        run(runs[0], folders[1], flags.stop, "kill")
+        undisturbed = run(runs[0], folders[0], num_steps and stop + num_steps, "train")
+        announce(f"{program[0]}: {runs[0]}, killed after step {stop}")
+        run(runs[0], folders[1], stop, "kill")
         for variation, folder in zip(runs, folders[2:], strict=True):
             labels.append(f"{variation}, resumed")
             announce(f"{program[0]}: {labels[-1]}")
             shutil.copytree(folders[1], folder)
             resumed = dataclasses.replace(variation, flags=variation.flags | resume.flags)
-            recordings = run(resumed, folder, flags.steps, "train")
-            comparisons.append(compare_resumed(undisturbed, recordings, flags.stop, flags.steps, flags.tolerance))
+            recordings = run(resumed, folder, num_steps, "train")
+            comparisons.append(compare_resumed(undisturbed, recordings, stop, num_steps, tolerance))
     return labels, comparisons
 
 

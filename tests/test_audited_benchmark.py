@@ -42,5 +42,6 @@ def test_verdicts_follow_from_the_numbers(benchmark, results):
 
 def test_the_page_shows_the_results(benchmark, results):
     page = (ROOT / "docs" / "audited.md").read_text(encoding="utf-8")
-    for table in (benchmark.overview(results, "../", "audit.md"), benchmark.packing(results)):
+    parts = benchmark.overview(results, "../", "audit.md"), benchmark.packing(results), benchmark.resuming(results)
+    for table in parts:
         assert table in page

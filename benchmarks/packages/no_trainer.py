@@ -1,10 +1,12 @@
 """The loops of transformers' examples run_clm_no_trainer, run_mlm_no_trainer and run_glue_no_trainer, on Accelerate.
 
-Left out: groups for weight decay, evaluation, tracking, checkpoints, the limit on steps.
+Left out: groups for weight decay, evaluation, tracking, the limit on steps. With --output_dir the first two save a checkpoint
+after every step (checkpointing_steps=1), and resume as the examples do.
 """
 
 import math
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -40,6 +42,12 @@ num_steps = math.ceil(len(loader) / k)
 scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=num_steps)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
+num_taken, output_dir = 0, Path(flags["output_dir"])
+if flags["resume_from_checkpoint"]:
+    num_taken = max(int(path.name.removeprefix("step_")) for path in output_dir.glob("step_*"))
+    accelerator.load_state(output_dir / f"step_{num_taken}")
+    loader = accelerator.skip_first_batches(loader, num_taken * k)
+
 model.train()
 for step, batch in enumerate(loader):
     if mode == "glue":
@@ -54,3 +62,7 @@ for step, batch in enumerate(loader):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        num_taken += 1
+        if flags["save_strategy"] == "steps":
+            accelerator.save_state(output_dir / f"step_{num_taken}")

@@ -24,7 +24,6 @@ CHAT = (
 ARGUMENTS = {
     "num_train_epochs": 1,
     "learning_rate": RATE,
-    "optim": "sgd",
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e9,
     "weight_decay": 0.0,
@@ -42,11 +41,17 @@ torch.manual_seed(0)
 
 
 def arguments() -> dict:
-    """Return the arguments of a trainer: the layout, and `ARGUMENTS`."""
+    """Return the arguments of a trainer: those of the command line, and `ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--per_device_train_batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    return ARGUMENTS | {"output_dir": tempfile.mkdtemp(prefix="packages-")} | vars(parser.parse_args())
+    parser.add_argument("--optim", default="sgd")
+    parser.add_argument("--output_dir", help="gets a checkpoint after every step; default: none is written")
+    parser.add_argument("--resume_from_checkpoint", choices=["last"])
+    flags = vars(parser.parse_args())
+    if flags["output_dir"]:
+        return ARGUMENTS | flags | {"save_strategy": "steps", "save_steps": 1}
+    return ARGUMENTS | flags | {"output_dir": tempfile.mkdtemp(prefix="packages-")}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -34,4 +34,4 @@ trainer = Trainer(
     eval_dataset=data[:20] if evaluated else None,
     data_collator=collator,
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint is not None)
