@@ -110,6 +110,7 @@ SAVED = ("--output_dir", FOLDER, "--optim", "adamw_torch")
 RESUMED_LOOPS = {
     "Trainer, run_clm": ("packages/trainer.py", "blocks", *SAVED),
     "run_clm_no_trainer": ("packages/no_trainer.py", "clm", *SAVED),
+    "run_clm_no_trainer, use_seedable_sampler=True": ("packages/no_trainer.py", "seeded", *SAVED),
 }
 RESUMED_LAYOUTS = [(8, 2, 1), (4, 4, 1), (8, 1, 2)]
 STOP, NUM_RESUMED_STEPS = 2, 2

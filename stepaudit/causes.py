@@ -189,12 +189,13 @@ KINDS = {
     ),
     "resume_samples": Cause(
         "a resumed run does not go on with the samples that come next",
-        "save how many samples of the epoch were used, draw the order from (seed, epoch), and skip as many of them: in "
-        "Accelerate skip_first_batches and sampler.set_epoch(epoch)",
+        "draw the order from (seed, epoch), save how many samples of the epoch were used, and skip as many: in Accelerate "
+        "DataLoaderConfiguration(use_seedable_sampler=True) and skip_first_batches",
     ),
     "resume_state": Cause(
-        "a resumed run makes another update of the same gradients: the optimizer or the schedule begins anew",
-        "save and load optimizer.state_dict() and scheduler.state_dict() beside the parameters",
+        "in a resumed run the optimizer or the schedule does not go on where it was",
+        "save and load optimizer.state_dict() and scheduler.state_dict() beside the parameters, and let the schedule count "
+        "steps of the optimizer: a prepared scheduler ticks once per process",
     ),
     "no_targets": Cause(
         "every label is -100: nothing is trained",

@@ -1,7 +1,7 @@
 """The loops of transformers' examples run_clm_no_trainer, run_mlm_no_trainer and run_glue_no_trainer, on Accelerate.
 
 Left out: groups for weight decay, evaluation, tracking, the limit on steps. With --output_dir the first two save a checkpoint
-after every step (checkpointing_steps=1), and resume as the examples do.
+after every step (checkpointing_steps=1), and resume as the examples do. seeded: the first with use_seedable_sampler=True.
 """
 
 import math
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from setup import RATE, arguments, bert, blocks, llama, texts, tokenizer
 from torch.utils.data import DataLoader
 from transformers import (
@@ -21,11 +21,11 @@ from transformers import (
     get_scheduler,
 )
 
-mode = sys.argv.pop(1)  # clm, mlm or glue
+mode = sys.argv.pop(1)  # clm, seeded, mlm or glue
 flags, words = arguments(), tokenizer()
 b, k = flags["per_device_train_batch_size"], flags["gradient_accumulation_steps"]
 data = blocks()
-if mode == "clm":
+if mode in ("clm", "seeded"):
     data = [sample | {"labels": sample["input_ids"]} for sample in data]
     model, collator = llama(), default_data_collator
 elif mode == "mlm":
@@ -35,7 +35,8 @@ else:
     model, collator = bert(BertForSequenceClassification, num_labels=3), DataCollatorWithPadding(words)
 
 # run_glue_no_trainer divides by k itself, and leaves the Accelerator at k = 1.
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if mode == "glue" else k)
+config = DataLoaderConfiguration(use_seedable_sampler=mode == "seeded")
+accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=1 if mode == "glue" else k)
 loader = DataLoader(data, shuffle=True, collate_fn=collator, batch_size=b)
 optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 num_steps = math.ceil(len(loader) / k)
