@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise docs claims test-studies audit chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -133,6 +133,9 @@ test-studies: venv ## the tests of studies/, which make test leaves out
 
 audit: venv ## audit every script of this repository on tiny models, several layouts; writes benchmarks/results/audit.*
 	$(BIN)/python benchmarks/audit.py
+
+audit-peers: venv ## audit loops that people use, as their installed packages document them: 5 minutes; writes docs/audited.md
+	$(BIN)/python benchmarks/audited.py
 
 bench-own-loops: venv ## speed of loops of others, made exact, beside the loops as they were; writes benchmarks/results/own_loops.*
 	$(BIN)/python benchmarks/own_loops.py

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 import harness
 import torch
 from choices import IMAGES, TEXTS, force
-from common import metrics, tiny_argv, write_corpus
+from common import DROPOUT, metrics, tiny_argv, write_corpus
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -48,9 +48,15 @@ SHORT = "--train_file CORPUS/short.jsonl"
 # Name -> program, its B, and flags beside its tiny model's.
 SCRIPTS = {
     "BERT": ("pretrain_bert", 32, f"{SHORT} --epoch_end keep"),
+    "BERT, dropout 0.1": ("pretrain_bert", 32, SHORT + DROPOUT),
     "GPT-2, packed": ("pretrain_gpt2", 16, f"{SHORT} --epoch_end keep"),
     "GPT-2, packed, document mask": ("pretrain_gpt2", 16, f"{SHORT} --document_mask true"),
     "GPT-2, a document per sample": ("pretrain_gpt2", 32, f"{SHORT} --packing false"),
+    "GPT-2, dropout 0.1": (
+        "pretrain_gpt2",
+        32,
+        f"{SHORT} --packing false --embd_pdrop 0.1 --resid_pdrop 0.1 --attn_pdrop 0.1",
+    ),
     "BERT classifier": ("finetune_classifier", 32, "--epoch_end keep"),
     "ResNet, normalised by groups": ("train_image_classifier", 32, "--validation_fraction 0.95 --epoch_end keep"),
     "ResNet, exact batch normalisation": ("train_image_classifier", 32, "--normalization batch --exact_batch_norm"),

@@ -25,9 +25,9 @@ def main() -> None:
     script = Path(sys.argv[1])
     prepare = launch.prepare
 
-    def prepare_flipped(accelerator, model, optimizer):
+    def prepare_flipped(accelerator, model, optimizer, *more):
         flip_last_bits(model)
-        return prepare(accelerator, model, optimizer)
+        return prepare(accelerator, model, optimizer, *more)
 
     launch.prepare = prepare_flipped
     sys.argv = [str(script), *sys.argv[2:]]

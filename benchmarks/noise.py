@@ -28,6 +28,7 @@ import harness
 import numpy as np
 import torch
 
+from samestep._internals.libc import stop_malloc_returning_memory
 from samestep.models.bert_pretraining import PretrainingSums
 from samestep.recipe.recipe import load
 from samestep.step import noise
@@ -293,6 +294,7 @@ def main() -> None:
     parser.set_defaults(threads=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    stop_malloc_returning_memory()  # as programs do
     about = harness.about("make bench-noise", ("torch", "transformers"), arguments.threads)
     file = arguments.output.with_suffix(".json")
     results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

@@ -103,11 +103,11 @@ def train(
     server.run([str(folder), json.dumps(calls)], num_processes, timeout=900, environment=environment)
 
 
-def sweep(work: Path, num_seeds: int) -> list[dict[str, Any]]:
+def sweep(work: Path, num_seeds: int, precisions: Iterable[str]) -> list[dict[str, Any]]:
     """Train on every number of processes, and with restarts; a row for each program and precision."""
     corpus, rows = write_corpus(work), []
     with Server("run_layouts", libraries=(), is_cpu=False) as server:
-        for precision in harness.PRECISIONS:
+        for precision in precisions:
             found: dict[str, list[dict[str, str]]] = {program: [] for program in WORKLOADS}
 
             def note(folder: Path, found: dict[str, list[dict[str, str]]] = found) -> None:
@@ -249,7 +249,7 @@ def _find_parting(digests: list[str], others: list[str]) -> str:
 
 
 def main() -> None:
-    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "moved", "cost"))
+    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "moved", "cost"), precisions=True)
     parser.add_argument("--seeds", type=harness.positive, default=NUM_SEEDS, help=f"of restarts [{NUM_SEEDS}]")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "reproducible", help="folder of the runs")
     args = parser.parse_args()
@@ -259,7 +259,8 @@ def main() -> None:
     results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "moved": {}, "cost": []}
     results["about"] = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
     if "sweep" in args.only:
-        results["sweep"] = sweep(args.work, args.seeds)
+        rows = harness.read_other_rows(args.output, "sweep", "precision", args.precisions)
+        results["sweep"] = rows + sweep(args.work, args.seeds, args.precisions)
     if "moved" in args.only:
         results["moved"] = move(args.work)
         draw(results["moved"], PICTURE)

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
     run = Run(argv, TASK, description=__doc__)
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
-    metric = settings.metric_for_best_model or "loss"
+    metric, batch_size = settings.metric_for_best_model or "loss", settings.per_device_eval_batch_size
 
     # The model returns summed losses: means of micro-batches must not be added up
     train, held_out = run.load_data(conversations.build)
@@ -51,9 +51,13 @@ def main(argv: list[str]) -> int:
         if held_out is None:
             return False
         if run.completed_steps not in run.log.evaluated_steps:
-            sums = evaluation.evaluate(accelerator, model, held_out, recipe.seed, settings.per_device_eval_batch_size)
-            scores = generation.judge(accelerator, run.bare_model, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, sums, more_scores=scores)
+            if recipe.objective == "sft":
+                sums, scores = evaluation.evaluate(accelerator, model, held_out, recipe.seed, batch_size), None
+            else:
+                sums, margins = evaluation.evaluate_logits(accelerator, model, held_out, recipe.seed, batch_size)
+                scores = evaluation.score_pairs(margins)
+            answers = generation.judge(accelerator, run.bare_model, held_out, settings)
+            run.log.add_evaluation(run.completed_steps, sums, scores, answers)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 run.save_best(run.bare_model.model)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]

@@ -11,9 +11,12 @@ _MODULES = {
     "Comparison": "judge",
     "Cut": "step",
     "Finding": "causes",
+    "MaskReport": "masks",
     "assert_same_step": "step",
+    "audit_packing": "packing",
     "audit_step": "step",
     "default_cuts": "step",
+    "report_mask": "masks",
 }
 __all__ = list(_MODULES)
 

@@ -103,6 +103,10 @@ class Batches:
         )
         return batch
 
+    def count_pending_samples(self) -> int | None:
+        """Return the number of samples of the first batch that was drawn and not used; None if it is unknown."""
+        return self.pending_batches[0].num_samples if self.pending_batches else None
+
     def evaluate(self) -> None:
         """Note that the loader that drew last serves a model in evaluation, which computes without gradients."""
         if self.newest_dataset is not None and (

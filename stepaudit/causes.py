@@ -58,6 +58,11 @@ KINDS = {
         "a sample's output depends on how far it is padded (is the padding masked?)",
         "pass attention_mask, and pool with it: (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
     ),
+    "packing": Cause(
+        "a sample of a packed row sees the one in front of it",
+        "an attention whose mask takes position_ids (flash, flex or sdpa, where the model has one), or no packing for this "
+        "model: packing=False, padding_free=False",
+    ),
     "mean_of_means": Cause(
         "mean of the micro-batches' means, though they have different numbers of targets",
         'loss = F.cross_entropy(..., reduction="sum") / count, with count that of all micro-batches and processes of the step'
@@ -178,6 +183,28 @@ KINDS = {
         "the optimizer makes another step of the same gradients and rates",
         "give the optimizer the whole step's gradient once: no state that grows with micro-batches",
     ),
+    "resume_weights": Cause(
+        "a resumed run does not begin with the parameters of a step of the run that was killed",
+        "load the newest checkpoint into the model before the first step, and look whether the flag is read at all",
+    ),
+    "resume_samples": Cause(
+        "a resumed run does not go on with the samples that come next",
+        "draw the order from (seed, epoch), save how many samples of the epoch were used, and skip as many: in Accelerate "
+        "DataLoaderConfiguration(use_seedable_sampler=True) and skip_first_batches",
+    ),
+    "resume_state": Cause(
+        "in a resumed run the optimizer or the schedule does not go on where it was",
+        "save and load optimizer.state_dict() and scheduler.state_dict() beside the parameters, and let the schedule count "
+        "steps of the optimizer: a prepared scheduler ticks once per process",
+    ),
+    "no_targets": Cause(
+        "every label is -100: nothing is trained",
+        "mark what the assistant says in the chat template ({% generation %}), and do not cut samples before their answers",
+    ),
+    "untrained_stop": Cause(
+        "no token that ends a text is trained: the model does not learn to stop",
+        "a pad_token that is not the eos_token (collators mask what is padding), and the eos_token inside the trained part",
+    ),
     "logged_loss": Cause(
         "the logged loss is not the loss of the step (the step itself is not concerned)",
         "log sum over count of the whole step, over all processes",
@@ -188,7 +215,7 @@ KINDS = {
     ),
 }
 CAUSES = {name: cause.text for name, cause in KINDS.items()}
-HARMLESS = {"reductions", "logged_loss"}
+HARMLESS = {"reductions", "logged_loss", "no_targets", "untrained_stop"}  # for the step: it is the same on every layout
 
 
 @dataclasses.dataclass(frozen=True)

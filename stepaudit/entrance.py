@@ -73,9 +73,9 @@ def find_entrances(
     if not _are_equal(tree_leaves(first), tree_leaves(second)):
         return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
 
-    def record_calls(batch: Any, seed: int = 1) -> list[Call]:
+    def record(batch: Any, seed: int = 1) -> list[Call]:
         with fix_noise(seed):
-            return _record_calls(model, lambda: call(model, batch))
+            return record_calls(model, lambda: call(model, batch))
 
     def collect_calls(probe: Callable[[], Call | None]) -> list[Call]:
         """Repeat a probe until it finds nothing new: each module that it finds is put into evaluation, and is silent then."""
@@ -95,24 +95,20 @@ def find_entrances(
             others = [*samples[:place], samples[place - 1], *samples[place + 1 :]]
             if _find_shapes(collate(others)) == _find_shapes(first):
                 rows = (0, 0, len(samples), len(samples) + 1)
-                return _find_first_difference(
-                    record_calls(first), record_calls(collate([*others, others[0]])), tolerance, *rows
-                )
+                return _find_first_difference(record(first), record(collate([*others, others[0]])), tolerance, *rows)
         return None
 
     def find_padding() -> Call | None:
-        whole = record_calls(first)
+        whole = record(first)
         for row, sample in enumerate(samples):
-            if entrance := _find_first_difference(
-                whole, record_calls(collate([sample])), tolerance, row, 0, len(samples), 1
-            ):
+            if entrance := _find_first_difference(whole, record(collate([sample])), tolerance, row, 0, len(samples), 1):
                 return entrance
         return None
 
     def find_noise() -> Call | None:
-        return _find_first_difference(record_calls(first, 1), record_calls(first, 2), tolerance)
+        return _find_first_difference(record(first, 1), record(first, 2), tolerance)
 
-    state_calls = collect_calls(lambda: _find_first_difference(record_calls(first), record_calls(first), tolerance))
+    state_calls = collect_calls(lambda: _find_first_difference(record(first), record(first), tolerance))
     findings += _make_findings(
         "state", state_calls, "its output differs when the same samples come again, with the same noise"
     )
@@ -157,7 +153,7 @@ def _make_findings(cause: str, calls: list[Call], evidence: str) -> list[Finding
     return [Finding(cause, list_names([call.module_name for call in calls]), evidence)]
 
 
-def _record_calls(model: nn.Module, compute: Callable[[], torch.Tensor | None]) -> list[Call]:
+def record_calls(model: nn.Module, compute: Callable[[], torch.Tensor | None]) -> list[Call]:
     """Record the calls of all modules, in the order in which they end: a module after the modules inside it."""
     calls: list[Call] = []
     hooks = []
@@ -263,12 +259,12 @@ def _rows_agree(
     last_part_a, last_part_b = (
         tuple(slice(length - size, length) for length, size in zip(x.shape, shape, strict=True)) for x in (a, b)
     )
-    return _is_close(a[first_part] * mask[first_part], b[first_part] * mask[first_part], tolerance) or _is_close(
+    return is_close(a[first_part] * mask[first_part], b[first_part] * mask[first_part], tolerance) or is_close(
         a[last_part_a] * mask[last_part_a], b[last_part_b] * mask[last_part_a], tolerance
     )
 
 
-def _is_close(a: torch.Tensor, b: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     if not a.is_floating_point():
         return bool((a == b).all())
     a, b = a.double(), b.double()
@@ -283,7 +279,7 @@ def _are_equal(leaves: list, other_leaves: list, tolerance: float = TOLERANCE) -
     for a, b in zip(leaves, other_leaves, strict=True):
         if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
             return False
-        if isinstance(a, torch.Tensor) and (a.shape != b.shape or not _is_close(a, b, tolerance)):
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or not is_close(a, b, tolerance)):
             return False
     return True
 

@@ -213,7 +213,30 @@ def find_faults(processes: Processes) -> list[Finding]:
                 part = f"{predicted / num_items:.4g} times the gradient"
                 evidence = f"{num_items:.0f} of which {predicted} are predicted: {part}"
                 findings.append(Finding("shifted_labels", f"{first.model}, step {t}", evidence))
+        findings += _find_untrained([recording for recording in recordings if recording is not None])
     return _select_first_findings(findings)
+
+
+def _find_untrained(processes: Processes) -> list[Finding]:
+    """Find steps without a label, and a causal model that is never trained to end a text that it is given."""
+    first, findings = processes[0], []
+    is_causal = _is_causal(first)
+    for t in range(len(first.steps)):
+        counts = [m.num_shifted if is_causal else m.num_labels for m in _list_micro_steps(processes, t)]
+        if counts and not any(counts) and None not in counts:
+            findings.append(Finding("no_targets", f"step {t + 1}", f"in all of its {len(counts)} micro-batches"))
+    stops = [m.num_stops for m in _list_all_micro_steps(processes)]
+    if is_causal and stops and None not in stops:
+        num_labels, num_inputs = map(sum, zip(*stops, strict=True))
+        if num_inputs and not num_labels:
+            evidence = f"in the inputs {num_inputs} times, and in no label"
+            findings.append(Finding("untrained_stop", f"{len(first.steps)} steps", evidence))
+    return findings
+
+
+def _is_causal(recording: Recording) -> bool:
+    """Tell whether a model predicts the next token, by the name of its class."""
+    return "CausalLM" in recording.model or "LMHead" in recording.model
 
 
 def _select_first_findings(findings: Iterable[Finding]) -> list[Finding]:
@@ -491,10 +514,9 @@ def _find_miscount(processes: Processes, t: int) -> tuple[float, int] | None:
     The first label of a row is never predicted.
     """
     recording = processes[0]
-    is_causal = "CausalLM" in recording.model or "LMHead" in recording.model
     micro_steps = [m for process in processes if t < len(process.steps) for m in process.steps[t].micro_steps]
     item_numbers = {m.num_items for m in micro_steps}
-    if not recording.honours_num_items or not is_causal or len(item_numbers) != 1 or None in item_numbers:
+    if not recording.honours_num_items or not _is_causal(recording) or len(item_numbers) != 1 or None in item_numbers:
         return None
     if any(m.num_shifted is None for m in micro_steps):
         return None
@@ -745,8 +767,11 @@ def _get_counts(recording: Recording, micro_step: MicroStep) -> tuple[int, ...] 
     """Return the numbers of targets of a micro-batch, one per loss term, as far as they can be seen; None if they cannot."""
     if micro_step.counts is not None:
         return tuple(micro_step.counts)
-    is_causal = "CausalLM" in recording.model or "LMHead" in recording.model
-    for count in (micro_step.num_shifted if is_causal else None, micro_step.num_labels, micro_step.num_rows):
+    for count in (
+        micro_step.num_shifted if _is_causal(recording) else None,
+        micro_step.num_labels,
+        micro_step.num_rows,
+    ):
         if count is not None:
             return (count,)
     return None

@@ -54,13 +54,16 @@ def _allows_single_backward(loss: torch.Tensor) -> bool:
     return False
 
 
-def ask_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad) -> list[Fact] | None:
+def ask_loss(
+    loss: Any, activations: list[Activation], num_rows: int, num_samples: int | None, grad: Grad
+) -> list[Fact] | None:
     """Tell whether the loss mixes samples after the activations, and where. The graph is left as it is.
 
     Args:
         loss: the value that a backward starts from.
         activations: name, module and output [rows * any, ...] of each module that was called, in the order of their ends.
-        num_rows: samples of the micro-batch.
+        num_rows: rows of the micro-batch.
+        num_samples: samples that the rows were collated from; None if unknown. A sample may have several rows (a pair).
         grad: `torch.autograd.grad`.
 
     Returns:
@@ -80,12 +83,13 @@ def ask_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad
     activations = [
         activation for activation, gradient in zip(activations, gradients, strict=True) if gradient is not None
     ]
+    own_rows = _find_own_rows(num_rows, num_samples)
     states: dict[int, bool | None] = {}
 
     def mixes(number: int) -> bool | None:
         if number not in states:
             try:
-                states[number] = _is_mixing(loss, activations[number][2], num_rows, grad)
+                states[number] = _is_mixing(loss, activations[number][2], own_rows, grad)
             except (RuntimeError, NotImplementedError):  # attention kernels have no second derivative
                 states[number] = None
         return states[number]
@@ -114,14 +118,29 @@ def ask_loss(loss: Any, activations: list[Activation], num_rows: int, grad: Grad
     return [["batch_norm" if isinstance(module, BatchNorm) else "mixed_samples", _name_module(name, module)]]
 
 
-def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, num_rows: int, grad: Grad) -> bool:
-    """Tell whether the first sample's gradient depends on activations of other samples; activation [num_rows * any, ...]."""
+def _find_own_rows(num_rows: int, num_samples: int | None) -> torch.Tensor:
+    """Find the rows that may be the first sample's, bool [rows]: row 0; of pairs also row 1 and the second half's first."""
+    is_own, rows = torch.zeros(num_rows, dtype=torch.bool), 1
+    if num_samples and num_rows > num_samples > 1 and num_rows % num_samples == 0:
+        rows = num_rows // num_samples
+        is_own[::num_samples] = True
+    is_own[:rows] = True
+    return is_own
+
+
+def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, own_rows: torch.Tensor, grad: Grad) -> bool:
+    """Tell whether the first row's gradient depends on activations of other samples.
+
+    Args:
+        activation: [rows * any, ...].
+        own_rows: bool [rows], those that may be of the same sample.
+    """
     (gradient,) = grad(loss, activation, create_graph=True, retain_graph=True, allow_unused=True)
     if gradient is None or not gradient.requires_grad:
         return False
     # The first sample's activations are the first rows: differentiate a random sum of their gradient once more. The second
-    # derivative with respect to all other rows is 0 if samples are not mixed.
-    num_sample_rows = len(activation) // num_rows
+    # derivative with respect to all other samples' rows is 0 if samples are not mixed.
+    num_sample_rows = len(activation) // len(own_rows)
     generator = torch.Generator().manual_seed(1)
     direction = torch.randn(gradient[:num_sample_rows].shape, generator=generator, dtype=torch.float64).to(gradient)
     (second_gradient,) = grad(
@@ -129,9 +148,12 @@ def _is_mixing(loss: torch.Tensor, activation: torch.Tensor, num_rows: int, grad
     )
     if second_gradient is None:
         return False
+    other_rows = ~own_rows.repeat_interleave(num_sample_rows).to(second_gradient.device)
+    if not other_rows.any():
+        return False
     self_effect, cross_effect = (
         second_gradient[:num_sample_rows].abs().max(),
-        second_gradient[num_sample_rows:].abs().max(),
+        second_gradient[other_rows].abs().max(),
     )
     return bool(cross_effect > MIN_MIXING * torch.maximum(self_effect, cross_effect))
 

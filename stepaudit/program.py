@@ -1,4 +1,8 @@
-"""Runs a program as `python PROGRAM ARGS` would, and records it: python -m stepaudit.program FOLDER STEPS PROGRAM ARGS"""
+"""Runs a program as `python PROGRAM ARGS` would, and records it: python -m stepaudit.program FOLDER STEPS PROGRAM ARGS
+
+STEPS is how many steps are recorded, 0 for all. Parameters are put back after each step. With STEPS:train they move on; with
+STEPS:kill they do, too, and the program ends as if it were killed when the next step begins, and nothing is recorded.
+"""
 
 import multiprocessing
 import os
@@ -10,24 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepaudit.record import EnoughSteps, Recorder
 
 FAILURE_FILE = "failed"  # in FOLDER: says that the recorder failed, not the program
 
 
-def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
+def main(folder: str, steps: str, program: str, *argv: str) -> None:
     sys.argv = [program, *argv]
     sys.path[0] = str(Path(program).resolve().parent)
     # Not runpy's, which empties the module at the end: DDP must not be destroyed after its process group.
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = program
-    recorder, code, pid = Recorder(int(num_steps)), 0, os.getpid()
+    num_steps, _, mode = steps.partition(":")
+    recorder = Recorder(0 if mode == "kill" else int(num_steps), keep_parameters=not mode)
+    code, pid = 0, os.getpid()
     _count_children(recorder)
     # It can wait for ever while DistributedDataParallel is alive, as accelerator.end_training() calls it.
     torch.distributed.destroy_process_group = lambda *_, **__: None
     try:
         with recorder:
+            if mode == "kill":
+                _kill_after(recorder, int(num_steps))
             exec(compile(Path(program).read_bytes(), program, "exec"), module.__dict__)
     except EnoughSteps:
         pass
@@ -46,6 +55,16 @@ def main(folder: str, num_steps: str, program: str, *argv: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # what the program would do after its end (threads, process groups) does not concern us
+
+
+def _kill_after(recorder: Recorder, num_steps: int) -> None:
+    """End the process at once when a step begins after so many: whatever the program saves after a step is there by then."""
+
+    def look(*_: Any) -> None:
+        if len(recorder.recording.steps) >= num_steps:
+            os._exit(0)
+
+    register_optimizer_step_pre_hook(look)
 
 
 def _count_children(recorder: Recorder) -> None:

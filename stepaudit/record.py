@@ -31,6 +31,7 @@ from stepaudit._internals import (
     tree_leaves,
 )
 from stepaudit.batches import Batches, describe_row, to_plain
+from stepaudit.masks import read_stop_ids
 from stepaudit.random_projection import Signs, project, size, sketch
 from stepaudit.recording import MicroStep, Recording, Step
 
@@ -543,7 +544,8 @@ class Recorder:
         activations = [(names.get(module, ""), module, output) for _, module, output in self.activations]
         self.is_probing = True
         try:
-            facts = probe.ask_loss(loss, activations, self._count_rows(), self.grad)
+            num_rows, num_samples = self._count_rows(), self.batches.count_pending_samples()
+            facts = probe.ask_loss(loss, activations, num_rows, num_samples, self.grad)
         finally:
             self.is_probing = False
         if self.generator is not None and not self.generator.equal(torch.get_rng_state()):
@@ -602,6 +604,12 @@ class Recorder:
             if other_labels:  # BERT's next_sentence_label: another term, with another count
                 micro_step.counts = [int((targets != -100).sum()) for targets in (labels, *other_labels)]
             micro_step.num_shifted = int((labels[..., 1:] != -100).sum()) if labels.ndim > 1 else None
+            stop_ids = read_stop_ids(getattr(_unwrap(module), "config", None))
+            inputs = named_inputs.get("input_ids")
+            if stop_ids and isinstance(inputs, torch.Tensor):
+                micro_step.num_stops = [
+                    sum(int((tokens == stop).sum()) for stop in stop_ids) for tokens in (labels[..., 1:], inputs)
+                ]
         micro_step.denominators = _find_denominators(first_tensor, batch)
         if named_inputs.get("num_items_in_batch") is not None:
             micro_step.num_items = float(named_inputs["num_items_in_batch"])

@@ -27,6 +27,7 @@ class MicroStep:
         rows: for each sample the shape and three hashes of its row in the first tensor that the model was given: whole, and
             without the padding on the right or on the left; None if unknown.
         num_labels: labels that are not -100, None if unknown; `num_shifted`: without the first label of each row.
+        num_stops: labels that end a text, and such tokens in the input; None if unknown.
         num_items: the `num_items_in_batch` that the model was given.
         counts: [terms], targets of each loss term, where these are known.
         denominators: other numbers by which a mean may have been divided: name -> number.
@@ -45,6 +46,7 @@ class MicroStep:
     rows: list[list[str]] | None = None
     num_labels: int | None = None
     num_shifted: int | None = None
+    num_stops: list[int] | None = None
     num_items: float | None = None
     counts: list[int] | None = None
     denominators: dict[str, int] = dataclasses.field(default_factory=dict)

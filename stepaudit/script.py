@@ -6,22 +6,27 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stepaudit.causes import HARMLESS, Finding
 from stepaudit.errors import UsageError, nearest
-from stepaudit.judge import compare, find_faults
+from stepaudit.judge import Comparison, compare, find_faults
 from stepaudit.recording import Recording
+from stepaudit.resume import compare_resumed
 from stepaudit.table import table
 
 BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
+FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
 FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
 USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
+         [--resume "FLAG=VALUE,..."] [--stop 3]
          [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
 DESCRIPTION = """Runs a training program unchanged, once per layout, with hooks in torch, and compares the gradients of its
 steps: plain PyTorch, Accelerate, transformers' Trainer, Lightning. What differs is named with its cause.
@@ -29,6 +34,8 @@ Exit code: 0 exact, 1 not exact, 2 bad usage, 3 the audit itself failed."""
 EPILOG = """examples:
   {prog} --vary "{batch}=16,{window}=1" \\
     --vary "{batch}=4,{window}=4" --processes 1,2 -- train.py --flags of yours
+  {prog} --vary "{batch}=4,{window}=4" \\
+    --processes 1,2 --resume "resume_from_checkpoint={{folder}}/last" -- train.py --output_dir {{folder}}
   {prog} --vary "-b=8,key:optim.accum=1" --vary "-b=2,key:optim.accum=4" --steps 4 --json -- train.py"""
 
 
@@ -151,7 +158,7 @@ def _normalize_name(name: str) -> str:
     return name.removeprefix("key:").removeprefix("env:").lstrip("-").replace("-", "_")
 
 
-def record(program: list[str], variation: Variation, num_steps: int, timeout: float) -> list[Recording]:
+def record(program: list[str], variation: Variation, num_steps: int, timeout: float, mode: str = "") -> list[Recording]:
     """Run a program once, and return the recording of each process.
 
     Args:
@@ -159,6 +166,11 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
         variation: flags and number of processes.
         num_steps: optimizer steps to be recorded; 0: all.
         timeout: in seconds.
+        mode: empty: parameters are put back after each step; `train`: they move on; `kill`: they do, and the program is killed
+            after `num_steps` steps, and nothing is recorded.
+
+    Returns:
+        A recording for each process; an empty list after a kill.
 
     Raises:
         UsageError: the program failed, or took no step.
@@ -172,13 +184,16 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
 
     title = f"{program[0]} ({variation})"
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        words = ["-m", "stepaudit.program", folder, str(num_steps), *program, *variation.argv]
+        steps = f"{num_steps}:{mode}" if mode else str(num_steps)
+        words = ["-m", "stepaudit.program", folder, steps, *program, *variation.argv]
         try:
             run([sys.executable, *words], variation.num_processes, title, timeout, variation.environment)
         except UsageError as error:
             if (failure_file := Path(folder) / FAILURE_FILE).exists():
                 raise AuditError(f"{title}: {failure_file.read_text()}") from error
             raise
+        if mode == "kill" and not any(Path(folder).iterdir()):
+            return []
         (recordings,) = load(Path(folder), 1, variation.num_processes)
     if not recordings[0].steps:
         hint = ""
@@ -188,6 +203,10 @@ def record(program: list[str], variation: Variation, num_steps: int, timeout: fl
                 "accelerate launch or spawn out, and give --processes 2 to the audit"
             )
         raise UsageError(f"{title} ended without a step of an optimizer of torch.optim{hint}")
+    if mode == "kill":
+        raise UsageError(
+            f"--stop is {num_steps}, and {title} takes {len(recordings[0].steps)} steps: one more than --stop is needed"
+        )
     return recordings
 
 
@@ -257,6 +276,14 @@ def _make_parser(prog: str) -> _Parser:
     runs.add_argument(
         "--timeout", type=float, default=600, metavar="SECONDS", help="seconds that each run may take (default: 600)"
     )
+    resuming = parser.add_argument_group("Resuming, in the place of comparing layouts")
+    resuming.add_argument(
+        "--resume",
+        metavar="FLAG=VALUE,...",
+        help="flags with which the program resumes. It is run under the first layout undisturbed, and once more, killed after "
+        "--stop steps; then it is resumed under every layout. {folder} in flags and ARGS is an empty folder for its output",
+    )
+    resuming.add_argument("--stop", type=int, default=3, metavar="INT", help="steps before it is killed (default: 3)")
     verdict = parser.add_argument_group("Verdict")
     verdict.add_argument(
         "--tolerance",
@@ -280,7 +307,9 @@ def _audit_script(argv: list[str], prog: str) -> int:
         rule = f"not numbers from 1 to {MAX_PROCESSES} with commas: for example 1,2"
         raise UsageError(f"--processes is {flags.processes[:60]}, {rule}")
     violations = {"steps": flags.steps < 0, "tolerance": not 0 <= flags.tolerance < 1, "timeout": not flags.timeout > 0}
+    violations["stop"] = flags.stop < 1
     rules = {"steps": "0 (all) or more", "tolerance": "0 or more and below 1", "timeout": "more than 0 seconds"}
+    rules["stop"] = "1 step or more"
     if any(violations.values()):
         raise UsageError(
             f"--{n} is {getattr(flags, n)}, must be {rules[n]}" for n, is_wrong in violations.items() if is_wrong
@@ -293,31 +322,50 @@ def _audit_script(argv: list[str], prog: str) -> int:
     runs = make_variations(
         flags.vary, [int(number) for number in flags.processes.split(",")], tuple(flags.per_process) or (WINDOW, BATCH)
     )
-    if len(runs) < 2:
+    if len(runs) < 2 and not (flags.resume and runs):
         raise UsageError(f"{prog}: one run has nothing to be compared with: give another --vary, or --processes 1,2")
     if problem := _find_program_problem(program[0]):
         raise UsageError(f"{prog}: {program[0]} {problem}")
-    recordings = []
-    for variation in runs:
-        if not flags.json:
-            print(f"{program[0]}: {variation}", file=sys.stderr, flush=True)
-        recordings.append(record(program, variation, flags.steps, flags.timeout))
-    reference_findings = find_faults(recordings[0])
-    comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
+    announce = (lambda text: None) if flags.json else (lambda text: print(text, file=sys.stderr, flush=True))
+    if flags.resume:
+        if not any(FOLDER in word for word in [*program, flags.resume, *flags.vary]):
+            raise UsageError(
+                f"--resume is given, and no {FOLDER}: write it where the program takes the folder of its checkpoints, for "
+                f"example --output_dir {FOLDER}, so that each run has one of its own"
+            )
+        (resume,) = make_variations([flags.resume], [1])
+        labels, comparisons = compare_resumed_runs(
+            program,
+            runs,
+            resume,
+            flags.stop,
+            flags.steps,
+            flags.tolerance,
+            lambda words, variation, num_steps, mode: record(words, variation, num_steps, flags.timeout, mode),
+            announce,
+        )
+        reference_findings = []
+    else:
+        labels, recordings = [str(variation) for variation in runs], []
+        for variation in runs:
+            announce(f"{program[0]}: {variation}")
+            recordings.append(record(program, variation, flags.steps, flags.timeout))
+        reference_findings = find_faults(recordings[0])
+        comparisons = [compare(recordings[0], other, flags.tolerance) for other in recordings[1:]]
     is_exact = all(comparison.is_exact for comparison in comparisons) and all(
         finding.cause in HARMLESS for finding in reference_findings
     )
     if flags.json:
         rows = [
-            {"layout": str(variation)}
+            {"layout": label}
             | _to_json(dataclasses.asdict(comparison))
             | {
                 "findings": [_finding_to_json(finding) for finding in comparison.findings],
                 "is_exact": comparison.is_exact,
             }
-            for variation, comparison in zip(runs[1:], comparisons, strict=True)
+            for label, comparison in zip(labels[1:], comparisons, strict=True)
         ]
-        answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": str(runs[0])}
+        answer = {"is_exact": is_exact, "tolerance": flags.tolerance, "reference": labels[0]}
         print(
             json.dumps(
                 answer
@@ -325,9 +373,59 @@ def _audit_script(argv: list[str], prog: str) -> int:
             )
         )
     else:
-        print(table(runs, reference_findings, comparisons))
+        print(table(labels, reference_findings, comparisons))
         print(f"{'exact' if is_exact else 'NOT exact'} (tolerance {flags.tolerance:g})")
     return 0 if is_exact else 1
+
+
+def compare_resumed_runs(
+    program: list[str],
+    runs: list[Variation],
+    resume: Variation,
+    stop: int,
+    num_steps: int,
+    tolerance: float,
+    record_run: Callable[[list[str], Variation, int, str], list[Recording]],
+    announce: Callable[[str], None] = lambda text: None,
+) -> tuple[list[str], list[Comparison]]:
+    """Kill and resume a program, and compare the steps after it with those of an undisturbed run.
+
+    Args:
+        program: file, and words of its command line, with `FOLDER` in the place of its output's folder.
+        runs: layouts: the first one is undisturbed and killed, under each the program is resumed.
+        resume: flags with which it is resumed.
+        stop: steps before it is killed.
+        num_steps: steps after it that are compared; 0: all.
+        tolerance: relative error of a gradient that is rounding.
+        record_run: (program, variation, number of steps, mode) -> recordings, as `record`.
+        announce: is told what runs.
+
+    Returns:
+        A label for the undisturbed run and for each layout under which the program was resumed; a comparison for each layout.
+    """
+
+    def run(variation: Variation, folder: Path, steps: int, mode: str) -> list[Recording]:
+        words = [word.replace(FOLDER, str(folder)) for word in program]
+        filled = {name: value.replace(FOLDER, str(folder)) for name, value in variation.flags.items()}
+        return record_run(words, dataclasses.replace(variation, flags=filled), steps, mode)
+
+    labels, comparisons = [f"{runs[0]}, undisturbed"], []
+    with tempfile.TemporaryDirectory(prefix="audit-") as home:
+        folders = [Path(home) / name for name in ("undisturbed", "killed", *map(str, range(len(runs))))]
+        for folder in folders[:2]:
+            folder.mkdir()
+        announce(f"{program[0]}: {labels[0]}")
+        undisturbed = run(runs[0], folders[0], num_steps and stop + num_steps, "train")
+        announce(f"{program[0]}: {runs[0]}, killed after step {stop}")
+        run(runs[0], folders[1], stop, "kill")
+        for variation, folder in zip(runs, folders[2:], strict=True):
+            labels.append(f"{variation}, resumed")
+            announce(f"{program[0]}: {labels[-1]}")
+            shutil.copytree(folders[1], folder)
+            resumed = dataclasses.replace(variation, flags=variation.flags | resume.flags)
+            recordings = run(resumed, folder, num_steps, "train")
+            comparisons.append(compare_resumed(undisturbed, recordings, stop, num_steps, tolerance))
+    return labels, comparisons
 
 
 def _find_program_problem(name: str) -> str:

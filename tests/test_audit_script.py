@@ -262,6 +262,34 @@ def test_asking_a_loss_about_num_items_leaves_no_trace():
     assert (model.norm.running_mean.item(), model.norm.num_batches_tracked.item()) == (0, 0)
 
 
+@pytest.mark.parametrize("order", ["halves", "turns"])
+def test_the_rows_of_a_pair_are_one_sample(order):
+    """A loss that compares the two rows of each pair mixes no samples; one that compares pairs does."""
+    pairs = list(zip(*torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(1)), strict=True))
+
+    def collate(samples):
+        chosen, rejected = map(torch.stack, zip(*samples, strict=True))
+        return torch.cat([chosen, rejected]) if order == "halves" else torch.stack([chosen, rejected], 1).flatten(0, 1)
+
+    def ask(compare_pairs: bool) -> list:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder() as recorder:
+            for rows in torch.utils.data.DataLoader(pairs, batch_size=4, collate_fn=collate):
+                scores = model(rows).squeeze(1)
+                scores = scores.view(2, -1).T if order == "halves" else scores.view(-1, 2)
+                margins = scores[:, 0] - scores[:, 1]
+                loss = torch.nn.functional.softplus(-margins).mean()
+                (loss + margins.var() if compare_pairs else loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return recorder.recording.facts
+
+    assert ask(compare_pairs=False) == []
+    assert [cause for cause, _ in ask(compare_pairs=True)] == ["mixed_loss"]
+
+
 def test_a_multiple_of_the_gradient_is_not_put_down_to_batch_norm(run):
     reference, other = run("trainer_bert_classifier", 16, 1), run("trainer_bert_classifier", 4, 4)
     other[0].batch_norms = ["somewhere"]

@@ -24,7 +24,7 @@ from samestep import noise_by_sample
 from samestep.errors import UsageError
 from stepaudit import Cut, assert_same_step, audit_step, default_cuts
 from stepaudit import processes as process_runner
-from stepaudit.entrance import _is_close
+from stepaudit.entrance import is_close
 from stepaudit.loops import terms
 
 QUARTERS = [Cut(4)]
@@ -201,11 +201,11 @@ def test_padding_on_the_left_is_no_fault(samples):
 
 def test_infinite_numbers_are_compared():
     inf, nan = float("inf"), float("nan")
-    assert _is_close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
-    assert not _is_close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
-    assert not _is_close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
-    assert _is_close(torch.zeros(2), torch.zeros(2))
-    assert not _is_close(torch.zeros(2), torch.ones(2))
+    assert is_close(torch.tensor([1.0, -inf, nan]), torch.tensor([1.0, -inf, nan]))
+    assert not is_close(torch.tensor([1.0, -inf]), torch.tensor([1.0, 2.0]))
+    assert not is_close(torch.tensor([1.0, nan]), torch.tensor([1.0, 2.0]))
+    assert is_close(torch.zeros(2), torch.zeros(2))
+    assert not is_close(torch.zeros(2), torch.ones(2))
 
 
 def test_floating_point_inputs_have_the_dtype_of_the_cut():

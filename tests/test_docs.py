@@ -16,7 +16,7 @@ from samestep.recipe.recipe import TASKS
 from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
-TAGGER, LOOP = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+TAGGER, LOOP, PACKING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 def load_reference():
@@ -39,6 +39,10 @@ def test_the_examples_of_the_audit(pytester):
     assert line in result.outlines
     assert "NOT exact" in result.outlines
     assert not [line for line in result.outlines if "Traceback" in line or line.startswith(">")]
+
+
+def test_the_example_of_packed_rows():
+    exec(PACKING, {})
 
 
 def test_the_option_gives_processes_where_a_test_gives_none(assert_same_step, monkeypatch, request):

@@ -62,7 +62,14 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
             "confusion.png",
             "loss.png",
         ),
-        *("metrics.jsonl", "model.safetensors", "recipe.yaml", "tokenizer.json", "tokenizer_config.json"),
+        *(
+            "metrics.jsonl",
+            "model.safetensors",
+            "recipe.yaml",
+            "settings.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
     }
     names = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens", "seconds"]
     assert list(metrics(output_dir)[0]) == names

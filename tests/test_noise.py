@@ -137,6 +137,8 @@ def test_noise_is_a_function_of_the_sample():
     row = (dropout(torch.ones(1, 6, 200)) > 0).float()[0]
     assert torch.equal(row[:5], torch.cat([whole[0, :2], whole[2, :3]]))
     assert torch.equal((dropout(torch.ones(2, 200)) > 0).float(), whole[[0, 2], 0])
+    ones = torch.ones(2)  # a number for each sample
+    assert torch.equal(dropout(ones), dropout(ones[:, None])[:, 0])
 
 
 def test_gradient_and_recomputation():
@@ -144,6 +146,11 @@ def test_gradient_and_recomputation():
     dropout = Dropout(0.3, noise, "x").train()
     x = torch.randn(4, 5, 7, dtype=torch.float64, requires_grad=True)  # an odd number of features
     assert torch.autograd.gradcheck(dropout, x)
+    assert torch.autograd.gradgradcheck(dropout, x)
+    y = x.detach().bfloat16().requires_grad_()
+    (gradient,) = torch.autograd.grad(dropout(y).float().square().sum() / 2, y, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), y)
+    assert second.unique().tolist() == pytest.approx([0, dropout.scale**2], rel=1e-2)
     (plain,) = torch.autograd.grad(dropout(x).square().sum(), x)
     (recomputed,) = torch.autograd.grad(checkpoint(dropout, x, use_reentrant=False).square().sum(), x)
     assert torch.equal(plain, recomputed)

@@ -30,6 +30,7 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
             "metrics.jsonl",
             "model.safetensors",
             "recipe.yaml",
+            "settings.json",
         ),
         *("tokenizer.json", "tokenizer_config.json", "checkpoint-4", "checkpoint-8", "checkpoint-10"),
     }

@@ -34,7 +34,15 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
             "generation_config.json",
             "loss.png",
         ),
-        *("metrics.jsonl", "model.safetensors", "recipe.yaml", "sample.txt", "tokenizer.json", "tokenizer_config.json"),
+        *(
+            "metrics.jsonl",
+            "model.safetensors",
+            "recipe.yaml",
+            "sample.txt",
+            "settings.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
     }
     first = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens", "seconds"]
     assert list(metrics(output_dir)[0]) == first

@@ -59,21 +59,29 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--per_device_train_batch_size", "--batch", "-b", dest="b", type=int)
 parser.add_argument("--gradient_accumulation_steps", "--accum", dest="k", type=int)
+parser.add_argument("--output_dir")
+parser.add_argument("--resume_from_checkpoint")
 flags, words = parser.parse_known_args()
 b, k = flags.b, flags.k or int(words[0].removeprefix("optim.accum="))
 rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.manual_seed(0)
-samples, model = torch.randn(32, 4, dtype=torch.float64), torch.nn.Linear(4, 1).double()
+samples, model = torch.randn(128, 4, dtype=torch.float64), torch.nn.Linear(4, 1).double()
+first_step, plain = 0, model
+if flags.resume_from_checkpoint:
+    first_step, weights = torch.load(flags.resume_from_checkpoint)
+    plain.load_state_dict(weights)
 if n > 1:
     torch.distributed.init_process_group("gloo")
     model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(32 // (b * k * n)):
+for step in range(first_step, 128 // (b * k * n)):
     for micro in range(k):
         first = ((step * k + micro) * n + rank) * b
         (model(samples[first : first + b]).square().mean() / k).backward()
     optimizer.step()
     optimizer.zero_grad()
+    if flags.output_dir and rank == 0:
+        torch.save([step + 1, plain.state_dict()], os.path.join(flags.output_dir, "last"))
 """
 # Fields of recipes: what makes a training take moments. Tiny data is laid where a command names files.
 SHRUNKEN = {
@@ -289,7 +297,13 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
         if flag == "--write_config":  # a file that later commands read
             Path(name).unlink(missing_ok=True)
     monkeypatch.setattr(sys, "argv", ["samestep", *argv])
-    monkeypatch.setattr(audit, "record", lambda program, variation, *_: recorder.record(program, variation))
+    monkeypatch.setattr(
+        audit,
+        "record",
+        lambda program, variation, num_steps, timeout, mode="": recorder.record(
+            program, variation, num_steps, mode=mode
+        ),
+    )
     try:
         code = exit_code(cli.main)
     except SystemExit as end:  # after --help

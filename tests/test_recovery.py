@@ -93,10 +93,10 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
         sums.register_hook(fail)
         return sums, correct
 
-    def note(self, has_failed):
+    def note(self, has_failed, *more):
         if has_failed:
             failed.append(len(saved))
-        return agree(self, has_failed)
+        return agree(self, has_failed, *more)
 
     monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", breaking)
     monkeypatch.setattr(recovery.Recovery, "agree", note)

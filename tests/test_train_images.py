@@ -53,7 +53,14 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     output_dir = classify("run", SMALL + " --eval_steps 5")
     assert {path.name for path in output_dir.iterdir()} == {
         *(".lock", "README.md", "all_results.json", "checkpoint-10", "config.json", "loss.png", "metrics.jsonl"),
-        *("model.safetensors", "predictions.png", "preprocessor_config.json", "recipe.yaml", "resnet.py"),
+        *(
+            "model.safetensors",
+            "predictions.png",
+            "preprocessor_config.json",
+            "recipe.yaml",
+            "resnet.py",
+            "settings.json",
+        ),
     }
     names = ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "seconds"]
     assert list(metrics(output_dir)[0]) == names

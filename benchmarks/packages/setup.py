@@ -24,7 +24,6 @@ CHAT = (
 ARGUMENTS = {
     "num_train_epochs": 1,
     "learning_rate": RATE,
-    "optim": "sgd",
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e9,
     "weight_decay": 0.0,
@@ -42,11 +41,17 @@ torch.manual_seed(0)
 
 
 def arguments() -> dict:
-    """Return the arguments of a trainer: the layout, and `ARGUMENTS`."""
+    """Return the arguments of a trainer: those of the command line, and `ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--per_device_train_batch_size", type=int, default=16)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    return ARGUMENTS | {"output_dir": tempfile.mkdtemp(prefix="packages-")} | vars(parser.parse_args())
+    parser.add_argument("--optim", default="sgd")
+    parser.add_argument("--output_dir", help="gets a checkpoint after every step; default: none is written")
+    parser.add_argument("--resume_from_checkpoint", choices=["last"])
+    flags = vars(parser.parse_args())
+    if flags["output_dir"]:
+        return ARGUMENTS | flags | {"save_strategy": "steps", "save_steps": 1}
+    return ARGUMENTS | flags | {"output_dir": tempfile.mkdtemp(prefix="packages-")}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -82,6 +87,14 @@ def folder(model: torch.nn.Module) -> str:
 
 def bert(kind: type = BertModel, **more) -> BertModel:
     return kind(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0, **more))
+
+
+def blocks(length: int = 16) -> list[dict]:
+    """Join texts, and cut them into blocks of one length, as run_clm and run_mlm do."""
+    tokens = [token for text in texts(1, 8, 28) for token in tokenizer()(text)["input_ids"]]
+    starts = range(0, NUM_SAMPLES * length, length)
+    assert len(tokens) >= NUM_SAMPLES * length
+    return [{"input_ids": tokens[start : start + length], "attention_mask": [1] * length} for start in starts]
 
 
 def texts(seed: int, low: int = 2, high: int = 12) -> list[str]:

@@ -1,13 +1,14 @@
-"""TRL's SFTTrainer as documented, on conversations: the loss of all tokens, of the assistant's, or of packed rows."""
+"""TRL's SFTTrainer as documented, on conversations: the loss of all tokens, of the assistant's, of packed rows, or LoRA."""
 
 import sys
 
 from datasets import Dataset
+from peft import LoraConfig
 from setup import arguments, llama, texts, tokenizer
 from trl import SFTConfig, SFTTrainer
 
-mode = sys.argv.pop(1)  # plain, assistant or packed
-more = {"plain": {}, "assistant": {"assistant_only_loss": True}, "packed": {"packing": True, "max_length": 24}}[mode]
+mode = sys.argv.pop(1)  # plain, assistant, packed or lora
+more = {"assistant": {"assistant_only_loss": True}, "packed": {"packing": True, "max_length": 24}}.get(mode, {})
 rows = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     for question, answer in zip(texts(1), texts(2), strict=True)
@@ -18,5 +19,6 @@ trainer = SFTTrainer(
     args=SFTConfig(**arguments(), **more),
     train_dataset=Dataset.from_dict({"messages": rows}),
     processing_class=tokenizer(),
+    peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if mode == "lora" else None,
 )
 trainer.train()

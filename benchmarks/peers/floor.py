@@ -24,8 +24,8 @@ def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
     """Let the run of a recipe in this process take bare steps, `num_steps` of them or endlessly."""
     prepare, objects = launch.prepare, {}
 
-    def keep(accelerator, model, optimizer):
-        prepared = prepare(accelerator, model, optimizer)
+    def keep(accelerator, model, optimizer, *more):
+        prepared = prepare(accelerator, model, optimizer, *more)
         objects.update(accelerator=accelerator, prepared=prepared)
         return prepared
 

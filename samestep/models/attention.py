@@ -251,7 +251,6 @@ def _attention(
     return from_tables(outputs, query_tables, len(q))
 
 
-@torch.compiler.disable  # they change with every micro-batch
 def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor | None]:
     """Return the noise's keys for the probabilities of a BertSelfAttention: of each table of queries int64 [S', heads, W'];
     None where there is no noise by sample.
@@ -262,7 +261,12 @@ def _row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list
     dropout = module.dropout
     if not isinstance(dropout, noise.Dropout) or not dropout.training or not dropout.p:
         return [None] * len(tables.sources)
-    keys = dropout.noise.rows[shape].flatten()
+    return _find_row_keys(module, tables, shape)
+
+
+@torch.compiler.disable  # they change with every micro-batch
+def _find_row_keys(module: nn.Module, tables: Tables, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    keys = module.dropout.noise.rows[shape].flatten()
     heads = torch.arange(module.num_attention_heads, device=keys.device)[:, None]
     # [S', g, W'] with the parts t g, ..., t g + g - 1 of token t: the first part's number / g is the token's
     tokens = [source[:, :1] // source.shape[1] for source in tables.sources]

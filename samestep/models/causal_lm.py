@@ -219,7 +219,8 @@ class CausalLmSums(SummedLosses):
     def forward(
         self, input_ids, position_ids, ends, labels, label_index, label_sequence, reference=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum each term's loss, and count correct predictions, when evaluating, or pairs ranked rightly; both [terms].
+        """Sum each term's loss, and count correct predictions, when evaluating, or pairs ranked rightly; both [terms]. Without
+        a gradient, give the margins of pairs, [pairs, 1], instead of their number.
 
         Args:
             input_ids, position_ids: int64 [1, n], all sequences end to end.
@@ -236,10 +237,10 @@ class CausalLmSums(SummedLosses):
             else:
                 values = self._sequence_logps(hidden[label_index], labels, label_sequence, num_sequences)
             options = {"beta": self.beta, "margin": self.margin}
-            sums, correct, _ = preferences.sum_terms(
+            sums, correct, margins = preferences.sum_terms(
                 self.objective, self.terms, values, num_trained, reference, **options
             )
-            return sums, correct
+            return sums, correct if torch.is_grad_enabled() else margins[:, None]
         hidden, scales = hidden[label_index], None
         if self.loss_weighting == "sample":
             scales = 1 / num_trained[label_sequence].to(torch.promote_types(hidden.dtype, torch.float32))

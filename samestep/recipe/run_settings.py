@@ -260,7 +260,7 @@ class CausalLmFineTuningSettings(BestModelSettings):
 
     metric_for_best_model: str | None = setting(
         "which evaluation is the best one, by what it has of these; none: loss",
-        choice("loss", "perplexity", "accuracy", "preference_accuracy", "exact_match"),
+        choice("loss", "perplexity", "accuracy", "margin", "exact_match"),
         default=None,
     )
     num_generations: int = setting(

@@ -189,6 +189,8 @@ class Dropout(nn.Dropout):
             return x * 0
         if self.threshold == 2**15:  # p is rounded to 0
             return x
+        if x.ndim == 1:  # a number for each sample
+            return self.drop(x[:, None], keys)[:, 0]
         if keys is None:
             keys = self.noise.row_keys(x.shape[:-1], x.device)
         return _Drop.apply(x, keys.reshape(-1), self._column_keys(x), self.threshold, self.scale)
@@ -211,7 +213,7 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _keep(gradient, *ctx.saved_tensors, *ctx.constants), None, None, None, None
+        return _Drop.apply(gradient, *ctx.saved_tensors, *ctx.constants), None, None, None, None
 
 
 def _keep(x: torch.Tensor, keys: torch.Tensor, columns: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:

@@ -347,7 +347,6 @@ class RunLog:
                 metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
             names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
             metrics |= dict(zip(names, accuracies, strict=True))
-            metrics.pop("eval_sft_accuracy", None)  # of preferences, which count pairs that are ranked rightly
         metrics |= {f"eval_{name}": value for name, value in (more_scores or {}).items()}
         self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)

@@ -64,13 +64,19 @@ class Server:
         self.process.stdin.close()
         self.process.wait()
 
-    def record(self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT) -> list:
-        """Record what each process did. Raises RuntimeError with the end of the program's output where it fails."""
+    def record(
+        self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT, mode: str = ""
+    ) -> list:
+        """Record what each process did; for `mode` see `stepaudit.script.record`.
+
+        Raises RuntimeError with the end of the program's output where it fails.
+        """
         from stepaudit.processes import load
 
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-            self.run([folder, str(num_steps), *program, *variation.argv], variation.num_processes, timeout)
-            return load(Path(folder), 1, variation.num_processes)[0]
+            steps = f"{num_steps}:{mode}" if mode else str(num_steps)
+            self.run([folder, steps, *program, *variation.argv], variation.num_processes, timeout)
+            return [] if mode == "kill" else load(Path(folder), 1, variation.num_processes)[0]
 
     def run(
         self,
