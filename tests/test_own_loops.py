@@ -6,6 +6,7 @@ from corpus import variation
 from forked import Server
 from own_loops import page
 
+from stepaudit.causes import HARMLESS
 from stepaudit.judge import compare, find_faults
 
 LOOPS = ROOT / "tests" / "own_loops"
@@ -59,8 +60,8 @@ def test_the_audit_says_exact_after(server, name):
     program = str(LOOPS / "after" / f"{name}.py")
     for first, layouts in (EXACT_STEPS if name == "causal_lm" else WINDOWS).items():
         reference = server.record([program], variation(first))
-        assert not find_faults(reference)
+        assert {finding.cause for finding in find_faults(reference)} <= HARMLESS
         for layout in layouts:
             comparison = compare(reference, server.record([program], variation(layout)), TOLERANCE)
             assert comparison.is_exact, (layout, comparison.findings, comparison.errors)
-            assert not comparison.findings
+            assert {finding.cause for finding in comparison.findings} <= HARMLESS
