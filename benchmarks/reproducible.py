@@ -43,6 +43,7 @@ WORKLOADS = {
     "pretrain_bert": BERT_DROPOUT,
     "pretrain_gpt2": GPT2_DROPOUT,
     "finetune_classifier": BERT_DROPOUT,
+    "finetune_causal_lm": "",
     "train_captcha": "",
     "train_image_classifier": BATCH_NORM,
 }

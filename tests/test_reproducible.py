@@ -20,6 +20,7 @@ WORKLOADS = {
     "pretrain_bert": DROPOUT,
     "pretrain_gpt2": " --resid_pdrop 0.1 --embd_pdrop 0.1 --attn_pdrop 0.1 --attn_implementation sdpa",
     "finetune_classifier": DROPOUT,
+    "finetune_causal_lm": "",
     "train_captcha": BATCH_NORM,
     "train_image_classifier": BATCH_NORM,
 }

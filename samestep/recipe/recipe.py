@@ -643,7 +643,11 @@ class CausalLmFineTuning(Recipe):
 
     def _problems_of_adapters(self) -> list[str]:
         if self.lora_rank is not None:
-            problems = ["lora_alpha is null, but lora_rank is set: set it too"] if self.lora_alpha is None else []
+            problems = []
+            if self.lora_alpha is None:
+                problems.append(
+                    f"lora_alpha is null, but lora_rank is {self.lora_rank}: set it, for example to {2 * self.lora_rank}"
+                )
             if not self.lora_targets or ("all-linear" in self.lora_targets and len(self.lora_targets) > 1):
                 problems.append(f"lora_targets is {list(self.lora_targets)}: give all-linear alone, or names of layers")
             return problems
