@@ -195,7 +195,7 @@ def test_answers_are_those_of_single_prompts():
         (f"{PAIRS}simpo --sft_loss_weight 1", "sft_loss_weight is 1.0, but objective is simpo"),
         (f"{PAIRS}dpo --train_on all", "train_on is all, but objective is dpo"),
         ("--lora_alpha 8", "lora_alpha is 8.0, but lora_rank is null"),
-        ("--lora_rank 8", "lora_alpha is null, but lora_rank is set"),
+        ("--lora_rank 8", "lora_alpha is null, but lora_rank is 8"),
         ("--lora_rank 8 --lora_alpha 8 --lora_targets all-linear q_proj", "give all-linear alone, or names"),
         ("--hidden_size none", "hidden_size is null, but model_name_or_path is not set"),
         ("--num_attention_heads 5", "hidden_size 32 is not a multiple of num_attention_heads 5"),
