@@ -9,10 +9,9 @@
 - Moved: digests of each step (--digest_steps) of a run that moves from 1 to 3 and then to 2 processes, beside those of a run
   on one process; and of the same two runs without --reproducible. Makes docs/reproducible.png.
 - Cost: seconds per step by --reproducible over seconds per step of the same micro-batches without, one process and one thread,
-  whole programs in turns; medians of the steps after the first two.
+  whole programs in turns; medians of the steps after the first two. Seconds of a digest of the parameters of GPT-2 124M.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -28,10 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import harness
+import torch
 from common import TINIES, all_metrics, launch_environment, tiny_argv, write_corpus
+from compare import hash_run
 from forked import Server
 
-from samestep.training.checkpoint import checkpoints, read
+from samestep.training.digest import digest_tensor
 
 PICTURE = ROOT / "docs" / "reproducible.png"
 NUM_STEPS, NUM_SEEDS, MAX_PROCESSES = 30, 20, 5
@@ -70,18 +71,6 @@ COSTS = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweep
-
-
-def hash_run(output_dir: Path) -> dict[str, str]:
-    """Hash what a run wrote: its curve, its parameters, its moments."""
-    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in all_metrics(output_dir)]
-    hashes = {"metrics": hashlib.sha256(json.dumps(lines).encode()).hexdigest()}
-    for part in ("model", "optimizer"):
-        whole = hashlib.sha256()
-        for name, tensor in sorted(read(checkpoints(output_dir)[-1], part).items()):
-            whole.update(name.encode() + tensor.numpy().tobytes())
-        hashes[part] = whole.hexdigest()
-    return hashes
 
 
 def train(
@@ -212,6 +201,17 @@ def measure_cost(name: str, work: Path, rounds: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def measure_digest(rounds: int) -> list[float]:
+    """Measure the seconds of the digests of 124,439,808 float32 numbers, in 148 tensors."""
+    width, num_layers = 768, 12
+    layer = [(width,)] * 4 + [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    layer += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    shapes = [(50257, width), (1024, width), *layer * num_layers, (width,), (width,)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    assert sum(tensor.numel() for tensor in tensors) == 124_439_808
+    return [harness.seconds(lambda: [digest_tensor(tensor) for tensor in tensors]) for _ in range(rounds)]
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Make results/reproducible.md."""
     body = ""
@@ -240,6 +240,10 @@ def markdown(results: dict[str, Any]) -> str:
             lines.append([row["name"], *seconds, harness.spread(ratios, ".3f")])
         body += "\nSeconds per step, one thread, medians of rounds, and their ratio round by round.\n\n"
         body += harness.table("model | without | --reproducible | ratio", lines)
+    if digests := results.get("digest"):
+        body += (
+            f"\nDigest of 124M float32 parameters: {harness.spread([1000 * value for value in digests], '.0f')} ms.\n"
+        )
     return harness.page("Reproducible runs", "reproducible.py", results["about"], body)
 
 
@@ -267,6 +271,7 @@ def main() -> None:
         draw(results["moved"], PICTURE)
     if "cost" in args.only:
         results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
+        results["digest"] = measure_digest(args.rounds)
     harness.write(args.output, results, markdown(results))
 
 

@@ -1,17 +1,14 @@
 """--reproducible: the same bits on any number of processes, with any restarts, dropout on."""
 
-import hashlib
-import json
-
 import pytest
-from common import TINIES, all_metrics, metrics, task_of
+from common import TINIES, metrics, task_of
+from compare import hash_run
 
 from samestep.errors import RunError, UsageError
 from samestep.recipe import run_settings
 from samestep.recipe.launches import find_refusal
 from samestep.step.exact_sum import ExactSum
 from samestep.training import run as training_run
-from samestep.training.checkpoint import checkpoints, read
 
 DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --attn_implementation eager"
 BATCH_NORM = " --normalization batch --exact_batch_norm"
@@ -27,18 +24,6 @@ WORKLOADS = {
 FLAGS = " --global_batch_size 16 --reproducible 3 --max_train_steps 4"
 
 
-def bits(output_dir) -> dict[str, str]:
-    """Hash what a run wrote: its curve, its parameters, its moments."""
-    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in all_metrics(output_dir)]
-    hashes = {"metrics": hashlib.sha256(json.dumps(lines).encode()).hexdigest()}
-    for part in ("model", "optimizer"):
-        whole = hashlib.sha256()
-        for name, tensor in sorted(read(checkpoints(output_dir)[-1], part).items()):
-            whole.update(name.encode() + tensor.numpy().tobytes())
-        hashes[part] = whole.hexdigest()
-    return hashes
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -47,7 +32,7 @@ def test_any_number_of_processes(train_on, precision):
     for num_processes in (1, 2, 3):
         runs = {f"{program}/{num_processes}": flags + FLAGS for program, flags in WORKLOADS.items()}
         folder = train_on(num_processes, runs, precision=precision)
-        found = {program: bits(folder / program / str(num_processes)) for program in WORKLOADS}
+        found = {program: hash_run(folder / program / str(num_processes)) for program in WORKLOADS}
         expected = expected or found
         assert found == expected
 
@@ -61,7 +46,7 @@ def test_restarts_on_other_numbers_of_processes(train_on, tmp_path):
         more += " --resume_from_checkpoint latest"
         train_on(num_processes, {f"{program}/moved": WORKLOADS[program] + FLAGS + more for program in programs})
     for program in programs:
-        assert bits(tmp_path / program / "moved") == bits(tmp_path / program / "whole")
+        assert hash_run(tmp_path / program / "moved") == hash_run(tmp_path / program / "whole")
 
 
 def test_it_is_the_step_of_the_recipe(train):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.data import documents, drawn_chats
-from samestep.data.labelled_texts import READERS
+from samestep.data.labelled_texts import READERS, read_rows
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
 
@@ -115,20 +115,9 @@ def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) 
 def _read(files: Sequence[str], wants_pairs: bool, train_on: str) -> Iterator[dict[str, str]]:
     """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
     reader = _RowReader(wants_pairs, train_on)
-    for file in files:
-        number = 0
-        try:
-            for number, values in READERS[Path(file).suffix.lower()](file):
-                is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-                yield reader.read(f"{file}:{number}", values if is_json else _without_none(values))
-        except UsageError:
-            raise
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
-            raise UsageError(
-                f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out"
-            ) from error
-        if not number:
-            raise UsageError(f"data file {file} holds no row: leave it out")
+    for file, number, values in read_rows(files):
+        is_json = Path(file).suffix.lower() in (".json", ".jsonl")
+        yield reader.read(f"{file}:{number}", values if is_json else _without_none(values))
 
 
 def _without_none(value: Any) -> Any:

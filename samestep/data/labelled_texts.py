@@ -482,14 +482,25 @@ def _source() -> str:
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
     """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    current, names = None, None
+    for file, number, values in read_rows(files):
+        if file != current or not all(name in values for name in names if name is not None):
+            current, names = file, columns.find(f"{file}:{number}", list(values), needs_label)
+        row = _Row(*(None if name is None else values[name] for name in names))
+        yield row.validate(f"{file}:{number}", names, needs_label)
+
+
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time.
+
+    Raises:
+        UsageError: a file that cannot be read, or that holds no row; it names the file.
+    """
     for file in files:
-        names, number = None, 0
+        number = 0
         try:
             for number, values in READERS[Path(file).suffix.lower()](file):
-                if names is None or not all(name in values for name in names if name is not None):
-                    names = columns.find(f"{file}:{number}", list(values), needs_label)
-                row = _Row(*(None if name is None else values[name] for name in names))
-                yield row.validate(f"{file}:{number}", names, needs_label)
+                yield file, number, values
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table

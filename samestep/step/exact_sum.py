@@ -54,7 +54,6 @@ class ExactSum:
 
     Attributes:
         last_exponent: e of the step before, whose gradients were all below 2^e; None: there was none.
-        discards: whether gradients are thrown away.
 
     Raises:
         UsageError: a parameter that is not float32.
@@ -74,7 +73,6 @@ class ExactSum:
         }
         self.pieces = {parameter: split_memory(total) for parameter, total in self.sums.items()}
         self.last_exponent: int | None = None
-        self.discards = False
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
 
@@ -93,8 +91,6 @@ class ExactSum:
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if self.discards:
-            return
         if gradient.layout != torch.strided:
             raise UsageError("a gradient is sparse: make the embedding with sparse=False")
         if gradient.stride() != parameter.stride():

@@ -1,11 +1,15 @@
 """Comparisons of two runs by what they leave."""
 
+import hashlib
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from common import all_metrics, evaluations, metrics
 from safetensors.torch import load_file
 
-from samestep.training.checkpoint import read
+from samestep.training.checkpoint import checkpoints, read
 
 
 def untimed_metrics(output_dir) -> list[dict]:
@@ -42,3 +46,14 @@ def check(output_dir, reference, dtype: str, norms: float = 1e-5) -> None:
     for name in true_last if dtype == "float64" else ["step", "eval_loss"]:
         assert last[name] == pytest.approx(true_last[name], rel=1e-4 if dtype == "float32" else 1e-11)
     assert relative(parameters(output_dir), parameters(reference)) < (1e-4 if dtype == "float32" else 1e-12)
+
+
+def hash_run(output_dir: Path) -> dict[str, str]:
+    """Hash what a run wrote: its curve, its parameters, its moments."""
+    hashes = {"metrics": hashlib.sha256(json.dumps(untimed_metrics(output_dir)).encode()).hexdigest()}
+    for part in ("model", "optimizer"):
+        whole = hashlib.sha256()
+        for name, tensor in sorted(read(checkpoints(output_dir)[-1], part).items()):
+            whole.update(name.encode() + tensor.numpy().tobytes())
+        hashes[part] = whole.hexdigest()
+    return hashes
