@@ -244,6 +244,8 @@ class Attempt:
                 f"{recovery.settings.memory_remedy}"
             ) from error
         if waits_in_forward(recovery.accelerator, recovery.model):
+            if recovery.exact_sum is not None:
+                raise self._cannot_repeat("this process") from error
             raise RunError(
                 f"memory ran out in step {step}. With sharded weights or synchronised batch normalisation it cannot be done "
                 "again: resume with a smaller "
