@@ -1,10 +1,11 @@
-"""Answers `samestep list | plan | scale | show-data | compare | audit-script`, or `python -m recipes`.
+"""Answers `samestep list | plan | scale | show-data | compare | watch | audit-script`, or `python -m recipes`.
 
 All but `show-data` and `audit-script` work without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -48,7 +49,7 @@ from samestep.recipe.settings import (
     program_name,
     setting,
 )
-from samestep.training import compare_runs
+from samestep.training import compare_runs, watch
 from samestep.training.plots import plot_growth
 
 DEFAULT_MAX_DEVICES = 4096
@@ -177,6 +178,14 @@ class CompareSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """Choose where the page is"""
+
+    port: int = setting("port of the page on this machine; 0: any that is free", limit(65535, 0), default=8765)
+    html: str | None = setting("file to write the page to as it is now, instead of serving it", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowDataSettings:
     """Choose what is shown"""
 
@@ -195,6 +204,7 @@ plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256
 scale bert_base --on t4 --global_batch_size 1024 --json""",
     "show-data": "show-data sft_small_cpu --num_samples 2",
     "compare": "compare runs/first runs/second",
+    "watch": "watch runs/first",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',
 }
@@ -204,6 +214,7 @@ SUMMARIES = {
     "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
     "show-data": "show samples of a language model's recipe, with the tokens that are trained",
     "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
+    "watch": "show a run, or two over each other, as a live page in the browser",
     "audit-script": "run a training program under several layouts, and compare the steps that it takes",
 }
 USAGES = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE", "show-data": "[--num_samples 3]"}
@@ -218,6 +229,8 @@ Then how many tokens are trained, how samples end, and how many rows were left o
     "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
 both. Says at which step they part, in which tensors, by how much, and in what settings they differ. Exit code 0 identical,
 1 they part, 2 bad usage.""",
+    "watch": """Serves a page about one or two output folders on 127.0.0.1 until Ctrl+C: curves, speed, time left, events,
+digests. It reads what the runs write, and needs no network. From another machine: ssh -L 8765:localhost:8765 HOST.""",
 }
 
 
@@ -572,6 +585,27 @@ def compare(argv: list[str]) -> int:
     return 0 if result["is_identical"] else 1
 
 
+def watch_runs(argv: list[str]) -> None:
+    """Serve a page about runs until it is interrupted, or write it."""
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    name = f"{program_name()} watch"
+    parser = Parser(
+        name, "RUN_DIR [OTHER_RUN_DIR] [--FLAG VALUE ...]", description=DESCRIPTIONS["watch"], epilog=_epilog("watch")
+    )
+    parser.add_settings(WatchSettings)
+    settings = build(WatchSettings, parser.parse(argv[len(folders) :]), "flags")
+    runs = watch.make_readers(folders)
+    if settings.html is not None:
+        for run in runs:
+            run.update()
+        _write("html", settings.html, watch.make_page(runs))
+        return
+    with watch.make_server(runs, settings.port) as server:
+        print(f"http://localhost:{server.server_port} shows {' and '.join(folders)}; Ctrl+C ends it", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
 def _make_parser(command: str, *subjects: str) -> Parser:
     """Make the parser of a command, whose first words are one of `subjects`."""
     words = [f"{subject} {USAGES[command]} [--FLAG VALUE ...]" for subject in subjects]
@@ -678,6 +712,8 @@ def main() -> int | None:
             raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
         case ["compare", *argv]:
             return compare(argv)
+        case ["watch", *argv]:
+            watch_runs(argv)
         case ["audit-script", *argv]:
             from stepaudit.script import audit_script
 

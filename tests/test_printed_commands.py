@@ -8,6 +8,7 @@ A command of an unknown kind fails: it gets a check here, or its block a languag
 
 import contextlib
 import csv
+import http.server
 import itertools
 import json
 import math
@@ -35,6 +36,7 @@ from samestep.errors import exit_code
 from samestep.planner.workload import from_recipe
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings
+from samestep.training import watch
 from stepaudit import script as audit
 
 COMMANDS = all_commands()
@@ -304,6 +306,10 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
             program, variation, num_steps, mode=mode
         ),
     )
+    # On a port that no other test has, and not until Ctrl+C
+    make_server = watch.make_server
+    monkeypatch.setattr(watch, "make_server", lambda runs, port: make_server(runs, 0))
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "serve_forever", lambda *_: None)
     try:
         code = exit_code(cli.main)
     except SystemExit as end:  # after --help

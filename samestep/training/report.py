@@ -142,7 +142,7 @@ class RunLog:
         """Describe how this session is run, for people and `python -m recipes compare`: nothing else reads it."""
         launch = {"num_processes": self.accelerator.num_processes, "mixed_precision": self.accelerator.mixed_precision}
         machine = {"device": self.accelerator.device.type, "machine": digest.machine_kind()}
-        return dataclasses.asdict(self.settings) | launch | machine
+        return dataclasses.asdict(self.settings) | launch | machine | {"num_steps": self.num_steps}
 
     def _start_tracker(self) -> None:
         """Start the tracker, or go on with its run; the recipe is its configuration."""
