@@ -1,4 +1,4 @@
-"""Answers `samestep list | plan | scale | show-data | compare | watch | audit-script`, or `python -m recipes`.
+"""Answers `samestep list | plan | scale | launch | show-data | compare | watch | audit-script`, or `python -m recipes`.
 
 All but `show-data` and `audit-script` work without torch.
 
@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ import yaml
 
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
-from samestep.planner import answer, text
+from samestep.planner import answer, engines, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
 from samestep.planner.growth import MOST_DEVICES, find_hardware
 from samestep.planner.hardware import MAX_DEVICES, Hardware, load_device, parse, set_network
@@ -31,7 +32,7 @@ from samestep.planner.memory import MOMENTS, model_from_recipe
 from samestep.planner.page import page
 from samestep.planner.placement import Placement, TooLargeError, place
 from samestep.planner.workload import Workload, from_model, from_recipe
-from samestep.recipe import pretrained_shape, scaling
+from samestep.recipe import pretrained_shape, run_settings, scaling
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name
@@ -126,6 +127,17 @@ class PlanSettings(HardwareSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """Choose what starts it where"""
+
+    on: str = setting(f"ENGINE:HARDWARE; engines: {', '.join(engines.ENGINES)}; hardware as of plan: slurm:2x8xa100-80")
+    write: str | None = setting("file to write; none: it is printed", default=None)
+    submit: bool = setting("hand the written file to the engine", default=False)
+    image: str | None = setting("container image, for kubeflow", default=None)
+    network: str | None = setting(NETWORK, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Say what a recipe may not know of its data"""
 
@@ -202,6 +214,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
+    "launch": "launch bert_large_phase1 --on slurm:2x8xa100-80 --write phase1.sbatch -- --output_dir /shared/runs/phase1",
     "show-data": "show-data sft_small_cpu --num_samples 2",
     "compare": "compare runs/first runs/second",
     "watch": "watch runs/first",
@@ -212,18 +225,23 @@ SUMMARIES = {
     "list": "list the recipes of the catalog",
     "plan": "plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
     "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
+    "launch": "write what Slurm, SkyPilot or Kubeflow starts a recipe with, and hand it over",
     "show-data": "show samples of a language model's recipe, with the tokens that are trained",
     "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
     "watch": "show a run, or two over each other, as a live page in the browser",
     "audit-script": "run a training program under several layouts, and compare the steps that it takes",
 }
 USAGES = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE", "show-data": "[--num_samples 3]"}
+USAGES |= {"launch": "--on ENGINE:HARDWARE"}
 DESCRIPTIONS = {
     "list": "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains.",
     "plan": """Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is cut, memory,
 seconds per step, learning rate, the command to paste. Needs no GPU and no torch.""",
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
 Needs no GPU and no torch.""",
+    "launch": """Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow, with the plan's launch file and the
+command of the recipe's script inside. What follows `--` are flags of the script, --output_dir among them. Started again, it
+goes on from the newest checkpoint.""",
     "show-data": """Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in [[ ]].
 Then how many tokens are trained, how samples end, and how many rows were left out or cut.""",
     "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
@@ -554,6 +572,45 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         print("\n".join(text.write_scale(result)))
 
 
+def launch(name: str, argv: list[str]) -> None:
+    """Write what an engine starts a recipe with; print it, or write it to a file, and hand it over where that is asked for."""
+    words = list(itertools.takewhile(lambda word: word != "--", argv))
+    run_words = argv[len(words) + 1 :]
+    recipe, settings, data, changes = _read("launch", name, words, LaunchSettings)
+    engine, hardware_name = engines.parse_target(settings.on)
+    if settings.submit and settings.write is None:
+        raise UsageError("--submit needs --write FILE: the file that is handed over")
+    workload = from_recipe(recipe, source=name, changes=changes, num_train_samples=data.num_train_samples)
+    placement = _place(workload, parse(hardware_name, settings.network), {}, ["plan", name, *words])
+    run_settings.parse(
+        [*workload.script_words, *run_words], recipe.task, ""
+    )  # mistakes are found here, not in the queue
+    file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
+    seconds = placement.seconds_to_end
+    hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
+    title = [f"{recipe.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
+    origin = f"{program_name()} {shlex.join(['launch', name, *(word for word in argv if word != '--submit')])}"
+    job = engines.write_job(engine, placement, run_words, title=title, origin=origin, file=file, image=settings.image)
+    if settings.write is None:
+        print(job, end="")
+        return
+    _write("write", settings.write, job)
+    command = [*engines.ENGINES[engine].submit, settings.write]
+    if not settings.submit:
+        print(f"{settings.write} is written. Hand it over: {shlex.join(command)}")
+        return
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        raise UsageError(
+            f"submit needs {command[0]}, which is not installed here: run {shlex.join(command)} where it is"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise UsageError(
+            f"{shlex.join(command)} ended with exit code {error.returncode}: see its message above"
+        ) from None
+
+
 def show_data(name: str, argv: list[str]) -> None:
     recipe, settings, _, _ = _read("show-data", name, argv, ShowDataSettings)
     if recipe.task != CONVERSATIONS:
@@ -703,6 +760,13 @@ def main() -> int | None:
             scale(name, argv)
         case ["scale", *argv]:
             scale_model(argv)
+        case ["launch", name, *argv] if not name.startswith("-"):
+            launch(name, argv)
+        case ["launch", *argv]:
+            parser = _make_parser("launch", "RECIPE")
+            parser.add_settings(LaunchSettings)
+            parser.parse(argv)
+            raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
         case ["show-data", name, *argv] if not name.startswith("-"):
             show_data(name, argv)
         case ["show-data", *argv]:
