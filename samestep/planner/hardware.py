@@ -38,6 +38,8 @@ class Device:
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
     watts: float | None = setting("power limit, W; null: not known", QUANTITY)
+    distributed_type: str = setting("Accelerate's word for a training on several of them", default="MULTI_GPU")
+    is_single: bool = setting("whether torch trains on one of them only", default=False)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
     notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
@@ -210,6 +212,8 @@ def find_device(text: str) -> str:
 
     >>> [find_device(text) for text in ("T4", "RTX 3090", "NVIDIA A100 80GB", "Tesla-V100-32GB", "RTX 6000 Ada", "H100 SXM")]
     ['t4', '3090', 'a100-80', 'v100-32', 'rtx6000ada', 'h100']
+    >>> [find_device(text) for text in ("NVIDIA H100 80GB HBM3", "H100 PCIe", "A100-PCIE-40GB", "AMD Instinct MI300X OAM", "M4 Max")]
+    ['h100', 'h100-pcie', 'a100-40', 'mi300x', 'm4-max']
     """
     names, words = device_names(), _split_name(text)
     for name in names:
@@ -222,7 +226,8 @@ def find_device(text: str) -> str:
         if first == known:
             own_words += _split_name(str(read_yaml(DEVICES / f"{name}.yaml", name)["description"]))
             matches += [name] * all(any(own.startswith(word) for own in own_words) for word in others)
-    if len(matches) == 1:
+    matches = [name for name in matches if all(other.startswith(name) for other in matches)] or matches
+    if len(matches) == 1:  # the plain one of several forms: H100 80GB is not the PCIe card
         return matches[0]
     if matches:
         raise UsageError(f"device {format_value(text)} may be {' or '.join(matches)}: name one of them")
@@ -234,5 +239,6 @@ def find_device(text: str) -> str:
 
 def _split_name(text: str) -> list[str]:
     """Split a device's name into its words, in small letters and without vendor, series and GB."""
-    plain = re.sub(r"nvidia|geforce|tesla|quadro|rtx|gtx|(?<=[0-9]) ?gi?b\b", " ", text.lower())
+    plain = re.sub(r"\b(nvidia|amd|intel|habana|apple)\b|geforce|tesla|quadro|instinct|rtx|gtx", " ", text.lower())
+    plain = re.sub(r"\boam\b|\bhbm\w+|(?<=[0-9]) ?gi?b\b", " ", plain)
     return re.findall(r"[^\s_,-]+", plain)
