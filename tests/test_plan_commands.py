@@ -18,6 +18,7 @@ from samestep.errors import exit_code
 from samestep.planner.answer import COMPARED, SPEED_BAND
 from samestep.planner.hardware import parse
 from samestep.planner.placement import place
+from samestep.planner.text import round_number
 from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
@@ -133,20 +134,44 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json", "gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60"],
-)
-def test_a_refusal_names_hardware_that_fits(monkeypatch, capsys, words):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *words.split()])
+def read_remedies(monkeypatch, capsys, words: list[str]) -> list[tuple[list[str], str]]:
+    """Read what a refusal proposes: the words of each command, and what is said of it."""
+    monkeypatch.setattr(sys, "argv", ["recipes", *words])
     assert exit_code(cli.main) == 2
-    command, other = capsys.readouterr().err.strip().split("this fits: ")[1].split(" and so does --on ")
-    flags = [word for word in shlex.split(command)[1:] if word != "--json"]
-    answers = [json.loads(run(monkeypatch, capsys, *flags, "--json", *words)) for words in ([], ["--on", other])]
-    assert [answer["num_processes"] > 1 for answer in answers] == [True, False]
-    assert all(answer["memory_needed"] <= answer["memory_of_device"] for answer in answers)
-    assert answers[0]["hardware"].endswith("x3090")
-    assert answers[0]["num_parameters"] == answers[1]["num_parameters"]
+    line = capsys.readouterr().err.strip()
+    assert "\n" not in line
+    texts = [re.fullmatch(r"(.*) \((.*)\)", part).groups() for part in line.split("this fits: ")[1].split(", or ")]
+    first = shlex.split(texts[0][0])
+    first = first[first.index("plan") :]
+    return [(first, texts[0][1]), *(([*words, *shlex.split(flags)], said) for flags, said in texts[1:])]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json",
+        "plan gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60",
+        "plan bert_large_phase1 --on 1x4070ti --num_hidden_layers 90",
+    ],
+)
+def test_a_refusal_says_what_to_change(monkeypatch, capsys, line):
+    """On the same hardware the fastest recipe first, then other hardware: all of it fits, as it is printed."""
+    words = [word for word in line.split() if word != "--json"]
+    remedies = read_remedies(monkeypatch, capsys, line.split())
+    own = load(words[1], dict(zip((f[2:] for f in words[4::2]), map(int, words[5::2]), strict=True)))
+    speeds = []
+    for command, said in remedies:
+        answer = json.loads(run(monkeypatch, capsys, *(word for word in command if word != "--json"), "--json"))
+        assert answer["memory_needed"] <= answer["memory_of_device"]
+        keeps = "the same steps" in said
+        assert (answer["fingerprint"] == own.fingerprint) == keeps
+        assert said.startswith(f"{round_number(answer['tokens_per_second'])} tokens/s, ")
+        assert keeps or answer["hardware"].split("x")[1:] == str(parse(words[3])).split("x")[1:]
+        speeds.append((keeps, answer["tokens_per_second"]))
+    here = [speed for keeps, speed in speeds if not keeps]
+    assert here == sorted(here, reverse=True)
+    assert [keeps for keeps, _ in speeds] == sorted(keeps for keeps, _ in speeds)
+    assert speeds[-1][0]
 
 
 def test_what_fits_nowhere_says_so(monkeypatch, capsys):

@@ -133,15 +133,26 @@ def set_network(device: Device, bandwidth: str | None) -> Device:
     """
     if bandwidth is None:
         return device
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GM][Bb]/s)", bandwidth)
-    value = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if not QUANTITY.holds(value):
-        raise UsageError(
-            f"network is {format_value(bandwidth)}, must be the bandwidth of a node and direction, more than 0: for example "
-            "25GB/s, 200Gb/s"
-        )
+    value = read_bandwidth("network", bandwidth, "25GB/s, 200Gb/s", "the bandwidth of a node and direction")
     changes = {"network": "as asked", "network_gb_per_s": value, "network_per_device": False}
     return dataclasses.replace(device, **changes)
+
+
+def read_bandwidth(field: str, text: str, examples: str, subject: str = "a bandwidth") -> float:
+    """Read a bandwidth in GB/s.
+
+    Args:
+        field, examples, subject: its name, values and meaning, for the message.
+        text: a number with one of `UNITS`.
+
+    Raises:
+        UsageError: another spelling, or out of range.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GM][Bb]/s)", text)
+    value = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not QUANTITY.holds(value):
+        raise UsageError(f"{field} is {format_value(text)}, must be {subject}, more than 0: for example {examples}")
+    return value
 
 
 def load_device(name_or_file: str) -> Device:
@@ -212,7 +223,7 @@ def find_device(text: str) -> str:
 
     >>> [find_device(text) for text in ("T4", "RTX 3090", "NVIDIA A100 80GB", "Tesla-V100-32GB", "RTX 6000 Ada", "H100 SXM")]
     ['t4', '3090', 'a100-80', 'v100-32', 'rtx6000ada', 'h100']
-    >>> [find_device(text) for text in ("NVIDIA H100 80GB HBM3", "H100 PCIe", "A100-PCIE-40GB", "AMD Instinct MI300X OAM", "M4 Max")]
+    >>> [find_device(text) for text in ("NVIDIA H100 80GB HBM3", "H100 PCIe", "A100-PCIE-40GB", "AMD MI300X OAM", "M4 Max")]
     ['h100', 'h100-pcie', 'a100-40', 'mi300x', 'm4-max']
     """
     names, words = device_names(), _split_name(text)

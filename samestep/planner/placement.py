@@ -218,7 +218,9 @@ def place(
     """
     device, num_processes = hardware.device, hardware.num_processes
     if device.is_single and num_processes > 1:
-        raise UsageError(f"{hardware} are {num_processes:,} devices, but torch trains on one {device.name} only: take 1x{device.name}")
+        raise UsageError(
+            f"{hardware} are {num_processes:,} devices, but torch trains on one {device.name} only: take 1x{device.name}"
+        )
     precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
     if device.tflops(precision) is None:
         has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))
