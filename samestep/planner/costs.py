@@ -107,7 +107,7 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
     rate = None if terms.interruptions_per_day is None else terms.interruptions_per_day / 86400
     if rate:
         interval = max(best_interval(write, 1 / rate), placement.time.total)
-    lost = interval / 2 + RESTART_SECONDS
+    lost = min(interval, interval if seconds is None else seconds) / 2 + RESTART_SECONDS
     stretched = None
     if rate is not None and seconds is not None:
         useful = 1 - write / (interval + write) - rate * lost  # share of the time that goes forward

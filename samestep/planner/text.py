@@ -14,6 +14,8 @@ from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
+SHORT = 3600
+"""Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
 """Columns of a line, if its words allow it."""
 
@@ -52,7 +54,8 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}."
     )
     yield from _wrap(_describe_duration(answer))
-    yield from _wrap(_describe_spot(answer))
+    spot = _describe_spot(answer)
+    yield from _wrap(spot) if spot else []
     yield from ("", "Launch")
     if answer["write_command"]:
         yield from _wrap_command(answer["write_command"])
@@ -98,8 +101,10 @@ def _describe_cost(answer: dict[str, Any]) -> str:
 
 
 def _describe_end(answer: dict[str, Any]) -> str:
-    """Say the day on which it ends; without a start, if it starts now. Empty: beyond calendars."""
+    """Say the day on which it ends; without a start, if it starts now. Empty: within `SHORT`, or beyond calendars."""
     start, condition = answer["start"], ""
+    if start is None and answer["seconds_to_end"] < SHORT:
+        return ""
     if start is None:
         start, condition = datetime.datetime.now().isoformat(), " if it starts now"
     start = datetime.datetime.fromisoformat(start)
@@ -121,8 +126,10 @@ def format_day(end: datetime.datetime, start: datetime.datetime) -> str:
 
 
 def _describe_spot(answer: dict[str, Any]) -> str:
-    """Say what checkpoints and an interruption cost, and all interruptions of a day if their number is given."""
-    cost = answer["interruption_cost"]
+    """Say what checkpoints and an interruption cost, and all of a day if their number is given; empty: within `SHORT`."""
+    cost, seconds = answer["interruption_cost"], answer["seconds_to_end"]
+    if seconds is not None and seconds < SHORT and answer["interruptions_per_day"] is None:
+        return ""
     lost = format_seconds(answer["interruption_seconds"]) + ("" if cost is None else f" (${_dollars(cost)})")
     rate, stretched = answer["interruptions_per_day"], answer["seconds_with_interruptions"]
     every = format_seconds(answer["checkpointing_seconds"])
@@ -130,7 +137,7 @@ def _describe_spot(answer: dict[str, Any]) -> str:
         f"An interruption costs about {lost}: half of the {every} between checkpoints and {RESTART_SECONDS / 60:.0f} minutes "
         f"to start again (assumed); a checkpoint takes {format_seconds(answer['checkpoint_seconds'])}"
     )
-    if rate is None or answer["seconds_to_end"] is None:
+    if rate is None or seconds is None:
         return text + "."
     how_often = f"With {rate:g} interruptions a day"
     if stretched is None:

@@ -1,0 +1,86 @@
+"""What fits on some hardware: models, methods, lengths; and the remedies where a recipe does not fit."""
+
+import json
+import sys
+
+import pytest
+
+from samestep import cli
+from samestep.errors import UsageError, exit_code
+from samestep.planner.hardware import parse
+from samestep.planner.methods import METHODS, find_models, load_models, make_model_workload
+from samestep.planner.placement import place
+
+MODELS = load_models()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_formula_counts_the_parameters_that_are_published(name):
+    workload = make_model_workload(name, MODELS[name], 512, 64, {})
+    assert workload.model.num_parameters == MODELS[name]["num_parameters"]
+
+
+def test_models_rise():
+    sizes = [config["num_parameters"] for config in MODELS.values()]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("hardware", ["1x3090", "8xh100", "1xm4-max", "1xt4"])
+def test_the_longest_samples_fit_and_the_next_do_not(hardware):
+    machine = parse(hardware)
+    fits, others = find_models(machine)
+    assert {fit.model for fit in fits} | set(others) == set(MODELS)
+    assert not {fit.model for fit in fits} & set(others)
+    for fit in fits:
+        assert fit.typical.fits
+        assert fit.longest.fits
+        length, config = fit.longest.workload.model.length, MODELS[fit.model]
+        longer = 2 * length
+        if longer <= config.get("max_position_embeddings", config.get("n_positions")):
+            workload = make_model_workload(fit.model, config, longer, 64, fit.method.changes)
+            with pytest.raises(UsageError):
+                place(workload, machine)
+
+
+def test_a_method_is_listed_where_it_helps():
+    """Here for longer samples, or for models that fit with it only."""
+    fits, _ = find_models(parse("1x3090"))
+    by_model = {}
+    for fit in fits:
+        by_model.setdefault(fit.model, []).append(fit)
+    for first, *others in by_model.values():
+        for other in others:
+            lengths = [each.longest.workload.model.length for each in (first, other)]
+            speeds = [each.typical.time.total for each in (first, other)]
+            assert lengths[0] < lengths[1] or speeds[0] > 1.05 * speeds[1]
+    only = [found[0].method for found in by_model.values() if found[0].method is not METHODS[0]]
+    assert METHODS[1] in only
+    folded = make_model_workload("x", MODELS["Qwen/Qwen3-0.6B"], 512, 64, METHODS[1].changes)
+    assert (folded.gradient_bytes, folded.second_moment) == (0, "unbiased")
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(UsageError, match="nosuch is 3, of which no formula knows"):
+        make_model_workload("x", MODELS["Qwen/Qwen3-0.6B"], 512, 64, {"nosuch": 3})
+
+
+def run(monkeypatch, capsys, line: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    assert exit_code(cli.main) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command(monkeypatch, capsys):
+    answer = json.loads(run(monkeypatch, capsys, "plan --what-fits 4xl4 --price_per_hour 0.7 --seq_len 1024 --json"))
+    assert {row["typical"]["length"] for row in answer["rows"]} == {1024}
+    for row in answer["rows"]:
+        cost, speed = row["typical"]["cost_per_billion_tokens"], row["typical"]["tokens_per_second"]
+        assert cost == pytest.approx(4 * 0.7 / 3600 * 1e9 / speed)
+    text = run(monkeypatch, capsys, "plan --what_fits 4xl4 --price_per_hour 0.7 --seq_len 1024")
+    assert [line.split()[0] for line in text.splitlines() if "/" in line.split(" ")[0]] == [
+        row["model"] for row in answer["rows"]
+    ]
+    assert answer["command"].endswith("--write_recipe mine.yaml --write_config launch.yaml")
+    assert max(answer["rows"], key=lambda row: row["num_parameters"])["model"] in answer["command"]
+    tiny = run(monkeypatch, capsys, "plan --what_fits 1xcpu --seq_len 131072")
+    assert "None of the models" in tiny
