@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, parse
+from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, names_by_memory, parse
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
 NUMBERS = [
@@ -42,6 +42,11 @@ def test_the_devices_that_are_promised():
 
 
 ACCELERATORS = [name for name in device_names() if load_device(name).cores is None]
+
+
+def test_devices_by_memory():
+    devices = [load_device(name) for name in names_by_memory()]
+    assert devices == sorted(map(load_device, device_names()), key=lambda device: (device.memory_mib, device.watts))
 
 
 def test_the_cpu_is_one_core():
