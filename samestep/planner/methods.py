@@ -54,7 +54,7 @@ class Method:
 
 METHODS = (
     Method("full"),
-    Method("full, gradients in the moments", {"accumulation": "optimizer", "second_moment": "unbiased"}),
+    Method("folded gradients", {"accumulation": "optimizer", "second_moment": "unbiased"}),
 )
 MakeWorkload = Callable[[Mapping[str, Any]], Workload]
 """Makes the workload with changed fields; raises UsageError where a field is unknown or a value is refused."""

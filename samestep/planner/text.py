@@ -392,9 +392,11 @@ def _list_cells(row: dict[str, Any], unit: str) -> tuple[str, ...]:
     )
 
 
-def _describe_options(row: dict[str, Any]) -> str:
-    precision = row["mixed_precision"].replace("no", "float32")
-    return precision + " checkpointing" * row["gradient_checkpointing"] + " sharded" * row["sharded"]
+def _describe_options(row: dict[str, Any], usual_precision: str = "") -> str:
+    """Name the precision, if it is not the usual one, and what was needed to fit."""
+    names = [] if row["mixed_precision"] == usual_precision else [row["mixed_precision"].replace("no", "float32")]
+    names += ["checkpointing"] * row["gradient_checkpointing"] + ["sharded"] * row["sharded"]
+    return " ".join(names)
 
 
 def write_table(rows: list[tuple[str, ...]]) -> Iterator[str]:
@@ -411,22 +413,14 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
         answer: of `answer.describe_fits`.
         command: plans the first row.
     """
-    yield from _wrap(f"What fits on {answer['hardware']}: {answer['device']}")
+    precisions = {row["typical"]["mixed_precision"].replace("no", "float32") for row in answer["rows"]}
+    options = f", in {' and '.join(sorted(precisions))}" if precisions else ""
+    yield from _wrap(f"What fits on {answer['hardware']}{options}: {answer['device']}")
     if not answer["rows"]:
         yield "None of the models that the planner knows: take more or larger devices, or shorter samples"
     else:
-        names = (
-            "model",
-            "method",
-            "tokens",
-            "GB a device",
-            "b",
-            "precision",
-            "tokens/s",
-            "$ a billion",
-            "longest",
-            "tokens/s",
-        )
+        room = f"GB of {answer['rows'][0]['typical']['memory_of_device'] / 1e9:.1f}"
+        names = ("model", "method", "tokens", room, "b", "with", "tokens/s", "$ a billion", "longest", "tokens/s")
         table = [names, *(_list_fit_cells(row) for row in answer["rows"])]
         table = [column for column in zip(*table, strict=True) if any(column[1:])]
         yield from write_table(list(zip(*table, strict=True)))
@@ -445,9 +439,9 @@ def _list_fit_cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["model"],
         row["method"],
         f"{typical['length']:,}",
-        f"{typical['memory_needed'] / 1e9:.1f} of {typical['memory_of_device'] / 1e9:.1f}",
+        f"{typical['memory_needed'] / 1e9:.1f}",
         f"{typical['per_device_train_batch_size']:,}",
-        _describe_options(typical),
+        _describe_options(typical, typical["mixed_precision"]),
         round_number(typical["tokens_per_second"]),
         "" if cost is None else _dollars(cost),
         f"{longest['length']:,}",
