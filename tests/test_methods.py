@@ -8,7 +8,7 @@ import pytest
 from samestep import cli
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import parse
-from samestep.planner.methods import METHODS, find_models, load_models, make_model_workload
+from samestep.planner.methods import METHODS, find_models, find_remedies, load_models, make_model_workload
 from samestep.planner.placement import place
 
 MODELS = load_models()
@@ -57,6 +57,26 @@ def test_a_method_is_listed_where_it_helps():
     assert METHODS[1] in only
     folded = make_model_workload("x", MODELS["Qwen/Qwen3-0.6B"], 512, 64, METHODS[1].changes)
     assert (folded.gradient_bytes, folded.second_moment) == (0, "unbiased")
+
+
+@pytest.mark.parametrize("methods", [METHODS, METHODS[::-1]])
+def test_remedies_are_sorted_by_time(monkeypatch, methods):
+    """Whatever the order of the methods; other hardware comes last, with the steps as they are."""
+    monkeypatch.setattr("samestep.planner.methods.METHODS", methods)
+    config, machine = MODELS["Qwen/Qwen2.5-0.5B"], parse("1x4070ti")
+
+    def make(changes):
+        fields = dict(changes)
+        return make_model_workload("x", config, fields.pop("seq_len", 8192), 8, fields)
+
+    remedies = find_remedies(make({}), machine, make, "seq_len")
+    here = [remedy for remedy in remedies if remedy.changes]
+    assert here == remedies[: len(here)]
+    assert [set(remedy.changes) for remedy in here] == [{"seq_len"}, {"accumulation", "second_moment"}]
+    times = [remedy.seconds_per_unit for remedy in here]
+    assert times == sorted(times)
+    assert all(remedy.placement.fits for remedy in remedies)
+    assert all(remedy.placement.workload == make({}) for remedy in remedies[len(here) :])
 
 
 def test_an_unknown_field_is_refused():

@@ -283,6 +283,7 @@ def test_hardware_is_compared(compared, xl):
     assert [cell["text"] for cell in section.all("th", scope="row")] == [row["hardware"] for row in placed]
     assert (len(placed), tree.all("title")[0]["text"]) == (4, f"gpt2_xl_8xa100 on {placed[0]['hardware']}")
     assert "for a single sample" in section.single("ul", class_="remarks")["text"]
+    assert section.single("g", class_="bar chosen")["text"].strip().startswith(f"▸ {placed[0]['hardware']}")
     costs = [row["cost_per_million_samples"] for row in placed]
     assert costs == sorted(costs)
     widths = [per_cent(rect["width"]) for rect in section.all("rect")]
