@@ -499,12 +499,13 @@ def what_fits(argv: list[str]) -> None:
     fits, others = find_models(hardware, length=settings.seq_len, global_batch_size=settings.global_batch_size)
     result = answer.describe_fits(hardware, fits, others, price)
     command = ""
-    if fits:
-        first = max(fits, key=lambda fit: fit.typical.workload.model.num_parameters)
+    plain = [fit for fit in fits if not fit.method.changes]  # others are recipes, which a model alone does not have
+    if plain:
+        first = max(plain, key=lambda fit: fit.typical.workload.model.num_parameters)
         workload = first.typical.workload
         words = ["plan", "--model_name_or_path", first.model, "--seq_len", str(workload.model.length)]
         words += ["--global_batch_size", str(workload.global_batch_size), "--on", settings.what_fits]
-        command = _retype(words, write_recipe="mine.yaml", write_config="launch.yaml")
+        command = _retype(words, network=settings.network, write_recipe="mine.yaml", write_config="launch.yaml")
     result |= {"command": command or None}
     print(json.dumps(result) if settings.json else "\n".join(text.write_fits(result, command)))
 

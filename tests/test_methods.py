@@ -8,7 +8,7 @@ import pytest
 from samestep import cli
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import parse
-from samestep.planner.methods import METHODS, find_models, find_remedies, load_models, make_model_workload
+from samestep.planner.methods import CLASSES, METHODS, find_models, find_remedies, load_models, make_model_workload
 from samestep.planner.placement import place
 
 MODELS = load_models()
@@ -101,6 +101,26 @@ def test_the_command(monkeypatch, capsys):
         row["model"] for row in answer["rows"]
     ]
     assert answer["command"].endswith("--write_recipe mine.yaml --write_config launch.yaml")
-    assert max(answer["rows"], key=lambda row: row["num_parameters"])["model"] in answer["command"]
+    plain = [row for row in answer["rows"] if not row["changes"]]
+    assert max(plain, key=lambda row: row["num_parameters"])["model"] in answer["command"]
+
+
+def test_the_proposed_command_works(monkeypatch, capsys, tmp_path):
+    """As it is printed, but for the hub: the model is a folder here. It fits in the same micro-batches."""
+    monkeypatch.chdir(tmp_path)
+    answer = json.loads(run(monkeypatch, capsys, "plan --what_fits 1x3090 --json"))
+    words = answer["command"].split("plan ")[1].split()
+    name = words[words.index("--model_name_or_path") + 1]
+    row = next(row for row in answer["rows"] if (row["model"], row["changes"]) == (name, {}))
+    (tmp_path / name).mkdir(parents=True)
+    config = {"architectures": [CLASSES[MODELS[name]["model_type"]]], **MODELS[name]}
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    planned = json.loads(run(monkeypatch, capsys, " ".join(["plan", *words, "--json"])))
+    assert planned["memory_needed"] == row["typical"]["memory_needed"] <= planned["memory_of_device"]
+    assert (tmp_path / "mine.yaml").is_file()
+    assert (tmp_path / "launch.yaml").is_file()
+
+
+def test_nothing_fits(monkeypatch, capsys):
     tiny = run(monkeypatch, capsys, "plan --what_fits 1xcpu --seq_len 131072")
     assert "None of the models" in tiny

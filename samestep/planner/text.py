@@ -411,7 +411,7 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
 
     Args:
         answer: of `answer.describe_fits`.
-        command: plans the first row.
+        command: plans the largest model that is trained as it is; empty: there is none.
     """
     precisions = {row["typical"]["mixed_precision"].replace("no", "float32") for row in answer["rows"]}
     options = f", in {' and '.join(sorted(precisions))}" if precisions else ""
@@ -427,7 +427,7 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
         yield from _wrap(f"Speeds: {_explain_band([answer])}.")
     if answer["too_large"]:
         yield from _wrap(f"Too large: {', '.join(answer['too_large'])}", indent="  ")
-    if answer["rows"]:
+    if command:
         yield from ("", "To plan one of them, with its launch file and its recipe")
         yield from _wrap_command(command)
 
