@@ -1,10 +1,14 @@
-"""Writes the generated parts of recipe-fields.md and python-api.md, from the fields and the docstrings: `make docs`."""
+"""Writes the generated parts of the documents, from fields, docstrings, devices and what commands print: `make docs`."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import io
 import re
+import shlex
 import sys
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -12,6 +16,9 @@ from typing import Any
 
 import samestep
 import stepaudit
+from samestep import cli
+from samestep.errors import exit_code
+from samestep.planner.hardware import load_device, names_by_memory
 from samestep.recipe.recipe import TASKS, Recipe
 
 DOCS = Path(__file__).resolve().parent
@@ -71,7 +78,67 @@ def names() -> str:
     return "\n".join(lines)
 
 
-PARTS = {"recipe-fields.md": ("fields", fields), "python-api.md": ("names", names)}
+def devices() -> str:
+    """Write a table of the devices of the package, the smallest memory first."""
+    columns = ("name", "device", "GB", "16-bit TFLOP/s", "memory, GB/s", "link, GB/s", "between machines, GB/s", "W")
+    lines = [f"| {' | '.join(columns)} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
+    for name in names_by_memory():
+        device = load_device(name)
+        rate = device.bf16_tflops or device.fp16_tflops
+        rate = f"{rate:,g}" if rate else f"none; float32 {device.fp32_tflops:g}"
+        network = f"{device.network_gb_per_s:g}{' each' if device.network_per_device else ''}"
+        rates = f"{rate} | {device.memory_gb_per_s:,g} | {device.link_gb_per_s:g} | {network} | {device.watts:g}"
+        lines.append(f"| `{name}` | {device.description} | {device.memory_bytes / 1e9:.1f} | {rates} |")
+    return "\n".join([*lines, "", ""])
+
+
+WIDTH = 128
+"""Columns of a document."""
+EXAMPLES = {
+    "One hardware": "plan gpt2_124m --on 8xa100-80 --price_per_hour 1.5 --start 2026-11-28T09:30 --interruptions_per_day 2",
+    "Several": "plan gpt2_124m --on 1x3090,4xl4,1xh100,8xa100-80 --price_per_hour 0.25,0.7,2.5,1.5 --sort cost",
+    "In reverse": "plan --what_fits 1x3090 --price_per_hour 0.25",
+    "A refusal": "plan gpt2_xl_8xa100 --on 1x3090",
+}
+"""Title -> a command, whose output planner.md shows."""
+
+
+def examples() -> str:
+    """Write what commands print. One that is refused stands in the block of its output, because no test runs it."""
+    lines = []
+    for title, command in EXAMPLES.items():
+        code, output = run(command)
+        shown = f"samestep {command}"
+        lines += [f"### {title}", ""]
+        lines += ["```text", f"$ {shown}"] if code else ["```", shown, "```", "", "```text"]
+        lines += [
+            "\n".join(
+                textwrap.fill(line, WIDTH, break_on_hyphens=False) if len(line) > WIDTH else line
+                for line in output.rstrip().splitlines()
+            )
+        ]
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
+def run(command: str) -> tuple[int, str]:
+    """Run a command of `samestep` in this process; return its exit code and what it prints."""
+    output, argv = io.StringIO(), sys.argv
+    sys.argv = ["samestep", *shlex.split(command)]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.chdir(DOCS.parent):
+            code = exit_code(cli.main)
+    finally:
+        sys.argv = argv
+    return code, output.getvalue()
+
+
+PARTS = {
+    "recipe-fields.md": ("fields", fields),
+    "python-api.md": ("names", names),
+    "devices.md": ("devices", devices),
+    "planner.md": ("examples", examples),
+}
 
 
 def write(page: str) -> str:

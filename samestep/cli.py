@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,16 +26,26 @@ from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import answer, engines, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
-from samestep.planner.growth import MOST_DEVICES, find_hardware
-from samestep.planner.hardware import MAX_DEVICES, Hardware, load_device, parse, set_network
+from samestep.planner.costs import DISK, MAX_PER_DAY, Terms, read_start
+from samestep.planner.growth import MOST_DEVICES
+from samestep.planner.hardware import (
+    MAX_DEVICES,
+    Hardware,
+    find_device,
+    load_device,
+    parse,
+    read_bandwidth,
+    set_network,
+)
 from samestep.planner.memory import MOMENTS, model_from_recipe
+from samestep.planner.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_models, find_remedies
 from samestep.planner.page import page
 from samestep.planner.placement import Placement, TooLargeError, place
-from samestep.planner.workload import Workload, from_model, from_recipe
+from samestep.planner.workload import Workload, format_flags, from_model, from_recipe
 from samestep.recipe import pretrained_shape, run_settings, scaling
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
-from samestep.recipe.reading import format_name
+from samestep.recipe.reading import format_name, read_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
 from samestep.recipe.settings import (
@@ -50,8 +60,6 @@ from samestep.recipe.settings import (
     program_name,
     setting,
 )
-from samestep.training import compare_runs, watch
-from samestep.training.plots import plot_growth
 
 DEFAULT_MAX_DEVICES = 4096
 CONVERSATIONS = "causal_lm_finetuning"
@@ -62,6 +70,16 @@ CRITICAL_BATCH_HELP = (
     "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known"
 )
 NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
+PRICE = (
+    "dollars for an hour of one device; with several hardware one, or one each, with commas; or a .yaml file of "
+    "`DEVICE: DOLLARS` lines"
+)
+NEED_HARDWARE = (
+    *("write_config", "html", "price_per_hour", "network", "sort", "start", "interruptions_per_day", "disk"),
+)
+"""Flags that say nothing without --on."""
+MAX_HARDWARE = 64
+"""Hardware that are compared at once, at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,12 +100,21 @@ class HardwareSettings(OutputSettings):
         default=None,
     )
     write_config: str | None = setting("launch file of Accelerate to write for it", default=None)
-    html: str | None = setting("page to write about it, with charts", default=None)
-    price_per_hour: str | None = setting(
-        "price of one device for an hour, in dollars: says what it costs to the end; with several hardware one, or one each, "
-        "with commas",
+    write_recipe: str | None = setting(
+        "recipe file to write, with what flags change; the command names it", default=None
+    )
+    html: str | None = setting("page to write about it, with charts; of several hardware about the first", default=None)
+    price_per_hour: str | None = setting(PRICE, default=None)
+    sort: str | None = setting(
+        "order of several hardware; none: cost with prices, else time", choice(*answer.SORTS), default=None
+    )
+    start: str | None = setting("date, or date and time, at which it starts: 2026-11-28T09:30; none: now", default=None)
+    interruptions_per_day: float | None = setting(
+        "interruptions of all machines in a day, as of spot instances; none: not known",
+        limit(MAX_PER_DAY, 1e-3),
         default=None,
     )
+    disk: str | None = setting("rate at which checkpoints are written: 2GB/s; none: 1GB/s, assumed", default=None)
     network: str | None = setting(NETWORK, default=None)
 
 
@@ -173,6 +200,20 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """Choose the hardware, and what is tried on it"""
+
+    what_fits: str = setting("hardware, as [NODESx]COUNTxNAME: lists the models, methods and lengths that fit on it")
+    seq_len: int | None = setting("only this many tokens of a sample; none: 512 to 131,072", LENGTH, default=None)
+    global_batch_size: int | None = setting(
+        "samples per optimizer step; none: 64, or one for each device", BATCH, default=None
+    )
+    price_per_hour: str | None = setting("dollars for an hour of one device, or a .yaml file of prices", default=None)
+    network: str | None = setting(NETWORK, default=None)
+    json: bool = setting("print one JSON object", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleSettings(OutputSettings):
     """Choose the devices, all of one kind"""
 
@@ -209,7 +250,8 @@ EXAMPLES = {
     "list": "list",
     "plan": """plan bert_large_2080ti --on 1x2080ti
 plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
-plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5
+plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5 --sort time
+plan --what_fits 1x3090 --price_per_hour 0.25
 plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
@@ -288,14 +330,22 @@ def plan(name: str, argv: list[str]) -> None:
         length = model_from_recipe(recipe).length
         changes |= {"max_train_steps": _count_steps(settings.num_train_tokens, recipe.global_batch_size, length)}
         recipe = pretrained_shape.load(name, changes)
-    workload = from_recipe(
-        recipe,
-        source=name,
-        changes=changes,
-        attention=settings.attn_implementation,
-        num_train_samples=data.num_train_samples,
-        critical_batch_size=settings.critical_batch_size,
-    )
+    if settings.write_recipe is not None:
+        _write_recipe(settings.write_recipe, name, changes)
+
+    def make(more: Mapping[str, Any]) -> Workload:
+        """Make the workload with more changes, which a recipe written before does not hold."""
+        return from_recipe(
+            build(type(recipe), recipes.overlay(dataclasses.asdict(recipe), more), f"recipe {name}")
+            if more
+            else recipe,
+            source=settings.write_recipe or name,
+            changes=more if settings.write_recipe else changes | more,
+            attention=settings.attn_implementation,
+            num_train_samples=data.num_train_samples,
+            critical_batch_size=settings.critical_batch_size,
+        )
+
     subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
@@ -304,7 +354,7 @@ def plan(name: str, argv: list[str]) -> None:
     def trace(b: int, **options: Any) -> Any:
         return _import_trace().trace_recipe(recipe, b, **options)
 
-    _plan(workload, settings, subject, trace, ["plan", name, *argv])
+    _plan(make, settings, subject, trace, ["plan", name, *argv])
 
 
 TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -341,10 +391,18 @@ def plan_model(argv: list[str]) -> None:
             raise UsageError("--num_train_tokens with max_train_steps or num_train_epochs: leave out one of them")
         num_steps = _count_steps(settings.num_train_tokens, training.global_batch_size, training.seq_len)
         training = dataclasses.replace(training, max_train_steps=num_steps)
-    workload = _make_workload(
-        training, settings.critical_batch_size, settings.attn_implementation, may_trace=settings.trace
-    )
-    subject: dict[str, Any] = {"recipe": workload.name, "description": training.model_name_or_path}
+    script_words = _write_fine_tuning(settings.write_recipe, training) if settings.write_recipe else None
+
+    def make(more: Mapping[str, Any]) -> Workload:
+        known = {field.name for field in dataclasses.fields(training)}
+        if unknown := more.keys() - known:
+            raise UsageError(f"{', '.join(unknown)}: no field of a model without a recipe")
+        changed = dataclasses.replace(training, **more)
+        options = {"may_trace": settings.trace, "script_words": script_words}
+        return _make_workload(changed, settings.critical_batch_size, settings.attn_implementation, **options)
+
+    name = Path(training.model_name_or_path).name or training.model_name_or_path
+    subject: dict[str, Any] = {"recipe": name, "description": training.model_name_or_path}
     subject |= {"source": "the model's configuration, and what was given with it"}
     if training.learning_rate is not None:
         adam = (0.9, 0.999, 1e-8) if training.optimizer == "adamw" else (None, None, None)
@@ -359,13 +417,25 @@ def plan_model(argv: list[str]) -> None:
             training.model_name_or_path, b, length, optimizer=training.optimizer, **options
         )
 
-    _plan(workload, settings, subject, trace, ["plan", *argv])
+    _plan(make, settings, subject, trace, ["plan", *argv])
 
 
 def _make_workload(
-    training: ModelSettings, critical_batch_size: float | None, attention: str = "sdpa", *, may_trace: bool = False
+    training: ModelSettings,
+    critical_batch_size: float | None,
+    attention: str = "sdpa",
+    *,
+    may_trace: bool = False,
+    script_words: Sequence[str] | None = None,
 ) -> Workload:
-    """Make the workload of a model without a recipe; with `may_trace` a model without a formula is traced."""
+    """Make the workload of a model without a recipe.
+
+    Args:
+        training: the model and its training.
+        critical_batch_size, attention: as of `workload.from_model`.
+        may_trace: whether a model without a formula is traced.
+        script_words: what names it to scripts/finetune_causal_lm.py; None: no script trains it.
+    """
     path = training.model_name_or_path
     config, name = _load_config(path), Path(path).name or path
     if may_trace and not has_formula(config):
@@ -377,8 +447,8 @@ def _make_workload(
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
         num_steps = num_steps or (training.num_train_epochs and layouts.num_steps(per_epoch, training.num_train_epochs))
-    return from_model(
-        model,
+    workload = from_model(
+        dataclasses.replace(model, chunked_head=True) if script_words else model,
         name,
         global_batch_size=training.global_batch_size,
         optimizer=training.optimizer,
@@ -387,6 +457,88 @@ def _make_workload(
         attention=attention,
         critical_batch_size=critical_batch_size,
     )
+    stored = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4
+    workload = dataclasses.replace(workload, download_bytes=stored * model.num_parameters)
+    if script_words:
+        workload = dataclasses.replace(
+            workload, script=recipes.CausalLmFineTuning.parts.script, script_words=tuple(script_words)
+        )
+    return workload
+
+
+STARTING_RECIPE = "sft_small_cpu"
+"""Recipe that a written one for another language model extends: its objective, and how conversations are read."""
+CONVERSATION_FILE = "chats.jsonl"
+"""Name of the data in a command, for the user to replace."""
+
+
+def _write_fine_tuning(file: str, training: ModelSettings) -> list[str]:
+    """Write a recipe that fine-tunes a causal language model of the hub; return the words that name it to the script."""
+    config = _load_config(training.model_name_or_path)
+    kind = str((config.get("architectures") or ["?"])[0])
+    if not kind.endswith(("ForCausalLM", "LMHeadModel")) or training.seq_len is None:
+        raise UsageError(
+            f"--write_recipe {format_name(file)}: only causal language models with a --seq_len have one: leave it out"
+        )
+    if training.optimizer != "adamw":
+        raise UsageError(
+            f"--write_recipe {format_name(file)}: optimizer is {training.optimizer}, must be adamw: leave one out"
+        )
+    learning_rate = training.learning_rate or 2e-5
+    changes = {
+        "description": f"{training.model_name_or_path}, fine-tuned on conversations.",
+        "source": "written by `plan --write_recipe`: the learning rate is the usual one of full fine-tuning, not tuned",
+        "expect": "not measured",
+        "model_name_or_path": training.model_name_or_path,
+        "max_seq_length": training.seq_len,
+        "global_batch_size": training.global_batch_size,
+        "learning_rate": learning_rate,
+        "learning_rate_batch_size": training.learning_rate_batch_size or training.global_batch_size,
+        "lr_scaling_rule": training.lr_scaling_rule,
+        "max_train_steps": training.max_train_steps,
+        "num_train_epochs": None if training.max_train_steps else training.num_train_epochs or 1,
+    }
+    _write_recipe(file, STARTING_RECIPE, changes)
+    return ["--recipe", file, "--train_file", CONVERSATION_FILE]
+
+
+def _write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
+    """Write a recipe that extends another one."""
+    if not file.endswith((".yaml", ".yml")):
+        raise UsageError(f"--write_recipe {format_name(file)}: a recipe's file ends in .yaml")
+    if not changes:
+        raise UsageError(f"--write_recipe {format_name(file)}: no field of the recipe is changed: leave it out")
+    if base.endswith((".yaml", ".yml")):
+        base = os.path.relpath(base, Path(file).parent)
+    values = {"extends": base} | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
+    _write("write_recipe", file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def what_fits(argv: list[str]) -> None:
+    parser = _make_parser("plan", "--what_fits HARDWARE")
+    parser.add_settings(FitSettings)
+    settings = build(FitSettings, parser.parse(argv), "flags")
+    if "," in settings.what_fits:
+        raise UsageError(f"what_fits is {format_name(settings.what_fits)}: name one hardware")
+    hardware = parse(settings.what_fits, settings.network)
+    (price,) = _read_prices(settings.price_per_hour, [hardware])
+    if settings.global_batch_size is not None and settings.global_batch_size < hardware.num_processes:
+        raise UsageError(
+            f"global_batch_size is {settings.global_batch_size}, must be {hardware.num_processes:,} or more, a sample for each "
+            f"device of {hardware}"
+        )
+    fits, others = find_models(hardware, length=settings.seq_len, global_batch_size=settings.global_batch_size)
+    result = answer.describe_fits(hardware, fits, others, price)
+    command = ""
+    plain = [fit for fit in fits if not fit.method.changes]  # others are recipes, which a model alone does not have
+    if plain:
+        first = max(plain, key=lambda fit: fit.typical.workload.model.num_parameters)
+        workload = first.typical.workload
+        words = ["plan", "--model_name_or_path", first.model, "--seq_len", str(workload.model.length)]
+        words += ["--global_batch_size", str(workload.global_batch_size), "--on", settings.what_fits]
+        command = _retype(words, network=settings.network, write_recipe="mine.yaml", write_config="launch.yaml")
+    result |= {"command": command or None}
+    print(json.dumps(result) if settings.json else "\n".join(text.write_fits(result, command)))
 
 
 def _load_defaults(model_type: str) -> dict[str, Any]:
@@ -413,12 +565,12 @@ def _load_config(name: str) -> dict[str, Any]:
 
 
 def _plan(
-    workload: Workload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any], words: list[str]
+    make: MakeWorkload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any], words: list[str]
 ) -> None:
     """Answer `plan`.
 
     Args:
-        workload: the computation.
+        make: makes the workload, with changed fields.
         settings: the flags.
         subject: first fields of the answer: recipe or model, and hyperparameters.
         trace: traces a micro-batch of so many samples.
@@ -433,14 +585,15 @@ def _plan(
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
     }
-    prices = _read_prices(settings)
-    if settings.on is not None and "," in settings.on:
-        _compare(workload, settings, prices, cut | options)
-        return
     if settings.on is None:
-        for flag in ("write_config", "html", "price_per_hour", "network"):
+        for flag in NEED_HARDWARE:
             if getattr(settings, flag) is not None:
                 raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
+    workload = make({})
+    if settings.on is not None and "," in settings.on:
+        _compare(workload, settings, subject, cut | options)
+        return
+    if settings.on is None:
         batch, num_processes = workload.global_batch_size, settings.num_processes or 1
         layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
         options["mixed_precision"] = settings.mixed_precision or "bf16"
@@ -452,7 +605,11 @@ def _plan(
     else:
         if settings.num_processes is not None:
             raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
-        placement = _place(workload, parse(settings.on, settings.network), cut | options, words)
+        hardware = parse(settings.on, settings.network)
+        if settings.sort is not None:
+            raise UsageError(f"--sort {settings.sort} with one hardware: name several in --on, with commas")
+        (terms,) = _read_terms(settings, [hardware])
+        placement = _place(make, hardware, cut | options, words)
         if settings.write_config is not None:
             _write("write_config", settings.write_config, placement.config(settings.write_config))
         options = {option: getattr(placement, option) for option in options}
@@ -465,7 +622,7 @@ def _plan(
             placement,
             placement.command(settings.write_config),
             write_command=write_command,
-            price_per_hour=prices[0] if prices else None,
+            terms=terms,
         )
     if settings.trace:
         trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
@@ -473,70 +630,144 @@ def _plan(
         peaks = trace(b, **trace_options, attn_implementation=settings.attn_implementation)
         result |= answer.describe_trace(peaks, workload, layout, options)
     if placement is not None and settings.html is not None:
-        max_devices = max(DEFAULT_MAX_DEVICES, placement.hardware.num_processes)
-        growth = answer.describe_growth(workload, placement.hardware.device, max_devices)
-        _write("html", settings.html, page(result | {"scale": growth}))
+        _write("html", settings.html, page(result | {"scale": _grow(workload, placement)}))
     if settings.json:
         print(json.dumps(result))
     else:
         print("\n".join(text.write_plan(result)))
 
 
-def _read_prices(settings: HardwareSettings) -> list[float]:
-    """Read the price of each hardware; empty: none is given."""
-    if settings.price_per_hour is None:
-        return []
-    texts, num_hardware = settings.price_per_hour.split(","), 1 + (settings.on or "").count(",")
-    try:
-        prices = [float(text) for text in texts]
-    except ValueError:
-        prices = [0.0]
-    if not all(0 < price <= LARGEST for price in prices):
-        raise UsageError(
-            f"price_per_hour is {format_name(settings.price_per_hour)}, must be greater than 0 (dollars for an hour of one "
-            "device)"
+def _read_terms(settings: PlanSettings, hardware: list[Hardware]) -> list[Terms]:
+    """Read what the user says of money, time and disks, for each hardware."""
+    disk = DISK if settings.disk is None else read_bandwidth("disk", settings.disk, "2GB/s, 500MB/s")
+    return [
+        Terms(
+            price_per_hour=price,
+            start=read_start(settings.start),
+            interruptions_per_day=settings.interruptions_per_day,
+            disk_gb_per_s=disk,
         )
-    if len(prices) not in (1, num_hardware):
-        raise UsageError(f"--price_per_hour has {len(prices)} prices for {num_hardware} hardware: give 1, or one each")
-    return prices if len(prices) == num_hardware else prices * num_hardware
+        for price in _read_prices(settings.price_per_hour, hardware)
+    ]
 
 
-def _compare(workload: Workload, settings: PlanSettings, prices: list[float], options: dict[str, Any]) -> None:
+def _read_prices(value: str | None, hardware: list[Hardware]) -> list[float | None]:
+    """Read the price of each hardware; None: none is given."""
+    if value is None:
+        return [None] * len(hardware)
+    if value.endswith((".yaml", ".yml")):
+        return _read_price_file(value, hardware)
+    prices = [_read_price(text, value) for text in value.split(",")]
+    if len(prices) not in (1, len(hardware)):
+        raise UsageError(f"--price_per_hour has {len(prices)} prices for {len(hardware)} hardware: give 1, or one each")
+    return prices if len(prices) == len(hardware) else prices * len(hardware)
+
+
+def _read_price(text: object, value: str) -> float:
+    try:
+        price = float(text)
+    except (TypeError, ValueError):
+        price = 0.0
+    if not 0 < price <= LARGEST or isinstance(text, bool):
+        raise UsageError(
+            f"price_per_hour is {format_name(value)}, must be greater than 0 (dollars for an hour of one device)"
+        )
+    return price
+
+
+def _read_price_file(file: str, hardware: list[Hardware]) -> list[float]:
+    """Read a file of prices, in which devices may be spelled as in --on."""
+    values = read_yaml(Path(file), f"price_per_hour {format_name(file)}")
+    prices = {}
+    for name, price in values.items():
+        device = name if name in {each.device.name for each in hardware} else find_device(name)
+        prices[device] = _read_price(price, f"{name}: {price}")
+    if missing := sorted({each.device.name for each in hardware} - prices.keys()):
+        raise UsageError(
+            f"price_per_hour {format_name(file)} has no price of {', '.join(missing)}: add a line for each"
+        )
+    return [prices[each.device.name] for each in hardware]
+
+
+def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any], options: dict[str, Any]) -> None:
     """Answer `plan` for several hardware: a row for each, of which some may not fit."""
-    for flag in ("write_config", "html", "trace", "num_processes"):
+    for flag in ("write_config", "trace", "num_processes"):
         if getattr(settings, flag):
             raise UsageError(f"--{flag} with several hardware in --on: name one of them")
+    names = settings.on.split(",")
+    if len(names) > MAX_HARDWARE:
+        raise UsageError(f"--on names {len(names)} hardware, must be {MAX_HARDWARE} or fewer")
+    hardware = [parse(name, settings.network) for name in names]
+    terms = _read_terms(settings, hardware)
+    if settings.sort == "cost" and settings.price_per_hour is None:
+        raise UsageError("--sort cost needs prices: add --price_per_hour")
     rows: list[dict[str, Any]] = []
-    for name, price in itertools.zip_longest(settings.on.split(","), prices):
-        hardware = parse(name, settings.network)
+    placements: dict[str, Placement] = {}
+    for machine, own_terms in zip(hardware, terms, strict=True):
         try:
-            placement = place(workload, hardware, **options)
+            placement = placements[str(machine)] = place(workload, machine, **options)
         except UsageError as error:
-            rows.append({"hardware": str(hardware), "problem": str(error)})
+            rows.append({"hardware": str(machine), "problem": str(error)})
             continue
         chosen = {
             option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
         }
         described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
-        rows.append(described | answer.describe_placement(placement, placement.command(), price_per_hour=price))
+        rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
+    rows = answer.sort_rows(rows, settings.sort)
     result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
     result |= {"num_steps": workload.num_steps}
+    if settings.html is not None:
+        if not placements:
+            raise UsageError(f"--html {format_name(settings.html)}: nothing fits: {rows[0]['problem']}")
+        first = rows[0]
+        growth = _grow(workload, placements[first["hardware"]])
+        _write("html", settings.html, page(subject | first | {"scale": growth, "rows": rows}))
     print(json.dumps(result) if settings.json else "\n".join(text.write_comparison(result)))
 
 
-def _place(workload: Workload, hardware: Hardware, options: dict[str, Any], words: list[str]) -> Placement:
-    """Place a workload; where it does not fit, name hardware that it fits on, in a command that works as typed."""
+def _grow(workload: Workload, placement: Placement) -> dict[str, Any]:
+    hardware = placement.hardware
+    return answer.describe_growth(workload, hardware.device, max(DEFAULT_MAX_DEVICES, hardware.num_processes))
+
+
+def _place(make: MakeWorkload, hardware: Hardware, options: dict[str, Any], words: list[str]) -> Placement:
+    """Place a workload; where it does not fit, say what to change, in a command that works as typed."""
+    workload = make({})
     try:
         return place(workload, hardware, **options)
     except TooLargeError as error:
-        message, others = str(error), find_hardware(workload, hardware, **options)
-    if not others:
+        message = str(error)
+    length_field = next((name for name in LENGTH_FIELDS if _is_field(make, name)), None)
+    remedies = find_remedies(workload, hardware, make, length_field, **options)
+    if not remedies:
         raise UsageError(
             f"{message}, and no known device holds it, 1 to {MOST_DEVICES} of them: take shorter or smaller samples, or a "
             "smaller model"
         )
-    fits = " and so does ".join([_retype(words, on=others[0]), *(f"--on {other}" for other in others[1:])])
-    raise UsageError(f"{message}; this fits: {fits}")
+    first, *others = (_describe_remedy(remedy, workload) for remedy in remedies)
+    flags, effect = first
+    texts = [f"{_retype(words, **flags)} ({effect})"]
+    texts += [f"{shlex.join(format_flags(flags))} ({effect})" for flags, effect in others]
+    raise UsageError(f"{message}; this fits: {', or '.join(texts)}")
+
+
+def _is_field(make: MakeWorkload, name: str) -> bool:
+    """Tell whether a field of this name decides the tokens of a sample."""
+    try:
+        return make({name: SHORTEST}).model.length == SHORTEST
+    except UsageError:
+        return False
+
+
+def _describe_remedy(remedy: Remedy, workload: Workload) -> tuple[dict[str, Any], str]:
+    """Return the flags of a remedy, and its speed and whether the steps stay the same, in words."""
+    placement = remedy.placement
+    unit = "tokens" if workload.model.unit == "token" else "images"
+    speed = f"{text.round_number(1 / remedy.seconds_per_unit)} {unit}/s"
+    if remedy.changes:
+        return {name: str(value) for name, value in remedy.changes.items()}, f"{speed}, another recipe"
+    return {"on": str(placement.hardware)}, f"{speed}, the same steps"
 
 
 def _retype(words: list[str], **flags: object) -> str:
@@ -565,6 +796,8 @@ def _scale(workload: Workload, settings: ScaleSettings) -> None:
         require("plots", "--plot")
     result = answer.describe_growth(workload, set_network(load_device(settings.on), settings.network), settings.up_to)
     if settings.plot is not None:
+        from samestep.training.plots import plot_growth  # here: it imports numpy
+
         _write("plot", settings.plot, plot_growth(result))
     if settings.json:
         print(json.dumps(result))
@@ -581,10 +814,13 @@ def launch(name: str, argv: list[str]) -> None:
     if settings.submit and settings.write is None:
         raise UsageError("--submit needs --write FILE: the file that is handed over")
     workload = from_recipe(recipe, source=name, changes=changes, num_train_samples=data.num_train_samples)
-    placement = _place(workload, parse(hardware_name, settings.network), {}, ["plan", name, *words])
-    run_settings.parse(
-        [*workload.script_words, *run_words], recipe.task, ""
-    )  # mistakes are found here, not in the queue
+    try:
+        placement = place(workload, parse(hardware_name, settings.network))
+    except TooLargeError as error:
+        words = [program_name(), "plan", name, *format_flags(changes), "--on", hardware_name]
+        raise UsageError(f"{error}: {shlex.join(words)} says what to change") from None
+    # Mistakes are found here, not in the queue
+    run_settings.parse([*workload.script_words, *run_words], recipe.task, "")
     file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
     seconds = placement.seconds_to_end
     hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
@@ -637,6 +873,8 @@ def compare(argv: list[str]) -> int:
     settings = build(CompareSettings, parser.parse(argv[len(folders) :]), "flags")
     if len(folders) != 2:
         raise UsageError(f"{name}: {len(folders)} output folders come first, must be two; see {name} --help")
+    from samestep.training import compare_runs  # here: it imports numpy, which takes half as long as a plan
+
     result = compare_runs.compare(folders)
     print(json.dumps(result, allow_nan=False) if settings.json else "\n".join(compare_runs.write(result)))
     return 0 if result["is_identical"] else 1
@@ -651,6 +889,8 @@ def watch_runs(argv: list[str]) -> None:
     )
     parser.add_settings(WatchSettings)
     settings = build(WatchSettings, parser.parse(argv[len(folders) :]), "flags")
+    from samestep.training import watch  # here: it imports numpy
+
     runs = watch.make_readers(folders)
     if settings.html is not None:
         for run in runs:
@@ -752,6 +992,8 @@ def main() -> int | None:
             _make_overview().print_help()
         case ["list", *argv]:
             list_recipes(argv)
+        case ["plan", *argv] if any(re.match("--what[_-]fits(=|$)", word) for word in argv):
+            what_fits([word.replace("--what-fits", "--what_fits", 1) for word in argv])
         case ["plan", name, *argv] if not name.startswith("-"):
             plan(name, argv)
         case ["plan", *argv]:

@@ -93,6 +93,10 @@ def test_the_file_is_written_and_handed_over(capsys, tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--on", "8xa100-80", *OUTPUT], "on is 8xa100-80, must be ENGINE:HARDWARE"),
+        (
+            ["--on", "slurm:1xt4", "--max_seq_length", "512", "--hidden_size", "16384", *OUTPUT],
+            "plan bert_large_phase1 --.* says",
+        ),
         (["--on", "slum:8xa100-80", *OUTPUT], "engine slum.*slurm"),
         (["--on", "slurm:8xa100-80"], "output_dir is missing"),
         (["--on", "slurm:8xa100-80", *OUTPUT, "--eval_step", "3"], "--eval_steps"),

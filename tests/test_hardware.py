@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, parse
+from samestep.planner.hardware import DEVICES, OWN, Device, Hardware, device_names, load_device, names_by_memory, parse
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "devices.md").read_text(encoding="utf-8")
 NUMBERS = [
@@ -35,12 +35,18 @@ def test_the_devices_that_are_promised():
     promised = (
         "cpu t4 v100-16 v100-32 2080ti 3090 4080 4090 5090 a100-40 a100-40-sxm a100-80 h100 h200 b200 l4 l40s a10g "
     )
-    promised += "a6000 rtx6000ada"
+    promised += "a6000 rtx6000ada 4070ti a100-80-pcie h100-pcie h100-nvl gb200 mi300x mi325x gaudi3 "
+    promised += "m2-ultra m3-max m3-ultra m4 m4-pro m4-max"
     assert set(device_names()) == set(promised.split())
     assert len(NUMBERS) == 9
 
 
 ACCELERATORS = [name for name in device_names() if load_device(name).cores is None]
+
+
+def test_devices_by_memory():
+    devices = [load_device(name) for name in names_by_memory()]
+    assert devices == sorted(map(load_device, device_names()), key=lambda device: (device.memory_mib, device.watts))
 
 
 def test_the_cpu_is_one_core():
@@ -57,18 +63,24 @@ def test_the_cpu_is_one_core():
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_numbers_are_plausible(name):
     device = load_device(name)
-    assert 8e9 < device.memory_bytes < 200e9
-    assert device.fp32_tflops < device.fp16_tflops
-    assert device.bf16_tflops in (None, device.fp16_tflops)
-    assert 0.5 < device.reachable < 1
+    assert 8e9 < device.memory_bytes < 500e9
+    assert 0.5 <= device.reachable < 1
     assert device.link_gb_per_s < device.memory_gb_per_s
-    flops_per_byte = device.fp16_tflops * 1e3 / device.memory_gb_per_s
-    assert 50 < flops_per_byte < 500
+    assert 20 < (device.watts or 20) <= 1200
+    flops_per_byte = (device.fp16_tflops or device.fp32_tflops) * 1e3 / device.memory_gb_per_s
+    if device.fp16_tflops is None:  # Apple's
+        assert (device.bf16_tflops, device.is_single) == (None, True)
+        assert 20 < flops_per_byte < 50
+    else:
+        assert device.fp32_tflops < device.fp16_tflops
+        assert device.bf16_tflops in (None, device.fp16_tflops)
+        assert 50 < flops_per_byte <= 500
 
 
 def test_turing_and_volta_have_no_bfloat16():
     names = {name for name in ACCELERATORS if load_device(name).tflops("bf16") is None}
-    assert names == {"t4", "2080ti", "v100-16", "v100-32"}
+    apple = {name for name in names if load_device(name).is_single}
+    assert names - apple == {"t4", "2080ti", "v100-16", "v100-32"}
     assert load_device("t4").tflops("no") == 8.1
 
 
@@ -147,6 +159,15 @@ def test_documented_devices_work(file, tmp_path):
         ("Tesla V100 32 GB", "1xv100-32"),
         ("GeForce RTX 2080 Ti", "1x2080ti"),
         ("RTX 6000 Ada", "1xrtx6000ada"),
+        ("NVIDIA H100 80GB HBM3", "1xh100"),
+        ("1xH100 PCIe", "1xh100-pcie"),
+        ("4xH100NVL", "4xh100-nvl"),
+        ("A100 80GB PCIe", "1xa100-80-pcie"),
+        ("RTX 4070 Ti", "1x4070ti"),
+        ("8 x AMD Instinct MI300X OAM", "8xmi300x"),
+        ("Intel Gaudi 3", "1xgaudi3"),
+        ("Apple M4 Max", "1xm4-max"),
+        ("72xGB200", "72xgb200"),
     ],
 )
 def test_other_spellings(text, name):
@@ -156,9 +177,10 @@ def test_other_spellings(text, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4xa100", "device 'a100' may be a100-40 or a100-40-sxm or a100-80: name one"),
-        ("1xH100 PCIe", "unknown device 'H100 PCIe': known are "),
-        ("8xmi300x", "unknown device 'mi300x': known are 2080ti, "),
+        ("4xa100", "device 'a100' may be a100-40 or a100-40-sxm or a100-80 or a100-80-pcie: name one"),
+        ("1xH100 CNX", "unknown device 'H100 CNX': known are "),
+        ("8xmi250x", "unknown device 'mi250x': known are 2080ti, "),
+        ("1xRTX 4070 Ti SUPER", "unknown device 'RTX 4070 Ti SUPER': known are "),
         ("gpu", "unknown device 'gpu'"),
         ("", "is not \\[NODESx\\]COUNTxNAME"),
         ("2x2x2xt4", "is not \\[NODESx\\]COUNTxNAME"),

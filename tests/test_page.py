@@ -21,7 +21,7 @@ from jinja2 import UndefinedError
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import DEVICES, device_names, parse
-from samestep.planner.page import TEMPLATES, page
+from samestep.planner.page import TEMPLATES, _date, page
 from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
 
@@ -88,6 +88,15 @@ def make_answer(name: str, hardware: str, *flags: str, up_to: int = 4096) -> dic
 @pytest.fixture(scope="module")
 def xl() -> dict:
     return make_answer("gpt2_xl_8xa100", "8xa100-80")
+
+
+@pytest.fixture(scope="module")
+def compared(xl) -> dict:
+    """Of several hardware, with money, a start and interruptions: all that a page can show."""
+    names = "8xa100-80,1x3090,2x8xa100-80-pcie,8xmi300x,8x5090"
+    flags = "--price_per_hour 1.5,0.25,1.2,2,0.6 --start 2026-11-28T09:30 --interruptions_per_day 3"
+    rows = query(program.plan, "gpt2_xl_8xa100", "--on", names, *flags.split())["rows"]
+    return xl | rows[0] | {"rows": rows}
 
 
 def per_cent(text: str) -> float:
@@ -264,6 +273,46 @@ def test_a_plan_as_it_is_printed_is_enough(xl):
     printed = query(program.plan, "bert_base", "--on", "4xt4", "--num_train_epochs", "3")
     tree = check_it_stands_alone(page(printed | {"micro_batches": None}))
     assert len(tree.section("memory").all("g")) == 1
+
+
+def test_hardware_is_compared(compared, xl):
+    """The rows are those of the answer, the one of the page first; what does not fit says why; bars are dollars."""
+    tree, rows = check_it_stands_alone(page(compared)), compared["rows"]
+    section = tree.section("compare")
+    placed = [row for row in rows if "problem" not in row]
+    assert [cell["text"] for cell in section.all("th", scope="row")] == [row["hardware"] for row in placed]
+    assert (len(placed), tree.all("title")[0]["text"]) == (4, f"gpt2_xl_8xa100 on {placed[0]['hardware']}")
+    assert "for a single sample" in section.single("ul", class_="remarks")["text"]
+    assert section.single("g", class_="bar chosen")["text"].strip().startswith(f"▸ {placed[0]['hardware']}")
+    costs = [row["cost_per_million_samples"] for row in placed]
+    assert costs == sorted(costs)
+    widths = [per_cent(rect["width"]) for rect in section.all("rect")]
+    assert widths == pytest.approx([cost * widths[0] / costs[0] for cost in costs], abs=1e-3)
+    dollars = [
+        text
+        for text in (cell["text"] for cell in section.all("td"))
+        if text in {f"{row['cost']:,.0f}" for row in placed}
+    ]
+    assert len(dollars) == len(placed)
+    by_time = [{**row, "cost_per_million_samples": None} for row in placed]
+    source = page(compared | {"rows": by_time})
+    assert "hours for a million samples" in source
+    assert 'id="compare"' not in page(xl)
+    assert 'id="compare"' not in page(xl | {"rows": [xl]})
+
+
+def test_money_dates_and_interruptions_are_shown(compared):
+    answer = compared | {"data_bytes": 12.3e9, "download_bytes": 498e6, "cost_per_epoch": 45.6}
+    tree = check_it_stands_alone(page(answer))
+    pairs = dict(zip(*([e["text"] for e in tree.section("costs").all(tag)] for tag in ("dt", "dd")), strict=True))
+    assert pairs["dollars for an epoch"] == "45.6"
+    assert pairs["data and cache on disk"] == "12.3 GB"
+    assert pairs["weights to download"] == "498 MB"
+    assert pairs["a checkpoint"] == f"{answer['checkpoint_bytes'] / 1e9:.1f} GB"
+    assert pairs["writing a checkpoint"] == f"{answer['checkpoint_seconds']:.1f} s"
+    assert "to the end, with 3 interruptions a day" in pairs
+    sentence = " ".join(tree.single("p", class_="verdict")["text"].split())
+    assert f"Started on Saturday 28 November 2026, 09:30, it ends on {_date(answer['end'])}." in sentence
 
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
@@ -470,6 +519,8 @@ const box = (element) => element.getBoundingClientRect();
     const ticks = [...chart.querySelectorAll(".tick")];
     return ticks.slice(1).filter((tick, i) => box(tick).left < box(ticks[i]).right + 2).map((tick) => tick.textContent);
   });
+  found.covered = [...document.querySelectorAll(".bars")].flatMap((chart) => [...chart.querySelectorAll(".name, .note")]
+    .filter((text) => box(text).right > box(chart.querySelector(".grid")).left).map((text) => text.textContent));
   found.small = [...document.querySelectorAll("main *")].map((of) => parseFloat(getComputedStyle(of).fontSize));
   found.small = Math.min(...found.small);
   parent.postMessage(found, "*");
@@ -503,7 +554,7 @@ def browse(tmp_path):
     return opened
 
 
-def test_in_a_browser(xl, browse, tmp_path):
+def test_in_a_browser(xl, compared, browse, tmp_path):
     """Nothing scrolls sideways, sticks out or overlaps on a phone and on a desktop; the button copies; no errors."""
     long = {
         "recipe": "a_recipe_of_a_rather_long_name_" + 3 * "and_more_",
@@ -511,7 +562,7 @@ def test_in_a_browser(xl, browse, tmp_path):
         "warnings": [99 * "w"],
     }
     long |= {"command": xl["command"] + " --output_dir " + 30 * "folder/"}
-    answers = [xl, xl | long, make_answer("bert_large_2080ti", "1x2080ti")]
+    answers = [xl, xl | long, compared | {"recipe": "compared"}, make_answer("bert_large_2080ti", "1x2080ti")]
     cases = list(itertools.product(answers, (360, 768, 1280)))
     frames = FRAMES
     for number, (answer, width) in enumerate(cases):
@@ -529,6 +580,7 @@ def test_in_a_browser(xl, browse, tmp_path):
         assert report["small"] >= 11
     commands = {answer["command"] for answer in answers}
     assert {report["copied"][0] for report in reports} == commands
+    assert all(report["covered"] == [] for report in reports)
     for report in reports:
         command = report["copied"][0]
         last = ["copy", command, "Selected: press Ctrl+C or ⌘C to copy."]

@@ -1,5 +1,6 @@
 """The command that a plan prints is the training that was planned: recipe, fields that flags change, cut, launch file."""
 
+import datetime
 import json
 import os
 import re
@@ -17,7 +18,9 @@ from samestep import cli
 from samestep.errors import exit_code
 from samestep.planner.answer import COMPARED, SPEED_BAND
 from samestep.planner.hardware import parse
+from samestep.planner.methods import load_models
 from samestep.planner.placement import place
+from samestep.planner.text import round_number
 from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
@@ -133,20 +136,44 @@ def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     assert (trained.fingerprint, trained.max_train_steps) == (answer["fingerprint"], 2)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json", "gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60"],
-)
-def test_a_refusal_names_hardware_that_fits(monkeypatch, capsys, words):
-    monkeypatch.setattr(sys, "argv", ["recipes", "plan", *words.split()])
+def read_remedies(monkeypatch, capsys, words: list[str]) -> list[tuple[list[str], str]]:
+    """Read what a refusal proposes: the words of each command, and what is said of it."""
+    monkeypatch.setattr(sys, "argv", ["recipes", *words])
     assert exit_code(cli.main) == 2
-    command, other = capsys.readouterr().err.strip().split("this fits: ")[1].split(" and so does --on ")
-    flags = [word for word in shlex.split(command)[1:] if word != "--json"]
-    answers = [json.loads(run(monkeypatch, capsys, *flags, "--json", *words)) for words in ([], ["--on", other])]
-    assert [answer["num_processes"] > 1 for answer in answers] == [True, False]
-    assert all(answer["memory_needed"] <= answer["memory_of_device"] for answer in answers)
-    assert answers[0]["hardware"].endswith("x3090")
-    assert answers[0]["num_parameters"] == answers[1]["num_parameters"]
+    line = capsys.readouterr().err.strip()
+    assert "\n" not in line
+    texts = [re.fullmatch(r"(.*) \((.*)\)", part).groups() for part in line.split("this fits: ")[1].split(", or ")]
+    first = shlex.split(texts[0][0])
+    first = first[first.index("plan") :]
+    return [(first, texts[0][1]), *(([*words, *shlex.split(flags)], said) for flags, said in texts[1:])]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan gpt2_xl_8xa100 --on 1x3090 --n_layer 40 --json",
+        "plan gpt2_774m --on 1xrtx3090 --block_size 1024 --n_layer 60",
+        "plan bert_large_phase1 --on 1x4070ti --num_hidden_layers 90",
+    ],
+)
+def test_a_refusal_says_what_to_change(monkeypatch, capsys, line):
+    """On the same hardware the fastest recipe first, then other hardware: all of it fits, as it is printed."""
+    words = [word for word in line.split() if word != "--json"]
+    remedies = read_remedies(monkeypatch, capsys, line.split())
+    own = load(words[1], dict(zip((f[2:] for f in words[4::2]), map(int, words[5::2]), strict=True)))
+    speeds = []
+    for command, said in remedies:
+        answer = json.loads(run(monkeypatch, capsys, *(word for word in command if word != "--json"), "--json"))
+        assert answer["memory_needed"] <= answer["memory_of_device"]
+        keeps = "the same steps" in said
+        assert (answer["fingerprint"] == own.fingerprint) == keeps
+        assert said.startswith(f"{round_number(answer['tokens_per_second'])} tokens/s, ")
+        assert keeps or answer["hardware"].split("x")[1:] == str(parse(words[3])).split("x")[1:]
+        speeds.append((keeps, answer["tokens_per_second"]))
+    here = [speed for keeps, speed in speeds if not keeps]
+    assert here == sorted(here, reverse=True)
+    assert [keeps for keeps, _ in speeds] == sorted(keeps for keeps, _ in speeds)
+    assert speeds[-1][0]
 
 
 def test_what_fits_nowhere_says_so(monkeypatch, capsys):
@@ -187,6 +214,51 @@ def test_mistakes(monkeypatch, capsys, line, message):
     monkeypatch.setattr(sys, "argv", ["recipes", "plan", *line.split()])
     assert exit_code(cli.main) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_day_it_ends(monkeypatch, capsys):
+    """From a start, or from now: then the date is in the text only, so that answers and pages stay the same."""
+    words = ["plan", "gpt2_124m", "--on", "8xa100-80", "--max_train_steps", "600000"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    assert (answer["start"], answer["end"]) == (None, None)
+    assert re.search(
+        r"It ends on \w+day \d+ \w+ if it starts now \(", " ".join(run(monkeypatch, capsys, *words).split())
+    )
+    words += ["--start", "2026-11-25T17:00"]
+    answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
+    end = datetime.datetime(2026, 11, 25, 17) + datetime.timedelta(seconds=answer["seconds_to_end"])
+    assert answer["end"] == end.isoformat(timespec="minutes")
+    text = " ".join(run(monkeypatch, capsys, *words).split())
+    assert f"It ends on {end:%A} {end.day} November (" in text
+
+
+def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path):
+    """Of a recipe with changes, of a file of one's own in another folder, and of a model of the hub without a recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "base.yaml").write_text("extends: gpt2_124m\nmax_train_steps: 9000\n")
+    for name in ("gpt2_124m", "own/base.yaml"):
+        words = ["plan", name, "--on", "1x3090", "--block_size", "512", "--train_file", "a b.txt", "c.txt"]
+        planned = json.loads(run(monkeypatch, capsys, *words, "--json"))
+        words += ["--write_recipe", f"{Path(name).stem}-short.yaml"]
+        *_, command = read_commands(run(monkeypatch, capsys, *words))
+        launch, recipe, _ = read_launch(command)
+        assert launch.training_script_args[:2] == ["--recipe", words[-1]]
+        assert "--block_size" not in command
+        assert (recipe.fingerprint, recipe.block_size) == (planned["fingerprint"], 512)
+        assert recipe.train_file == ("a b.txt", "c.txt")
+    config = {"architectures": ["Qwen3ForCausalLM"], **load_models()["Qwen/Qwen3-0.6B"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]
+    words += ["--write_recipe", "mine.yaml", "--write_config", "launch.yaml"]
+    *_, command = read_commands(run(monkeypatch, capsys, *words))
+    launch, recipe, settings = read_launch(command)
+    assert (recipe.task, recipe.model_name_or_path) == ("causal_lm_finetuning", "model")
+    assert (recipe.max_seq_length, recipe.global_batch_size, recipe.train_file) == (1024, 64, ("chats.jsonl",))
+    assert recipe.learning_rate == recipe.scaled_hyperparameters().learning_rate == 2e-5
+    assert yaml.safe_load(Path(launch.config_file).read_text())["num_processes"] == 4
+    assert settings.per_device_train_batch_size
 
 
 def test_what_is_missing_for_the_hours_is_asked_for(monkeypatch, capsys):
@@ -237,23 +309,93 @@ def test_several_hardware_are_a_table(monkeypatch, capsys):
     names = ["1x3090", "4xt4", "8xh100"]
     words = ["plan", "gpt2_xl_8xa100", "--on", ",".join(names), "--price_per_hour", "0.25,0.3,2.5"]
     rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
-    assert [row["hardware"] for row in rows] == names
-    assert ["problem" in row for row in rows] == [True, False, False]
+    assert [row["hardware"] for row in rows] == ["8xh100", "4xt4", "1x3090"]
+    assert ["problem" in row for row in rows] == [False, False, True]
     alone = ["plan", "gpt2_xl_8xa100", "--on", "8xh100", "--price_per_hour", "2.5", "--json"]
     answer = json.loads(run(monkeypatch, capsys, *alone))
-    assert all(answer[name] == value for name, value in rows[2].items() if name != "write_command")
+    assert all(answer[name] == value for name, value in rows[0].items() if name != "write_command")
     lines = run(monkeypatch, capsys, *words).splitlines()
-    placed = [line.split()[0] for line in lines if line.split()[0] in names]
-    assert sorted(placed) == names[1:]
-    costs = {row["hardware"]: row["cost"] for row in rows[1:]}
-    assert placed == sorted(costs, key=costs.get)
+    assert [line.split()[0] for line in lines if line.split()[0] in names] == ["8xh100", "4xt4"]
     assert any(line.startswith("1x3090: ") for line in lines)
 
 
+def test_the_table_is_sorted_as_asked(monkeypatch, capsys, tmp_path):
+    """By cost or time; without prices, and without a length, by time; prices may stand in a file, in any spelling."""
+    words = ["plan", "gpt2_124m", "--on", "1x3090,8xh100,8x4090,1xt4"]
+    prices = {"RTX 3090": 0.25, "H100 SXM": 2.5, "4090": 0.4, "t4": 0.05}
+    (tmp_path / "prices.yaml").write_text(yaml.safe_dump(prices))
+    orders = {}
+    for sort in ("cost", "time", None):
+        flags = ["--price_per_hour", str(tmp_path / "prices.yaml"), *(["--sort", sort] if sort else [])]
+        rows = json.loads(run(monkeypatch, capsys, *words, *flags, "--json"))["rows"]
+        orders[sort] = [row["hardware"] for row in rows]
+        key = "seconds_to_end" if sort == "time" else "cost"
+        assert [row[key] for row in rows] == sorted(row[key] for row in rows)
+    assert orders["cost"] == orders[None] != orders["time"]
+    rows = json.loads(run(monkeypatch, capsys, *words, "--json"))["rows"]
+    assert [row["hardware"] for row in rows] == orders["time"]
+    assert "dollars" not in run(monkeypatch, capsys, *words)
+    (tmp_path / "prices.yaml").write_text("t4: 0.05\n")
+    monkeypatch.setattr(sys, "argv", ["recipes", *words, "--price_per_hour", str(tmp_path / "prices.yaml")])
+    assert exit_code(cli.main) == 2
+    assert one_line(capsys.readouterr().err, "has no price of 3090, 4090, h100")
+
+
 @pytest.mark.parametrize(
-    "flags", ["--price_per_hour 1,2,3", "--price_per_hour 1,x", "--html a.html", "--trace", "--write_config a.yaml"]
+    ("flags", "message"),
+    [
+        ("--price_per_hour 1,2,3", "price_per_hour has 3 prices for 2"),
+        ("--price_per_hour 1,x", "price_per_hour is 1,x"),
+        ("--price_per_hour=-1", "price_per_hour is -1"),
+        ("--price_per_hour nowhere.yaml", "nowhere.yaml"),
+        ("--trace", "--trace with several"),
+        ("--write_config a.yaml", "--write_config with several"),
+        ("--sort cost", "needs prices"),
+        ("--sort price", "sort is 'price', must be one of cost, time"),
+        ("--disk 5", "disk is '5', must be a bandwidth"),
+        ("--start tomorrow", "start is tomorrow, must be a date"),
+        ("--interruptions_per_day 0", "interruptions_per_day is 0"),
+        ("--interruptions_per_day 1e9", "interruptions_per_day is 1"),
+    ],
 )
-def test_mistakes_with_several_hardware(monkeypatch, capsys, flags):
+def test_mistakes_with_several_hardware(monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["recipes", "plan", "bert_base", "--on", "1x3090,4xt4", *flags.split()])
     assert exit_code(cli.main) == 2
-    assert flags.split()[0].strip("-") in capsys.readouterr().err
+    assert one_line(capsys.readouterr().err, message)
+
+
+def one_line(error: str, message: str) -> bool:
+    assert message in error
+    assert error.count("\n") == 1
+    return True
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan bert_base --on 0x3090", "counts 0 devices"),
+        ("plan bert_base --on 1000000x3090", "counts 1,000,000 devices"),
+        ("plan bert_base --on 1xnosuch", "unknown device 'nosuch'"),
+        ("plan bert_base --on 1x3090,", "hardware '' is not"),
+        ("plan bert_base --on ,", "hardware '' is not"),
+        ("plan bert_base --on 2xm4-max", "torch trains on one m4-max only"),
+        (f"plan bert_base --on {','.join(['1xt4'] * 200)}", "names 200 hardware, must be 64 or fewer"),
+        ("plan bert_base --on 1x3090 --sort time", "with one hardware"),
+        ("plan bert_base --sort time", "--sort needs hardware"),
+        ("plan bert_base --start 2026-01-01", "--start needs hardware"),
+        ("plan bert_base --write_recipe a.yaml", "no field of the recipe is changed"),
+        ("plan bert_base --max_seq_length 64 --write_recipe a", "ends in .yaml"),
+        ("plan --what_fits 0xt4", "counts 0 devices"),
+        ("plan --what_fits nosuch", "unknown device 'nosuch'"),
+        ("plan --what_fits 1xt4,1x3090", "name one hardware"),
+        ("plan --what_fits 8xt4 --global_batch_size 4", "must be 8 or more"),
+        ("plan --what_fits 1xt4 --seq_len 0", "seq_len is 0"),
+        ("plan --what_fits 1xt4 --price_per_hour 0", "price_per_hour is 0"),
+        ("plan --what-fits 1xt4 --nosuch 1", "unknown flag --nosuch"),
+        ("plan --what_fits", "expected one argument"),
+    ],
+)
+def test_absurd_requests_end_in_one_line(monkeypatch, capsys, line, message):
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    assert exit_code(cli.main) == 2
+    assert one_line(capsys.readouterr().err, message)

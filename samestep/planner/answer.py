@@ -5,9 +5,11 @@ from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.planner.convnet import ConvNet
+from samestep.planner.costs import Terms, describe_costs
 from samestep.planner.growth import Row, grow, make_remarks
-from samestep.planner.hardware import Device
+from samestep.planner.hardware import Device, Hardware
 from samestep.planner.memory import Memory
+from samestep.planner.methods import Fit
 from samestep.planner.placement import Placement
 from samestep.planner.transformer import Transformer
 from samestep.planner.workload import Workload
@@ -19,6 +21,7 @@ SPEED_BAND = 0.31
 """Largest relative error of a predicted speed, of 108 published ones: benchmarks/results/timing.md, without its source."""
 COMPARED = ("3090", "4090", "a100-40", "a100-40-sxm", "a100-80", "h100", "h200", "v100-16", "v100-32")
 """Devices of those published speeds."""
+NO_TERMS = Terms()
 PHASES = ("forward", "backward", "optimizer_step")
 
 
@@ -54,7 +57,7 @@ def describe_placement(
     command: str | None,
     *,
     write_command: str | None = None,
-    price_per_hour: float | None = None,
+    terms: Terms = NO_TERMS,
 ) -> dict[str, Any]:
     """Describe what the hardware adds to a plan: seconds, bytes, samples, dollars; `time` and `memory` by item.
 
@@ -62,12 +65,12 @@ def describe_placement(
         placement: the workload on its hardware.
         command: launches it.
         write_command: writes the launch file that `command` names; None: it is there.
-        price_per_hour: dollars for an hour of one device.
+        terms: price, start, interruptions.
     """
     time, hardware, workload = placement.time, placement.hardware, placement.workload
     batch, seconds, watts = workload.global_batch_size, placement.seconds_to_end, hardware.device.watts
     device_hours = None if seconds is None else seconds / 3600 * hardware.num_processes
-    cost = None if device_hours is None or price_per_hour is None else device_hours * price_per_hour
+    costs = describe_costs(placement, terms)
     return {
         "hardware": str(hardware),
         "device": hardware.device.description,
@@ -77,9 +80,8 @@ def describe_placement(
         "speed_band": SPEED_BAND,
         "is_speed_compared": hardware.device.name in COMPARED,
         "seconds_to_end_range": _spread(seconds),
-        "price_per_hour": price_per_hour,
-        "cost": cost,
-        "cost_range": _spread(cost),
+        **costs,
+        "cost_range": _spread(costs["cost"]),
         "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
@@ -154,6 +156,61 @@ def _describe_micro_batches(placement: Placement) -> list[dict[str, Any]]:
             }
         )
     return micro_batches
+
+
+SORTS = ("cost", "time")
+"""Orders of a comparison."""
+
+
+def sort_rows(rows: list[dict[str, Any]], order: str | None) -> list[dict[str, Any]]:
+    """Sort the rows of a comparison, those that do not fit last.
+
+    Args:
+        rows: answers of `describe_plan` and `describe_placement`, or a `problem`.
+        order: cost or time, of a sample; None: cost, if all prices are known, else time.
+    """
+    placed = [row for row in rows if "problem" not in row]
+    if order is None:
+        order = "cost" if all(row["price_per_hour"] is not None for row in placed) else "time"
+    keys = {"cost": lambda row: row["cost_per_million_samples"], "time": lambda row: -row["samples_per_second"]}
+    return sorted(placed, key=keys[order]) + [row for row in rows if "problem" in row]
+
+
+def describe_fits(
+    hardware: Hardware, fits: list[Fit], others: list[str], price_per_hour: float | None
+) -> dict[str, Any]:
+    """Describe the models, methods and lengths that fit on some hardware."""
+    return {
+        "hardware": str(hardware),
+        "device": hardware.device.description,
+        "price_per_hour": price_per_hour,
+        "speed_band": SPEED_BAND,
+        "is_speed_compared": hardware.device.name in COMPARED,
+        "rows": [_describe_fit(fit, price_per_hour) for fit in fits],
+        "too_large": others,
+    }
+
+
+def _describe_fit(fit: Fit, price_per_hour: float | None) -> dict[str, Any]:
+    workload = fit.typical.workload
+    answer = {"model": fit.model, "num_parameters": workload.model.num_parameters, "method": fit.method.name}
+    answer |= {"changes": dict(fit.method.changes), "global_batch_size": workload.global_batch_size}
+    for name, placement in (("typical", fit.typical), ("longest", fit.longest)):
+        length, batch = placement.workload.model.length, placement.workload.global_batch_size
+        answer[name] = {
+            "length": length,
+            "tokens_per_second": placement.time.tokens_per_second(batch, length),
+            "per_device_train_batch_size": placement.layout.per_device_train_batch_size,
+            "mixed_precision": placement.mixed_precision,
+            "gradient_checkpointing": placement.gradient_checkpointing,
+            "sharded": placement.sharded,
+            "memory_needed": placement.needed_bytes,
+            "memory_of_device": placement.hardware.device.memory_bytes,
+            "cost_per_billion_tokens": describe_costs(placement, Terms(price_per_hour=price_per_hour))[
+                "cost_per_billion_tokens"
+            ],
+        }
+    return answer
 
 
 def describe_growth(workload: Workload, device: Device, up_to: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.hardware import MAX_DEVICES, Device, Hardware, device_names, load_device
+from samestep.planner.hardware import MAX_DEVICES, Device, Hardware, load_device, names_by_memory
 from samestep.planner.placement import Placement, place
 from samestep.planner.workload import Workload
 
@@ -114,11 +114,9 @@ def find_hardware(workload: Workload, hardware: Hardware, **options: Any) -> lis
         for n in counts
         if hardware.num_processes < n <= workload.global_batch_size
     )
-    devices = [load_device(name) for name in device_names()]
-    devices = sorted(devices, key=lambda other: (other.memory_bytes, other.watts or 0))
     others = (
         dataclasses.replace(hardware, device=other)
-        for other in devices
+        for other in map(load_device, names_by_memory())
         if other.cores is None and other.memory_bytes > device.memory_bytes
     )
     for candidates in (larger, others):

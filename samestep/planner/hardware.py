@@ -38,6 +38,8 @@ class Device:
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
     watts: float | None = setting("power limit, W; null: not known", QUANTITY)
+    distributed_type: str = setting("Accelerate's word for a training on several of them", default="MULTI_GPU")
+    is_single: bool = setting("whether torch trains on one of them only", default=False)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
     notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
@@ -88,6 +90,16 @@ def device_names() -> list[str]:
     return sorted(path.stem for path in DEVICES.glob("*.yaml"))
 
 
+def names_by_memory() -> list[str]:
+    """List the devices of the package by their memory, then by watts; only these two lines of their files are read."""
+
+    def size(name: str) -> list[float]:
+        text = (DEVICES / f"{name}.yaml").read_text(encoding="utf-8")
+        return [float(re.search(rf"^{field}: ([0-9.]+)$", text, re.MULTILINE)[1]) for field in ("memory_mib", "watts")]
+
+    return sorted(device_names(), key=size)
+
+
 def parse(text: str, network: str | None = None) -> Hardware:
     """Read hardware that is written as [NODESx]COUNTxNAME; NAME is a device, or the .yaml file of a device of your own.
 
@@ -131,15 +143,26 @@ def set_network(device: Device, bandwidth: str | None) -> Device:
     """
     if bandwidth is None:
         return device
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GM][Bb]/s)", bandwidth)
-    value = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if not QUANTITY.holds(value):
-        raise UsageError(
-            f"network is {format_value(bandwidth)}, must be the bandwidth of a node and direction, more than 0: for example "
-            "25GB/s, 200Gb/s"
-        )
+    value = read_bandwidth("network", bandwidth, "25GB/s, 200Gb/s", "the bandwidth of a node and direction")
     changes = {"network": "as asked", "network_gb_per_s": value, "network_per_device": False}
     return dataclasses.replace(device, **changes)
+
+
+def read_bandwidth(field: str, text: str, examples: str, subject: str = "a bandwidth") -> float:
+    """Read a bandwidth in GB/s.
+
+    Args:
+        field, examples, subject: its name, values and meaning, for the message.
+        text: a number with one of `UNITS`.
+
+    Raises:
+        UsageError: another spelling, or out of range.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([GM][Bb]/s)", text)
+    value = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not QUANTITY.holds(value):
+        raise UsageError(f"{field} is {format_value(text)}, must be {subject}, more than 0: for example {examples}")
+    return value
 
 
 def load_device(name_or_file: str) -> Device:
@@ -210,6 +233,8 @@ def find_device(text: str) -> str:
 
     >>> [find_device(text) for text in ("T4", "RTX 3090", "NVIDIA A100 80GB", "Tesla-V100-32GB", "RTX 6000 Ada", "H100 SXM")]
     ['t4', '3090', 'a100-80', 'v100-32', 'rtx6000ada', 'h100']
+    >>> [find_device(text) for text in ("NVIDIA H100 80GB HBM3", "H100 PCIe", "A100-PCIE-40GB", "AMD MI300X OAM", "M4 Max")]
+    ['h100', 'h100-pcie', 'a100-40', 'mi300x', 'm4-max']
     """
     names, words = device_names(), _split_name(text)
     for name in names:
@@ -222,7 +247,8 @@ def find_device(text: str) -> str:
         if first == known:
             own_words += _split_name(str(read_yaml(DEVICES / f"{name}.yaml", name)["description"]))
             matches += [name] * all(any(own.startswith(word) for own in own_words) for word in others)
-    if len(matches) == 1:
+    matches = [name for name in matches if all(other.startswith(name) for other in matches)] or matches
+    if len(matches) == 1:  # the plain one of several forms: H100 80GB is not the PCIe card
         return matches[0]
     if matches:
         raise UsageError(f"device {format_value(text)} may be {' or '.join(matches)}: name one of them")
@@ -234,5 +260,6 @@ def find_device(text: str) -> str:
 
 def _split_name(text: str) -> list[str]:
     """Split a device's name into its words, in small letters and without vendor, series and GB."""
-    plain = re.sub(r"nvidia|geforce|tesla|quadro|rtx|gtx|(?<=[0-9]) ?gi?b\b", " ", text.lower())
+    plain = re.sub(r"\b(nvidia|amd|intel|habana|apple)\b|geforce|tesla|quadro|instinct|rtx|gtx", " ", text.lower())
+    plain = re.sub(r"\boam\b|\bhbm\w+|(?<=[0-9]) ?gi?b\b", " ", plain)
     return re.findall(r"[^\s_,-]+", plain)

@@ -5,6 +5,7 @@ computes the values that they show.
 """
 
 import dataclasses
+import datetime
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +17,29 @@ LONGEST_BAR = 1.5
 """Largest length of a bar, in memories of the device; longer bars are cut off and marked."""
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "energy_kwh", "tokens_per_second")
-COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "write_command")
-CHARTS = ("micro_batches", "learning_rates", "scale")
-OPTIONAL = (*OPTIMIZER, *STEPS, *COSTS, *CHARTS, "warnings", "notes", "device", "expect")
+COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "cost_per_epoch", "cost_per_billion_tokens")
+DATES = ("start", "end", "write_command")
+DISK = ("disk_bytes", "data_bytes", "download_bytes", "host_memory", "checkpoint_bytes", "model_bytes")
+INTERRUPTIONS = ("checkpoint_seconds", "checkpointing_seconds", "interruption_seconds", "interruption_cost")
+SPOT = ("interruptions_per_day", "seconds_with_interruptions", "cost_with_interruptions")
+LONGEST_NAME = 17
+"""Characters of a hardware's name beside a bar."""
+TIME_UNITS = ((3600, "hours"), (60, "minutes"), (0, "seconds"))
+CHARTS = ("micro_batches", "learning_rates", "scale", "rows")
+OPTIONAL = (
+    *OPTIMIZER,
+    *STEPS,
+    *COSTS,
+    *DATES,
+    *DISK,
+    *INTERRUPTIONS,
+    *SPOT,
+    *CHARTS,
+    "warnings",
+    "notes",
+    "device",
+    "expect",
+)
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 WORDS = {
     "products": "matrix products",
@@ -40,7 +61,7 @@ def page(answer: dict[str, Any]) -> str:
     Args:
         answer: the object that `python -m recipes plan RECIPE --on HARDWARE --json` prints, with `description` and `source`.
             A part of the page is left out where its key is missing or None: `micro_batches` (one bar stays),
-            `learning_rates`, `scale`, `warnings` and single numbers.
+            `learning_rates`, `scale`, `rows` (of several hardware), `warnings` and single numbers.
 
     Returns:
         HTML.
@@ -58,10 +79,11 @@ def page(answer: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name)
+    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date)
     environment.filters |= {f.__name__.removeprefix("_"): f for f in filters} | {"count": "{:,}".format}
     answer = dict.fromkeys(OPTIONAL) | answer
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
+    parts["comparison"] = _comparison(answer["rows"])
     return environment.get_template("page.html.j2").render(answer=answer, **parts)
 
 
@@ -163,6 +185,59 @@ def _speeds(numbers: dict | None) -> list[str]:
     waiting = _percent(numbers["exposed_communication"] / numbers["seconds"])
     speed = _number(numbers["samples_per_second"])
     return [speed, _seconds(numbers["seconds"]), _percent(numbers["efficiency"]), waiting]
+
+
+def _comparison(rows: list[dict] | None) -> dict[str, Any] | None:
+    """Compute the table of several hardware, the one of this page first; None: there is one only."""
+    placed = [row for row in rows or [] if "problem" not in row]
+    if not rows or len(rows) < 2:
+        return None
+    unit = "tokens" if any(row["tokens_per_second"] for row in placed) else "samples"
+    is_by_cost = all(row["cost_per_million_samples"] is not None for row in placed)
+    columns = {
+        "to the end": lambda row: row["seconds_to_end"] and _duration(row["seconds_to_end"]),
+        "dollars": lambda row: row["cost"] and _number(row["cost"]),
+        "$ a billion tokens": lambda row: row["cost_per_billion_tokens"] and _number(row["cost_per_billion_tokens"]),
+        f"{unit} per second": lambda row: _number(row[f"{unit}_per_second"]),
+        "GB, needed of": lambda row: (
+            f"{_number(row['memory_needed'] / 1e9)} of {_number(row['memory_of_device'] / 1e9)}"
+        ),
+        "b": lambda row: f"{row['per_device_train_batch_size']:,}",
+        "k": lambda row: f"{row['gradient_accumulation_steps']:,}",
+        "with": _options,
+    }
+    cells = {name: [write(row) for row in placed] for name, write in columns.items()}
+    cells = {name: values for name, values in cells.items() if any(values)}
+    if is_by_cost:
+        label, lengths = "dollars for a million samples", [row["cost_per_million_samples"] for row in placed]
+        notes = [f"${_number(value)}" for value in lengths]
+    else:
+        seconds = [1e6 / row["samples_per_second"] for row in placed]
+        size, unit = next((size, unit) for size, unit in TIME_UNITS if max(seconds) >= size)
+        label, lengths = f"{unit} for a million samples", [value / size for value in seconds]
+        notes = [f"{_number(value)} {unit}" for value in lengths]
+    bars = [
+        _bar(_shorten(row["hardware"]), note, [("c2", label, length)], is_chosen=row is placed[0])
+        for row, note, length in zip(placed, notes, lengths, strict=True)
+    ]
+    return {
+        "columns": list(cells),
+        "rows": [(row["hardware"], [values[i] or "–" for values in cells.values()]) for i, row in enumerate(placed)],
+        "axis": _linear(label, 1.03 * max(lengths)),
+        "bars": bars,
+        "problems": [(row["hardware"], row["problem"]) for row in rows if "problem" in row],
+    }
+
+
+def _shorten(name: str) -> str:
+    """Cut a name to what has room beside a bar."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def _options(row: dict) -> str:
+    names = [row["mixed_precision"].replace("no", "float32")]
+    names += ["checkpointing"] * row["gradient_checkpointing"] + ["sharded weights"] * row["sharded"]
+    return ", ".join(names)
 
 
 def _rate(answer: dict) -> dict[str, Any] | None:
@@ -281,6 +356,25 @@ def _duration(seconds: float) -> str:
         if count:
             return _plural(count, name) + (f" {_plural(rest, small_name)}" if rest else "")
     return _seconds(seconds)
+
+
+def _bytes(num_bytes: float) -> str:
+    """Write bytes in GB or MB, which are 1e9 and 1e6.
+
+    >>> _bytes(96e9), _bytes(498e6)
+    ('96.0 GB', '498 MB')
+    """
+    return f"{_number(num_bytes / 1e9)} GB" if num_bytes >= 1e9 else f"{_number(num_bytes / 1e6)} MB"
+
+
+def _date(text: str) -> str:
+    """Write a date and time as people do.
+
+    >>> _date("2026-11-28T21:05")
+    'Saturday 28 November 2026, 21:05'
+    """
+    moment = datetime.datetime.fromisoformat(text)
+    return moment.strftime(f"%A {moment.day} %B %Y, %H:%M")
 
 
 def _plural(count: int, name: str) -> str:

@@ -150,7 +150,7 @@ class Placement:
             config_file: its name, for the command in it; None: `written_file`.
         """
         hardware, file = self.hardware, config_file or self.written_file
-        kind = "FSDP" if self.sharded else "MULTI_GPU" if hardware.num_processes > 1 else '"NO"'
+        kind = "FSDP" if self.sharded else hardware.device.distributed_type if hardware.num_processes > 1 else '"NO"'
         command = self.command(file) or f"accelerate launch --config_file {shlex.quote(file)} YOUR_SCRIPT"
         lines = [
             *(f"# {line}" for line in f"{hardware}: {hardware.device.description}".splitlines()),
@@ -217,6 +217,10 @@ def place(
         UsageError: the hardware lacks the precision, or the micro-batch does not fit; the message says which does.
     """
     device, num_processes = hardware.device, hardware.num_processes
+    if device.is_single and num_processes > 1:
+        raise UsageError(
+            f"{hardware} are {num_processes:,} devices, but torch trains on one {device.name} only: take 1x{device.name}"
+        )
     precision = mixed_precision or next(name for name in PRECISIONS if device.tflops(name))
     if device.tflops(precision) is None:
         has = " and ".join(PRECISIONS[name] for name in PRECISIONS if device.tflops(name))

@@ -1,5 +1,6 @@
 """The answers of `plan` and `scale` as lines of text."""
 
+import datetime
 import re
 import shlex
 import textwrap
@@ -7,11 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep.cut.layout import Layout
+from samestep.planner.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
 from samestep.planner.placement import BAND, RESERVED
 from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
+SHORT = 3600
+"""Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
 """Columns of a line, if its words allow it."""
 
@@ -50,6 +54,8 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
         f"samples of a step {each}{pieces}, in {answer['mixed_precision'].replace('no', 'float32')}."
     )
     yield from _wrap(_describe_duration(answer))
+    spot = _describe_spot(answer)
+    yield from _wrap(spot) if spot else []
     yield from ("", "Launch")
     if answer["write_command"]:
         yield from _wrap_command(answer["write_command"])
@@ -74,15 +80,75 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
-    parts = [f"{hours} for {length}: {speed}; {_explain_band([answer])}"]
+    parts = [f"{hours} for {length}: {speed}; {_explain_band([answer])}", _describe_end(answer)]
     energy = answer["energy_kwh"]
     if energy is not None and energy >= 0.01:
         parts.append(f"{round_number(energy)} kWh at the power limit")
     if answer["cost"] is not None:
-        low, high = answer["cost_range"]
-        price = f"${answer['price_per_hour']:,.2f} for a device and hour"
-        parts.append(f"${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}")
-    return ". ".join(parts) + "."
+        parts.append(_describe_cost(answer))
+    return ". ".join(part for part in parts if part) + "."
+
+
+def _describe_cost(answer: dict[str, Any]) -> str:
+    """Say the dollars to the end, and those of an epoch and of a billion tokens."""
+    low, high = answer["cost_range"]
+    price = f"${answer['price_per_hour']:,.2f} for a device and hour"
+    parts = [f"${_dollars(answer['cost'])} (${_dollars(low)} to ${_dollars(high)}) at {price}"]
+    epoch, billion = answer["cost_per_epoch"], answer["cost_per_billion_tokens"]
+    parts += [] if epoch is None else [f"${_dollars(epoch)} an epoch"]
+    parts += [] if billion is None else [f"${_dollars(billion)} a billion tokens"]
+    return ", ".join(parts)
+
+
+def _describe_end(answer: dict[str, Any]) -> str:
+    """Say the day on which it ends; without a start, if it starts now. Empty: within `SHORT`, or beyond calendars."""
+    start, condition = answer["start"], ""
+    if start is None and answer["seconds_to_end"] < SHORT:
+        return ""
+    if start is None:
+        start, condition = datetime.datetime.now().isoformat(), " if it starts now"
+    start = datetime.datetime.fromisoformat(start)
+    ends = [find_end(start, seconds) for seconds in (answer["seconds_to_end"], *answer["seconds_to_end_range"])]
+    if None in ends:
+        return ""
+    return f"It ends on {format_day(ends[0], start)}{condition} ({' to '.join(format_day(end, start) for end in ends[1:])})"
+
+
+def format_day(end: datetime.datetime, start: datetime.datetime) -> str:
+    """Write a date: of the first two days with the time, of later years with the year.
+
+    >>> start = datetime.datetime(2026, 11, 25, 17, 0)
+    >>> [format_day(start + datetime.timedelta(days=days), start) for days in (0.25, 4, 100)]
+    ['Wednesday 25 November 23:00', 'Sunday 29 November', 'Friday 5 March 2027']
+    """
+    clock = " %H:%M" if end - start < datetime.timedelta(days=2) else " %Y" if end.year != start.year else ""
+    return end.strftime(f"%A {end.day} %B{clock}")
+
+
+def _describe_spot(answer: dict[str, Any]) -> str:
+    """Say what checkpoints and an interruption cost, and all of a day if their number is given; empty: within `SHORT`."""
+    cost, seconds = answer["interruption_cost"], answer["seconds_to_end"]
+    if seconds is not None and seconds < SHORT and answer["interruptions_per_day"] is None:
+        return ""
+    lost = format_seconds(answer["interruption_seconds"]) + ("" if cost is None else f" (${_dollars(cost)})")
+    rate, stretched = answer["interruptions_per_day"], answer["seconds_with_interruptions"]
+    every = format_seconds(answer["checkpointing_seconds"])
+    text = (
+        f"An interruption costs about {lost}: half of the {every} between checkpoints and {RESTART_SECONDS / 60:.0f} minutes "
+        f"to start again (assumed); a checkpoint takes {format_seconds(answer['checkpoint_seconds'])}"
+    )
+    if rate is None or seconds is None:
+        return text + "."
+    how_often = f"With {rate:g} interruptions a day"
+    if stretched is None:
+        return f"{text}. {how_often} nothing goes forward."
+    total = answer["cost_with_interruptions"]
+    dollars = "" if total is None else f", ${_dollars(total)}"
+    minutes = answer["checkpointing_seconds"] / 60
+    return (
+        f"{text}. {how_often} it takes {format_seconds(stretched)}{dollars}, with --checkpointing_minutes {minutes:.3g}, which "
+        "loses the least."
+    )
 
 
 def _dollars(value: float) -> str:
@@ -111,10 +177,24 @@ def format_range(seconds: float, low: float, high: float) -> str:
     >>> format_range(2e6, 1.4e6, 2.6e6)
     '23 days (16 to 30)'
     """
-    units = ((7 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
-    size, unit = next((size, unit) for least, size, unit in units if seconds >= least)
+    size, unit = _choose_unit(seconds)
     value, *ends = (round_number(number / size) for number in (seconds, low, high))
     return f"{value} {unit} ({' to '.join(ends)})"
+
+
+def _choose_unit(seconds: float) -> tuple[int, str]:
+    units = ((7 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
+    return next((size, unit) for least, size, unit in units if seconds >= least)
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration in one unit.
+
+    >>> [format_seconds(value) for value in (0.5, 96, 630, 40000, 2e6)]
+    ['0.5 seconds', '96 seconds', '10 minutes', '11 hours', '23 days']
+    """
+    size, unit = _choose_unit(seconds)
+    return f"{round_number(seconds / size)} {unit}"
 
 
 def _wrap_command(command: str) -> list[str]:
@@ -203,7 +283,17 @@ def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "to its backward; logits not counted",
     )
     disk = f"{_size(answer['checkpoint_bytes'])} for a checkpoint, {_size(answer['model_bytes'])} for the model"
-    yield "disk", f"{disk}; data and caches not counted"
+    yield "disk", disk + (f"; {_describe_disk(answer)}" if "hardware" in answer else "")
+
+
+def _describe_disk(answer: dict[str, Any]) -> str:
+    """Say the room on the disk, with the data where somebody has counted them, and the download of weights."""
+    data = answer["data_bytes"]
+    text = f"{_size(answer['disk_bytes'])} in all with {KEPT_CHECKPOINTS} checkpoints and "
+    text += (
+        "without data, whose samples are not counted" if data is None else f"{_size(data)} of data and cache (assumed)"
+    )
+    return text + (f"; {_size(answer['download_bytes'])} of weights to download" if answer["download_bytes"] else "")
 
 
 def _size(num_bytes: float) -> str:
@@ -262,27 +352,101 @@ def _list_time(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def write_comparison(answer: dict[str, Any]) -> Iterator[str]:
-    """Write the table of `plan` on several hardware from its JSON object, the cheapest or else the fastest first."""
+    """Write the table of `plan` on several hardware from its JSON object, in the order of its rows."""
     length = "" if answer["num_steps"] is None else f", {answer['num_steps']:,} steps"
     yield f"{answer['recipe']}, predicted: {answer['global_batch_size']:,} samples per step{length}"
-    table = [("hardware", "GB a device", "b", "k", "precision", "samples/s", "to the end", "dollars")]
     placed = [row for row in answer["rows"] if "problem" not in row]
-    for row in sorted(placed, key=lambda row: row["cost"] or row["seconds_to_end"] or -row["samples_per_second"]):
-        seconds, cost, precision = row["seconds_to_end"], row["cost"], row["mixed_precision"].replace("no", "float32")
-        precision += " checkpointing" * row["gradient_checkpointing"] + " sharded" * row["sharded"]
-        memory = f"{row['memory_needed'] / 1e9:.1f} of {row['memory_of_device'] / 1e9:.1f}"
-        sizes = (f"{row[name]:,}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-        time = "" if seconds is None else format_range(seconds, *row["seconds_to_end_range"])
-        dollars = "" if cost is None else f"{_dollars(cost)} ({' to '.join(map(_dollars, row['cost_range']))})"
-        speed = round_number(row["samples_per_second"])
-        table.append((row["hardware"], memory, *sizes, precision, speed, time, dollars))
-    columns = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, columns, strict=True)).rstrip()
+    unit = "tokens" if any(row["tokens_per_second"] for row in placed) else "samples"
+    names = (
+        "hardware",
+        "GB a device",
+        "b",
+        "k",
+        "precision",
+        f"{unit}/s",
+        "to the end",
+        "dollars",
+        "$ a billion tokens",
+    )
+    table = [names, *(_list_cells(row, unit) for row in placed)]
+    table = [column for column in zip(*table, strict=True) if any(column[1:])]  # empty columns are left out
+    yield from write_table(list(zip(*table, strict=True)))
     for row in answer["rows"]:
         if "problem" in row:
             yield from _wrap(f"{row['hardware']}: {row['problem']}", indent="  ")
     yield from _list_missing(placed)
+
+
+def _list_cells(row: dict[str, Any], unit: str) -> tuple[str, ...]:
+    seconds, cost, billion = row["seconds_to_end"], row["cost"], row["cost_per_billion_tokens"]
+    sizes = (f"{row[name]:,}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    return (
+        row["hardware"],
+        f"{row['memory_needed'] / 1e9:.1f} of {row['memory_of_device'] / 1e9:.1f}",
+        *sizes,
+        _describe_options(row),
+        round_number(row[f"{unit}_per_second"]),
+        "" if seconds is None else format_range(seconds, *row["seconds_to_end_range"]),
+        "" if cost is None else f"{_dollars(cost)} ({' to '.join(map(_dollars, row['cost_range']))})",
+        "" if billion is None else _dollars(billion),
+    )
+
+
+def _describe_options(row: dict[str, Any], usual_precision: str = "") -> str:
+    """Name the precision, if it is not the usual one, and what was needed to fit."""
+    names = [] if row["mixed_precision"] == usual_precision else [row["mixed_precision"].replace("no", "float32")]
+    names += ["checkpointing"] * row["gradient_checkpointing"] + ["sharded"] * row["sharded"]
+    return " ".join(names)
+
+
+def write_table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Write rows of cells, of which the first has the names of the columns, as lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
+    """Write what fits on some hardware from its JSON object.
+
+    Args:
+        answer: of `answer.describe_fits`.
+        command: plans the largest model that is trained as it is; empty: there is none.
+    """
+    precisions = {row["typical"]["mixed_precision"].replace("no", "float32") for row in answer["rows"]}
+    options = f", in {' and '.join(sorted(precisions))}" if precisions else ""
+    yield from _wrap(f"What fits on {answer['hardware']}{options}: {answer['device']}")
+    if not answer["rows"]:
+        yield "None of the models that the planner knows: take more or larger devices, or shorter samples"
+    else:
+        room = f"GB of {answer['rows'][0]['typical']['memory_of_device'] / 1e9:.1f}"
+        names = ("model", "method", "tokens", room, "b", "with", "tokens/s", "$ a billion", "longest", "tokens/s")
+        table = [names, *(_list_fit_cells(row) for row in answer["rows"])]
+        table = [column for column in zip(*table, strict=True) if any(column[1:])]
+        yield from write_table(list(zip(*table, strict=True)))
+        yield from _wrap(f"Speeds: {_explain_band([answer])}.")
+    if answer["too_large"]:
+        yield from _wrap(f"Too large: {', '.join(answer['too_large'])}", indent="  ")
+    if command:
+        yield from ("", "To plan one of them, with its launch file and its recipe")
+        yield from _wrap_command(command)
+
+
+def _list_fit_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    typical, longest = row["typical"], row["longest"]
+    cost = typical["cost_per_billion_tokens"]
+    return (
+        row["model"],
+        row["method"],
+        f"{typical['length']:,}",
+        f"{typical['memory_needed'] / 1e9:.1f}",
+        f"{typical['per_device_train_batch_size']:,}",
+        _describe_options(typical, typical["mixed_precision"]),
+        round_number(typical["tokens_per_second"]),
+        "" if cost is None else _dollars(cost),
+        f"{longest['length']:,}",
+        round_number(longest["tokens_per_second"]),
+    )
 
 
 def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:

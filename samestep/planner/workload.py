@@ -40,6 +40,7 @@ class Workload:
         batch_normalization: whether statistics depend on the micro-batch.
         critical_batch_size: global batch beyond which samples are wasted; None: unknown.
         may_shard: whether its program can shard weights (FSDP2).
+        download_bytes: bytes of the weights that training starts from; 0: random ones.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Workload:
     batch_normalization: bool = False
     critical_batch_size: float | None = None
     may_shard: bool = True
+    download_bytes: int = 0
 
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
@@ -164,6 +166,7 @@ def from_recipe(
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         may_shard=recipe.parts.find("settings").may_shard,
+        download_bytes=4 * model.num_parameters if getattr(recipe, "model_name_or_path", None) else 0,
         critical_batch_size=critical_batch_size,
     )
 

@@ -1,0 +1,241 @@
+"""Ways to train a model in less memory: what fits on some hardware with each, and what to change where nothing fits.
+
+A method is a set of changes to a recipe, so that what is proposed is a recipe. `METHODS` is the only list of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.planner.configs import model_from_config
+from samestep.planner.growth import find_hardware
+from samestep.planner.hardware import Hardware
+from samestep.planner.placement import Placement, place
+from samestep.planner.workload import Workload, from_model
+from samestep.recipe.reading import read_yaml
+
+MODELS = Path(__file__).parent / "models.yaml"
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""model_type of a configuration -> class of its causal language model."""
+LENGTHS = tuple(2**exponent for exponent in range(9, 18))
+"""Lengths of samples that are tried, tokens."""
+TYPICAL_LENGTH = 2048
+"""Length at which models are compared, tokens."""
+FASTER = 0.05
+"""Share by which a method must be faster than another one to be listed beside it."""
+SHORTEST = 64
+"""Smallest length that is proposed, tokens."""
+SAMPLES_PER_STEP = 64
+"""Global batch of `find_models` at least, so that micro-batches are as large as they can be."""
+LENGTH_FIELDS = ("max_seq_length", "block_size", "seq_len")
+"""Fields that say how many tokens a sample has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to train in less memory.
+
+    Attributes:
+        name: its name in tables.
+        changes: fields of a recipe -> their values; empty: the recipe as it is.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+METHODS = (
+    Method("full"),
+    Method("folded gradients", {"accumulation": "optimizer", "second_moment": "unbiased"}),
+)
+MakeWorkload = Callable[[Mapping[str, Any]], Workload]
+"""Makes the workload with changed fields; raises UsageError where a field is unknown or a value is refused."""
+
+
+# ------------------------------------------------------------------------------------------------------------ what fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A model that fits.
+
+    Attributes:
+        model: its name on the hub.
+        method: how it is trained.
+        typical: placement of samples of `TYPICAL_LENGTH`, or of the longest that fit if they are shorter.
+        longest: placement of the longest samples that fit.
+    """
+
+    model: str
+    method: Method
+    typical: Placement
+    longest: Placement
+
+
+def load_models() -> dict[str, dict[str, Any]]:
+    """Load the models that `find_models` tries: name -> configuration."""
+    return read_yaml(MODELS, "models.yaml")
+
+
+def make_model_workload(
+    name: str, config: Mapping[str, Any], length: int, global_batch_size: int, changes: Mapping[str, Any]
+) -> Workload:
+    """Make the workload of fine-tuning a causal language model by scripts/finetune_causal_lm.py.
+
+    Args:
+        name: the model's.
+        config: its configuration.
+        length: tokens of a sample.
+        global_batch_size: B.
+        changes: of the recipe, as of a `Method`.
+
+    Raises:
+        UsageError: a length above the model's number of positions, a field that no formula knows.
+    """
+    config = {"architectures": [CLASSES[config["model_type"]]], **config}
+    shape = dataclasses.replace(model_from_config(config, length, name=name), chunked_head=True)
+    workload = from_model(shape, name, global_batch_size=global_batch_size)
+    for field, value in changes.items():
+        match field, value:
+            case "accumulation", "optimizer":
+                workload = dataclasses.replace(workload, gradient_bytes=0)
+            case "second_moment", _:
+                workload = dataclasses.replace(workload, second_moment=value)
+            case _:
+                raise UsageError(f"{field} is {value}, of which no formula knows the memory")
+    return workload
+
+
+def find_models(
+    hardware: Hardware, *, length: int | None = None, global_batch_size: int | None = None
+) -> tuple[list[Fit], list[str]]:
+    """Find the models, methods and lengths that fit on some hardware, the smallest model first.
+
+    Args:
+        hardware: the devices.
+        length: the only length that is tried, tokens; None: `LENGTHS`.
+        global_batch_size: B; None: `SAMPLES_PER_STEP`, or a sample for each device.
+
+    Returns:
+        What fits, and the names of the models that do not. A method is among them where it allows longer samples than those
+        before it in `METHODS`, or is faster.
+    """
+    fits, others = [], []
+    batch = global_batch_size or max(SAMPLES_PER_STEP, hardware.num_processes)
+    for name, config in load_models().items():
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        lengths = [each for each in (LENGTHS if length is None else [length]) if each <= positions]
+        found: list[Fit] = []
+        for method in METHODS:
+            fit = _find_lengths(name, config, method, hardware, lengths, batch)
+            if fit is not None and all(_is_better(fit, other) for other in found):
+                found.append(fit)
+        fits += found
+        others += [] if found else [name]
+    return fits, others
+
+
+def _is_better(fit: Fit, other: Fit) -> bool:
+    """Tell whether a method allows longer samples than another one, or is `FASTER`."""
+    lengths, speeds = (
+        [each.longest.workload.model.length for each in (fit, other)],
+        [1 / Remedy({}, each.typical).seconds_per_unit for each in (fit, other)],
+    )
+    return lengths[0] > lengths[1] or speeds[0] > (1 + FASTER) * speeds[1]
+
+
+def _find_lengths(
+    name: str, config: Mapping[str, Any], method: Method, hardware: Hardware, lengths: list[int], batch: int
+) -> Fit | None:
+    """Find the longest of rising lengths that fits, by bisection, and the placement of the typical one."""
+
+    def try_length(length: int) -> Placement | None:
+        return try_placement(lambda: make_model_workload(name, config, length, batch, method.changes), hardware)
+
+    longest, low, high = None, 0, len(lengths)  # lengths below `low` fit, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        placement = try_length(lengths[middle])
+        if placement is None:
+            high = middle
+        else:
+            longest, low = placement, middle + 1
+    if longest is None:
+        return None
+    typical = longest if longest.workload.model.length <= TYPICAL_LENGTH else try_length(TYPICAL_LENGTH)
+    return Fit(name, method, typical or longest, longest)
+
+
+def try_placement(make: Callable[[], Workload], hardware: Hardware, **options: Any) -> Placement | None:
+    """Place a workload; None: it cannot be made, or does not fit."""
+    try:
+        return place(make(), hardware, **options)
+    except UsageError:
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------------- remedies
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A change with which a workload fits.
+
+    Attributes:
+        changes: fields of the recipe; empty: other hardware, so that the steps stay the same.
+        placement: the workload with this change.
+    """
+
+    changes: Mapping[str, Any]
+    placement: Placement
+
+    @property
+    def seconds_per_unit(self) -> float:
+        """Seconds for a token, or for an image."""
+        workload = self.placement.workload
+        return self.placement.time.total / (workload.global_batch_size * workload.model.length)
+
+
+def find_remedies(
+    workload: Workload, hardware: Hardware, make: MakeWorkload, length_field: str | None, **options: Any
+) -> list[Remedy]:
+    """Find what to change in a workload that does not fit: on the same hardware the fastest first, then other hardware.
+
+    Gradient checkpointing and sharding change no step, so that `place` takes them by itself before it gives up. What is left
+    is a method, shorter samples, both, and other devices.
+
+    Args:
+        workload: the computation.
+        hardware: what it does not fit on.
+        make: makes it with other fields.
+        length_field: field that says the tokens of a sample; None: it has none.
+        options: those of `placement.place`.
+    """
+    here = []
+    for method in METHODS:
+        for length in _halve(workload.model.length if length_field else 0):
+            changes = {**method.changes, **({length_field: length} if length_field else {})}
+            if length_field and length == workload.model.length:
+                del changes[length_field]
+            placement = try_placement(lambda changes=changes: make(changes), hardware, **options) if changes else None
+            if placement is not None:
+                here.append(Remedy(changes, placement))
+                break
+    here = sorted(here, key=lambda remedy: (remedy.seconds_per_unit, len(remedy.changes)))
+    elsewhere = find_hardware(workload, hardware, **options)
+    return here + [Remedy({}, place(workload, other, **options)) for other in elsewhere]
+
+
+def _halve(length: int) -> Iterator[int]:
+    """Yield a length and its halves, down to `SHORTEST`; a length of 0 alone."""
+    yield length
+    while (length := length // 2) >= SHORTEST:
+        yield length

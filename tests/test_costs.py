@@ -1,0 +1,101 @@
+"""Money, bytes, dates and interruptions of a placement."""
+
+import dataclasses
+import datetime
+
+import pytest
+
+from samestep.planner.answer import describe_placement
+from samestep.planner.costs import RESTART_SECONDS, Terms, describe_costs
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import from_recipe
+from samestep.recipe.recipe import load
+from samestep.recipe.run_settings import RunSettings
+
+
+def make(recipe: str, hardware: str, **options):
+    return place(from_recipe(load(recipe), **options), parse(hardware))
+
+
+def test_dollars():
+    placement = make("gpt2_124m", "8xa100-80", num_train_samples=480_000)
+    costs = describe_costs(placement, Terms(price_per_hour=1.5))
+    per_second = 8 * 1.5 / 3600
+    assert costs["cost"] == pytest.approx(per_second * placement.seconds_to_end)
+    assert costs["seconds_per_epoch"] == pytest.approx(1000 * placement.time.total)
+    assert costs["cost_per_epoch"] == pytest.approx(per_second * 1000 * placement.time.total)
+    tokens = placement.time.tokens_per_second(480, 1024)
+    assert costs["cost_per_billion_tokens"] == pytest.approx(per_second * 1e9 / tokens)
+    assert costs["cost_per_million_samples"] == pytest.approx(costs["cost_per_billion_tokens"] * 1024 * 1e6 / 1e9)
+    free = describe_costs(placement, Terms())
+    assert {name for name, value in free.items() if value is None} >= {name for name in free if name.startswith("cost")}
+    assert describe_placement(placement, None)["cost_range"] is None
+    images = describe_costs(make("resnet50_1xv100", "1xv100-16"), Terms(price_per_hour=1))
+    assert images["cost_per_billion_tokens"] is None
+    assert images["cost_per_epoch"] > 0
+
+
+def test_bytes():
+    placement = make("gpt2_124m", "8xa100-80", num_train_samples=480_000)
+    costs, n = describe_costs(placement, Terms()), placement.workload.model.num_parameters
+    assert costs["data_bytes"] == 8 * 1024 * 480_000
+    assert costs["disk_bytes"] == 2 * 12 * n + 4 * n + costs["data_bytes"]
+    assert costs["download_bytes"] == 0
+    unknown = describe_costs(make("gpt2_124m", "8xa100-80"), Terms())
+    assert (unknown["data_bytes"], unknown["disk_bytes"]) == (None, 2 * 12 * n + 4 * n)
+    photographs = describe_costs(make("resnet50_1xv100", "1xv100-16"), Terms())
+    assert photographs["data_bytes"] == pytest.approx(138e9, rel=0.03)  # ImageNet's own size
+    tuned = from_recipe(load("finetune_mnli_bert_base"))
+    assert tuned.download_bytes == 4 * tuned.model.num_parameters
+
+
+def test_interruptions():
+    placement = make("gpt2_xl_8xa100", "8xa100-80")
+    write = 12 * placement.workload.model.num_parameters / 1e9
+    costs = describe_costs(placement, Terms(price_per_hour=1.0))
+    assert costs["checkpoint_seconds"] == pytest.approx(write)
+    assert costs["checkpointing_seconds"] == 60 * RunSettings.checkpointing_minutes
+    lost = costs["checkpointing_seconds"] / 2 + RESTART_SECONDS
+    assert costs["interruption_seconds"] == lost
+    assert costs["interruption_cost"] == pytest.approx(8 * lost / 3600)
+    assert costs["seconds_with_interruptions"] is None
+    fast = describe_costs(placement, Terms(disk_gb_per_s=4.0))
+    assert fast["checkpoint_seconds"] == pytest.approx(write / 4)
+
+
+@pytest.mark.parametrize("rate", [0.1, 3, 40])
+def test_the_interval_loses_the_least(rate):
+    """Of intervals around Young's none takes less time; more interruptions take more."""
+    placement = make("gpt2_xl_8xa100", "8xa100-80")
+    costs = describe_costs(placement, Terms(interruptions_per_day=rate))
+    write, interval, total = (
+        costs[name] for name in ("checkpoint_seconds", "checkpointing_seconds", "seconds_with_interruptions")
+    )
+
+    def stretch(interval: float) -> float:
+        return placement.seconds_to_end / (
+            1 - write / (interval + write) - rate / 86400 * (interval / 2 + RESTART_SECONDS)
+        )
+
+    assert total == pytest.approx(stretch(interval))
+    assert total <= 1.002 * min(stretch(factor * interval) for factor in (0.5, 0.8, 1.25, 2))
+    more = describe_costs(placement, Terms(interruptions_per_day=2 * rate))
+    assert more["seconds_with_interruptions"] > total > placement.seconds_to_end
+
+
+def test_too_many_interruptions_leave_nothing():
+    placement = make("gpt2_xl_8xa100", "8xa100-80")
+    costs = describe_costs(placement, Terms(interruptions_per_day=1000.0, price_per_hour=1.0))
+    assert costs["seconds_with_interruptions"] is None
+    assert costs["cost_with_interruptions"] is None
+
+
+def test_dates():
+    placement = make("gpt2_124m", "8xa100-80")
+    start = datetime.datetime(2026, 11, 25, 17, 0)
+    costs = describe_costs(placement, Terms(start=start))
+    expected = start + datetime.timedelta(seconds=placement.seconds_to_end)
+    assert costs["end"] == expected.isoformat(timespec="minutes")
+    endless = dataclasses.replace(placement, workload=dataclasses.replace(placement.workload, num_steps=10**12))
+    assert describe_costs(endless, Terms(start=start))["end"] is None

@@ -1,0 +1,126 @@
+"""What fits on some hardware: models, methods, lengths; and the remedies where a recipe does not fit."""
+
+import json
+import sys
+
+import pytest
+
+from samestep import cli
+from samestep.errors import UsageError, exit_code
+from samestep.planner.hardware import parse
+from samestep.planner.methods import CLASSES, METHODS, find_models, find_remedies, load_models, make_model_workload
+from samestep.planner.placement import place
+
+MODELS = load_models()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_formula_counts_the_parameters_that_are_published(name):
+    workload = make_model_workload(name, MODELS[name], 512, 64, {})
+    assert workload.model.num_parameters == MODELS[name]["num_parameters"]
+
+
+def test_models_rise():
+    sizes = [config["num_parameters"] for config in MODELS.values()]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("hardware", ["1x3090", "8xh100", "1xm4-max", "1xt4"])
+def test_the_longest_samples_fit_and_the_next_do_not(hardware):
+    machine = parse(hardware)
+    fits, others = find_models(machine)
+    assert {fit.model for fit in fits} | set(others) == set(MODELS)
+    assert not {fit.model for fit in fits} & set(others)
+    for fit in fits:
+        assert fit.typical.fits
+        assert fit.longest.fits
+        length, config = fit.longest.workload.model.length, MODELS[fit.model]
+        longer = 2 * length
+        if longer <= config.get("max_position_embeddings", config.get("n_positions")):
+            workload = make_model_workload(fit.model, config, longer, 64, fit.method.changes)
+            with pytest.raises(UsageError):
+                place(workload, machine)
+
+
+def test_a_method_is_listed_where_it_helps():
+    """Here for longer samples, or for models that fit with it only."""
+    fits, _ = find_models(parse("1x3090"))
+    by_model = {}
+    for fit in fits:
+        by_model.setdefault(fit.model, []).append(fit)
+    for first, *others in by_model.values():
+        for other in others:
+            lengths = [each.longest.workload.model.length for each in (first, other)]
+            speeds = [each.typical.time.total for each in (first, other)]
+            assert lengths[0] < lengths[1] or speeds[0] > 1.05 * speeds[1]
+    only = [found[0].method for found in by_model.values() if found[0].method is not METHODS[0]]
+    assert METHODS[1] in only
+    folded = make_model_workload("x", MODELS["Qwen/Qwen3-0.6B"], 512, 64, METHODS[1].changes)
+    assert (folded.gradient_bytes, folded.second_moment) == (0, "unbiased")
+
+
+@pytest.mark.parametrize("methods", [METHODS, METHODS[::-1]])
+def test_remedies_are_sorted_by_time(monkeypatch, methods):
+    """Whatever the order of the methods; other hardware comes last, with the steps as they are."""
+    monkeypatch.setattr("samestep.planner.methods.METHODS", methods)
+    config, machine = MODELS["Qwen/Qwen2.5-0.5B"], parse("1x4070ti")
+
+    def make(changes):
+        fields = dict(changes)
+        return make_model_workload("x", config, fields.pop("seq_len", 8192), 8, fields)
+
+    remedies = find_remedies(make({}), machine, make, "seq_len")
+    here = [remedy for remedy in remedies if remedy.changes]
+    assert here == remedies[: len(here)]
+    assert [set(remedy.changes) for remedy in here] == [{"seq_len"}, {"accumulation", "second_moment"}]
+    times = [remedy.seconds_per_unit for remedy in here]
+    assert times == sorted(times)
+    assert all(remedy.placement.fits for remedy in remedies)
+    assert all(remedy.placement.workload == make({}) for remedy in remedies[len(here) :])
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(UsageError, match="nosuch is 3, of which no formula knows"):
+        make_model_workload("x", MODELS["Qwen/Qwen3-0.6B"], 512, 64, {"nosuch": 3})
+
+
+def run(monkeypatch, capsys, line: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
+    assert exit_code(cli.main) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command(monkeypatch, capsys):
+    answer = json.loads(run(monkeypatch, capsys, "plan --what-fits 4xl4 --price_per_hour 0.7 --seq_len 1024 --json"))
+    assert {row["typical"]["length"] for row in answer["rows"]} == {1024}
+    for row in answer["rows"]:
+        cost, speed = row["typical"]["cost_per_billion_tokens"], row["typical"]["tokens_per_second"]
+        assert cost == pytest.approx(4 * 0.7 / 3600 * 1e9 / speed)
+    text = run(monkeypatch, capsys, "plan --what_fits 4xl4 --price_per_hour 0.7 --seq_len 1024")
+    assert [line.split()[0] for line in text.splitlines() if "/" in line.split(" ")[0]] == [
+        row["model"] for row in answer["rows"]
+    ]
+    assert answer["command"].endswith("--write_recipe mine.yaml --write_config launch.yaml")
+    plain = [row for row in answer["rows"] if not row["changes"]]
+    assert max(plain, key=lambda row: row["num_parameters"])["model"] in answer["command"]
+
+
+def test_the_proposed_command_works(monkeypatch, capsys, tmp_path):
+    """As it is printed, but for the hub: the model is a folder here. It fits in the same micro-batches."""
+    monkeypatch.chdir(tmp_path)
+    answer = json.loads(run(monkeypatch, capsys, "plan --what_fits 1x3090 --json"))
+    words = answer["command"].split("plan ")[1].split()
+    name = words[words.index("--model_name_or_path") + 1]
+    row = next(row for row in answer["rows"] if (row["model"], row["changes"]) == (name, {}))
+    (tmp_path / name).mkdir(parents=True)
+    config = {"architectures": [CLASSES[MODELS[name]["model_type"]]], **MODELS[name]}
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    planned = json.loads(run(monkeypatch, capsys, " ".join(["plan", *words, "--json"])))
+    assert planned["memory_needed"] == row["typical"]["memory_needed"] <= planned["memory_of_device"]
+    assert (tmp_path / "mine.yaml").is_file()
+    assert (tmp_path / "launch.yaml").is_file()
+
+
+def test_nothing_fits(monkeypatch, capsys):
+    tiny = run(monkeypatch, capsys, "plan --what_fits 1xcpu --seq_len 131072")
+    assert "None of the models" in tiny
