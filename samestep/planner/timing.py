@@ -12,7 +12,8 @@ from collections.abc import Callable
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Model, gathered_bytes
+from samestep.planner.decoder import Decoder
+from samestep.planner.memory import Model, count_trained, gathered_bytes
 from samestep.planner.transformer import Transformer
 
 BUCKET = 25 * 2**20
@@ -66,6 +67,7 @@ class Software:
         gradient_bytes: bytes of a gradient per parameter, as reduced between processes.
         overlapped: whether gradients are reduced while the last backward still runs.
         gathered_bytes: bytes of a parameter, as gathered by FSDP2 from the processes.
+        frozen_bytes: bytes moved per frozen parameter in every micro-batch: its cast, and two reads of it.
     """
 
     kernels: str
@@ -74,6 +76,7 @@ class Software:
     gradient_bytes: float = 4
     overlapped: bool = True
     gathered_bytes: float = 4
+    frozen_bytes: float = 10
 
 
 def default_software(
@@ -118,6 +121,8 @@ class Work:
         kernels_per_layer: kernels of forward and backward, none fused.
         num_logits: logits over the vocabulary, at the places where the head scores it.
         num_photographs: photographs to decode.
+        num_trained: parameters that have gradients; None: all.
+        forward_share: the forward's part of `flops`, which recomputing adds.
     """
 
     flops: float
@@ -127,6 +132,13 @@ class Work:
     kernels_per_layer: int = Transformer.kernels_per_layer
     num_logits: int = 0
     num_photographs: float = 0
+    num_trained: int | None = None
+    forward_share: float = 1 / 3
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients."""
+        return self.num_parameters if self.num_trained is None else self.num_trained
 
 
 def count_work(model: Model, mixed_precision: str) -> Work:
@@ -138,13 +150,17 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
+    is_decoder = isinstance(model, Decoder)
+    count_bytes = model.traffic_bytes if is_decoder else model.saved_bytes
     return Work(
         flops=model.flops_per_sample,
-        saved_bytes=model.saved_bytes(autocast=mixed_precision != "no"),
+        saved_bytes=count_bytes(autocast=mixed_precision != "no"),
         num_parameters=model.num_parameters,
         num_layers=model.num_layers,
         kernels_per_layer=model.kernels_per_layer,
         num_logits=model.num_logits,
+        num_trained=count_trained(model),
+        forward_share=model.forward_share if is_decoder else 1 / 3,
     )
 
 
@@ -287,9 +303,9 @@ def step_time(
         products         s flops / (peak x reachable)
         memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
                          and s num_logits times the bytes moved for each / memory bandwidth
-        weights          k N_parameters weight_bytes / memory bandwidth
+        weights          k (N_trained weight_bytes + N_frozen frozen_bytes) / memory bandwidth
         launches         k kernels launch; none when compiled
-        optimizer        N_parameters optimizer_bytes / memory bandwidth, sharded: divided by N
+        optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
                          micro-batch: exposed are max(0, communication - backward) and the last bucket
@@ -306,8 +322,8 @@ def step_time(
         hardware: N devices and the links between them.
         mixed_precision: no, bf16 or fp16.
         software: `default_software` for this repository's programs.
-        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work; or the share of
-            layers for which they are.
+        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work, beside frozen
+            weights half; or the share of layers for which they are.
         sharded: FSDP2 instead of DDP.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
@@ -320,7 +336,7 @@ def step_time(
         raise UsageError(f"{hardware} has {hardware.num_processes} process(es), the layout {layout.num_processes}")
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
-    passes = 1 + gradient_checkpointing / 3
+    passes = 1 + gradient_checkpointing * work.forward_share
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
@@ -328,7 +344,8 @@ def step_time(
     products = passes * share * work.flops / reachable_flops(device, mixed_precision, calibration)
     logits = work.num_logits * (LOGIT_COMPILED if fused else LOGIT_EAGER)[mixed_precision] / bandwidth
     memory_traffic = share * (passes * work.saved_bytes * (traffic / bandwidth + stall) + logits)
-    weights = passes * k * work.num_parameters * software.weight_bytes / bandwidth
+    moved = work.trained * software.weight_bytes + (work.num_parameters - work.trained) * software.frozen_bytes
+    weights = passes * k * moved / bandwidth
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
     computing = products + memory_traffic + weights + launches
     communication, exposed = _communication(
@@ -339,7 +356,7 @@ def step_time(
         memory_traffic=memory_traffic,
         weights=weights,
         launches=launches,
-        optimizer=work.num_parameters * software.optimizer_bytes / bandwidth / (layout.num_processes if sharded else 1),
+        optimizer=work.trained * software.optimizer_bytes / bandwidth / (layout.num_processes if sharded else 1),
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed,
         communication=communication,
@@ -379,12 +396,12 @@ def _communication(
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:
-        size = work.num_parameters / work.num_layers
+        size, trained = work.num_parameters / work.num_layers, work.trained / work.num_layers
         gather = all_gather(hardware, software.gathered_bytes * size, calibration)
-        reduction = all_gather(hardware, software.gradient_bytes * size, calibration)
+        reduction = all_gather(hardware, software.gradient_bytes * trained, calibration)
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
-    num_bytes = software.gradient_bytes * work.num_parameters
+    num_bytes = software.gradient_bytes * work.trained
     num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
     total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions
