@@ -240,6 +240,9 @@ class Program:
         recomputed: what is recomputed where gradient checkpointing is asked for: all; selective (every second matmul, and all
             between them).
         offloads_inputs: whether the inputs of recomputed layers wait in host memory.
+        drops_inputs: whether each adapter has a dropout of its own, whose result and mask (a byte) are kept.
+        keeps_quantized_inputs: whether what is multiplied by a matrix in 4 bits is kept, although the matrix is frozen:
+            bitsandbytes did until 0.43.
     """
 
     kernels: str = "eager"
@@ -251,6 +254,8 @@ class Program:
     updates_in_backward: bool = False
     recomputed: str = "all"
     offloads_inputs: bool = False
+    drops_inputs: bool = False
+    keeps_quantized_inputs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -490,7 +495,12 @@ class Decoder:
         total += sum(2 * b * x.out for x in needed) * method.uses_dora  # what both factors of the norm's gradient are
         # What the matmuls save of their inputs
         widths = {"attention": h, "feed_forward": h, "output": shape.values, "down": 0, "latent": 0}
-        if casts_each:
+        if method.is_quantized and program.keeps_quantized_inputs:
+            size = shape.shared_size if is_mixture else shape.intermediate_size
+            total += b * (2 * h + shape.values + size)
+        if program.drops_inputs and not is_full:
+            total += sum((b + 1) * x.width for x in needed)
+        elif casts_each:
             total += sum(b * x.width for x in needed)
         else:
             total += sum(b * widths[source] for source in sources) + sum(b * x.width for x in needed if x.source == "down")
@@ -546,6 +556,8 @@ class Decoder:
         f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
         f = max(f, shape.experts_per_token * shape.expert_size * 2)
         post = shape.num_post_norms > 0
+        if self._stores_scores:  # their gradients, too
+            return 6 * h + 8 * f + 8 * h * post + 24 * shape.num_heads * self.sequence_length
         if not self.program.is_ours:
             return 6 * h + 4 * f
         if self.method.rank is None:
@@ -580,11 +592,11 @@ class Decoder:
             return round(each * logits), round(each * logits)
         chunk = min(rows, max(1, LOGITS_AT_ONCE // vocab)) * vocab
         if not self.program.is_ours:
-            chunk = rows * vocab // 8  # torchtune cuts the sequence into 8
-        each = 10 if is_half else 8
-        states = 4 * rows * h * (1 if self.recomputes_head else 3)
-        forward = states + copy + each * chunk + (0 if self.recomputes_head else gradient)
-        backward = states + 4 * rows * h + (copy + each * chunk + gradient if self.recomputes_head else gradient)
+            chunk = rows * vocab  # torchtune cuts the loss only: its 16-bit logits are there as a whole
+        each = 2 if not self.program.is_ours else 10 if is_half else 8
+        states = 4 * rows * h * (1 if self.recomputes_head or not self.program.is_ours else 3)
+        forward = states + copy + round(each * chunk) + (0 if self.recomputes_head else gradient)
+        backward = states + 4 * rows * h + (copy + round(each * chunk) + gradient if self.recomputes_head else gradient)
         return forward, backward
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
@@ -625,6 +637,13 @@ class Decoder:
             Peak(caches[1], round(saved * tokens + outside) + fixed, backward_head, working),
             Peak(caches[2], round((saved + again) * tokens + temporary) + fixed + gradient, layer_head, working),
         )
+
+    def last_peak(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> Peak:
+        """Count the bytes of `peaks` in the backward of the first layer, the last one to be computed."""
+        tokens = self.rows(num_samples)
+        layer = max(self.layer_bytes(is_mixture, autocast=autocast) for is_mixture, _ in self._kinds())
+        cache = self._caches(autocast, gradient_checkpointing)[2]
+        return Peak(cache, round((layer + self.temporary_bytes(autocast)) * tokens), 0, self._dequantized_bytes())
 
     def _dequantized_bytes(self) -> int:
         """Bytes of the 16-bit copy of the largest matrix in 4 bits, while it is multiplied, and of its absolute scales."""

@@ -231,13 +231,21 @@ def planned_memory(
             "num_processes": layout.num_processes,
         }
     first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
+    gradients, moments = gradient_bytes * trained, moment_bytes * trained
+    if isinstance(model, Decoder) and not model.program.keeps_gradients:
+        # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
+        last = model.last_peak(num_samples, **{name: options[name] for name in ("autocast", "gradient_checkpointing")})
+        largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
+        at_end = min(gradients, gradient_bytes * largest) if model.program.updates_in_backward else gradients
+        gradients = at_end if sum(last) + at_end > max(map(sum, (first, *later))) else 0
+        first, later = (last, [last]) if gradients else (first, later)
     backward = max(later, key=sum)
-    states = weights + (gradient_bytes + moment_bytes) * trained
+    states = weights + gradients + moments
     peak = max(first, backward, key=sum)
     return Memory(
         parameters=weights,
-        gradients=gradient_bytes * trained,
-        moments=moment_bytes * trained,
+        gradients=gradients,
+        moments=moments,
         **peak._asdict(),
         forward=states + sum(first),
         backward=states + sum(backward),

@@ -7,7 +7,7 @@ Only communication overlaps with the backward, and loading with everything. Cons
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
@@ -54,6 +54,10 @@ CALIBRATION = Calibration(
     reachable_link=0.411,
     loading=4.75e-3,
 )
+
+SUSTAINED = {"h100": 0.746, "h200": 0.746}
+"""Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
+number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language-models`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Work:
         num_photographs: photographs to decode.
         num_trained: parameters that have gradients; None: all.
         forward_share: the forward's part of `flops`, which recomputing adds.
+        is_sustained: whether matmuls run at the rate of `SUSTAINED`.
     """
 
     flops: float
@@ -134,6 +139,7 @@ class Work:
     num_photographs: float = 0
     num_trained: int | None = None
     forward_share: float = 1 / 3
+    is_sustained: bool = False
 
     @property
     def trained(self) -> int:
@@ -161,6 +167,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
         num_logits=model.num_logits,
         num_trained=count_trained(model),
         forward_share=model.forward_share if is_decoder else 1 / 3,
+        is_sustained=is_decoder,
     )
 
 
@@ -297,10 +304,11 @@ def step_time(
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
+    sustained: Mapping[str, float] = SUSTAINED,
 ) -> StepTime:
     """Predict the seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
 
-        products         s flops / (peak x reachable)
+        products         s flops / (peak x reachable), of decoders x `SUSTAINED`
         memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
                          and s num_logits times the bytes moved for each / memory bandwidth
         weights          k (N_trained weight_bytes + N_frozen frozen_bytes) / memory bandwidth
@@ -327,7 +335,7 @@ def step_time(
         sharded: FSDP2 instead of DDP.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
-        calibration: other constants, to fit them.
+        calibration, sustained: other constants, to fit them.
 
     Raises:
         UsageError: a precision that the device lacks, or a layout for another number of processes.
@@ -341,7 +349,10 @@ def step_time(
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
 
-    products = passes * share * work.flops / reachable_flops(device, mixed_precision, calibration)
+    rate = reachable_flops(device, mixed_precision, calibration)
+    if work.is_sustained:
+        rate *= sustained.get(device.name.partition("-")[0], 1.0)
+    products = passes * share * work.flops / rate
     logits = work.num_logits * (LOGIT_COMPILED if fused else LOGIT_EAGER)[mixed_precision] / bandwidth
     memory_traffic = share * (passes * work.saved_bytes * (traffic / bandwidth + stall) + logits)
     moved = work.trained * software.weight_bytes + (work.num_parameters - work.trained) * software.frozen_bytes
