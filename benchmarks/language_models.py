@@ -1,6 +1,6 @@
 """Plan the memory and the time of published trainings of language models, and compare them with what was printed.
 
-    make bench-language-models
+    make bench-language
 
 Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time one, `timing.SUSTAINED`.
 """
@@ -22,6 +22,12 @@ from samestep.planner.timing import SUSTAINED, Software, StepTime
 PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
 DIGITS = 3
 UNITS = {"GiB": 2**30, "GB": 1e9}
+
+
+def read_rows(kind: str) -> Any:
+    """Read the published rows, memory or time, or the programs or sources."""
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
+
 
 def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Decoder:
     """Make the model of a row as its program computes it."""
@@ -45,7 +51,9 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> De
 def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Memory:
     """Plan the bytes of one process of a row."""
     machine = hardware.parse(row["hardware"])
-    layout = solve_layout(num_processes=machine.num_processes, per_device_train_batch_size=row["b"], gradient_accumulation_steps=1)
+    layout = solve_layout(
+        num_processes=machine.num_processes, per_device_train_batch_size=row["b"], gradient_accumulation_steps=1
+    )
     return planned_memory(
         make_decoder(row, programs),
         layout,
@@ -135,26 +143,36 @@ def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: f
     return row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1) / step.total
 
 
-def fit_sustained(rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]]) -> float:
-    """Fit the one constant of the time: the middle of those at which each row of a Hopper chip would be predicted right.
+def solve_sustained(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> float | None:
+    """Find the constant with which a row is predicted right; None: its chip has none."""
+    if hardware.parse(row["hardware"]).device.name.partition("-")[0] not in SUSTAINED:
+        return None
+    low, high = 0.3, 1.5
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
+    return low
 
-    Every source counts once: the median of its rows, and the median of the sources.
+
+def fit_sustained(solved: list[tuple[str, float | None]]) -> float:
+    """Fit the one constant of the time: every source counts once, the median of its rows, and then the median of the sources.
+
+    Args:
+        solved: of each row its source and what `solve_sustained` finds.
     """
     by_source: dict[str, list[float]] = {}
-    for row in rows:
-        if hardware.parse(row["hardware"]).device.name.partition("-")[0] in SUSTAINED:
-            low, high = 0.3, 1.5
-            for _ in range(30):
-                middle = (low + high) / 2
-                low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
-            by_source.setdefault(row["source"], []).append(low)
+    for source, value in solved:
+        if value is not None:
+            by_source.setdefault(source, []).append(value)
     return round(statistics.median(map(statistics.median, by_source.values())), DIGITS)
 
 
-def compare_time(rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_time(
+    rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]], solved: list[tuple[str, float | None]]
+) -> list[dict[str, Any]]:
     """Compare predictions with throughputs: with the constant as it is, and fitted without the source of the row."""
     fits = {
-        source: fit_sustained([row for row in rows if row["source"] != source], programs)
+        source: fit_sustained([pair for pair in solved if pair[0] != source])
         for source in {row["source"] for row in rows}
     }
     results = []
@@ -198,11 +216,13 @@ def measure() -> dict[str, Any]:
     """Make all comparisons."""
     published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
     programs = published["programs"]
-    time = compare_time(published["time"], programs)
+    solved = [(row["source"], solve_sustained(row, programs)) for row in published["time"]]
+    time = compare_time(published["time"], programs, solved)
     return {
-        "about": harness.about("make bench-language-models", ()),
-        "fitted": fit_sustained(published["time"], programs),
+        "about": harness.about("make bench-language", ()),
+        "fitted": fit_sustained(solved),
         "sources": published["sources"],
+        "programs": programs,
         "memory": [compare_memory(row, programs) for row in published["memory"]],
         "time": time,
         "scaling": compare_scaling(time),
@@ -247,7 +267,10 @@ def markdown(results: dict[str, Any]) -> str:
     memory, time = results["memory"], results["time"]
 
     def by_source(rows: list[dict[str, Any]], key: str = "error") -> str:
-        lines = [[source, str(n), f"{middle:.1%}", f"{worst:.1%}"] for source, (n, middle, worst) in summarize(rows, key).items()]
+        lines = [
+            [source, str(n), f"{middle:.1%}", f"{worst:.1%}"]
+            for source, (n, middle, worst) in summarize(rows, key).items()
+        ]
         return harness.table("source | rows | median | worst", lines)
 
     def label(row: dict[str, Any]) -> str:
@@ -256,7 +279,15 @@ def markdown(results: dict[str, Any]) -> str:
 
     memory_lines = [
         [
-            *(row["source"], label(row), row["hardware"], str(row["length"]), str(row["b"]), row["program"], row["recomputed"]),
+            *(
+                row["source"],
+                label(row),
+                row["hardware"],
+                str(row["length"]),
+                str(row["b"]),
+                row["program"],
+                row["recomputed"],
+            ),
             "OOM" if row["published"] is None else f"{row['published'] / 1e9:.1f}",
             f"{row['planned'] / 1e9:.1f}",
             ("refused" if row["is_refused"] else "ACCEPTED") if row["published"] is None else f"{row['error']:+.1%}",
@@ -265,7 +296,15 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     time_lines = [
         [
-            *(row["source"], label(row), row["hardware"], str(row["length"]), str(row["b"]), row["program"], row["recomputed"]),
+            *(
+                row["source"],
+                label(row),
+                row["hardware"],
+                str(row["length"]),
+                str(row["b"]),
+                row["program"],
+                row["recomputed"],
+            ),
             *(f"{row['value']:,}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", f"{row['without_source']:+.1%}"),
         ]
         for row in time
@@ -281,7 +320,10 @@ def markdown(results: dict[str, Any]) -> str:
     ooms = [row for row in memory if row["published"] is None]
     ran = [row for row in memory if row["published"] is not None]
     right = sum(row["is_refused"] for row in ooms), sum(not row["is_refused"] for row in ran)
-    source_lines = [[name, source["about"].strip(), source["assumed"].strip(), source["url"]] for name, source in results["sources"].items()]
+    source_lines = [
+        [name, source["about"].strip(), source["assumed"].strip(), source["url"]]
+        for name, source in results["sources"].items()
+    ]
     columns = "source | model | hardware | length | b | program | recomputed |"
     return harness.page(
         "Published language models",

@@ -335,7 +335,9 @@ class Decoder:
     def num_adapter(self) -> int:
         """Parameters of all adapters, B and A of each matrix, and DoRA's norms."""
         return sum(
-            count * self._layer_adapter(is_mixture) for is_mixture, count in self._kinds() if self.method.rank is not None
+            count * self._layer_adapter(is_mixture)
+            for is_mixture, count in self._kinds()
+            if self.method.rank is not None
         )
 
     @property
@@ -405,7 +407,12 @@ class Decoder:
     @property
     def num_logits(self) -> int:
         """Logits of a sample; of an objective of pairs twice, as they are computed twice."""
-        return 0 if self.num_scored else self.length * self.vocab_size * (2 if self.recomputes_head else 1)
+        return 0 if self.num_scored else self.length * self.vocab_size * (2 if self._recomputes_logits else 1)
+
+    @property
+    def _recomputes_logits(self) -> bool:
+        """Whether the head of this repository computes logits again in the backward: of pairs, and where they are soft-capped."""
+        return self.recomputes_head or (self.program.is_ours and self.shape.soft_caps)
 
     @property
     def forward_flops(self) -> int:
@@ -503,7 +510,9 @@ class Decoder:
         elif casts_each:
             total += sum(b * x.width for x in needed)
         else:
-            total += sum(b * widths[source] for source in sources) + sum(b * x.width for x in needed if x.source == "down")
+            total += sum(b * widths[source] for source in sources) + sum(
+                b * x.width for x in needed if x.source == "down"
+            )
             total += sum(b * x.width for x in needed if x.source == "latent")
         if is_mixture and shape.num_experts:
             total += self._mixture_bytes(is_full or self._adapts_experts, b)
@@ -594,9 +603,11 @@ class Decoder:
         if not self.program.is_ours:
             chunk = rows * vocab  # torchtune cuts the loss only: its 16-bit logits are there as a whole
         each = 2 if not self.program.is_ours else 10 if is_half else 8
-        states = 4 * rows * h * (1 if self.recomputes_head or not self.program.is_ours else 3)
-        forward = states + copy + round(each * chunk) + (0 if self.recomputes_head else gradient)
-        backward = states + 4 * rows * h + (copy + round(each * chunk) + gradient if self.recomputes_head else gradient)
+        states = 4 * rows * h * (1 if self._recomputes_logits or not self.program.is_ours else 3)
+        forward = states + copy + round(each * chunk) + (0 if self._recomputes_logits else gradient)
+        backward = (
+            states + 4 * rows * h + (copy + round(each * chunk) + gradient if self._recomputes_logits else gradient)
+        )
         return forward, backward
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
@@ -693,7 +704,9 @@ class Decoder:
         whole = w * outside
         return (
             Peak(caches[0], forward.activations, forward.head, round(whole + layer + forward.gathered)),
-            Peak(caches[1], head.activations, head.head, round(whole + 2 * layer + w * trained_outside + head.gathered)),
+            Peak(
+                caches[1], head.activations, head.head, round(whole + 2 * layer + w * trained_outside + head.gathered)
+            ),
             Peak(
                 caches[2],
                 backward.activations,
