@@ -2,7 +2,8 @@
 
     make bench-language
 
-Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time one, `timing.SUSTAINED`.
+Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time has one,
+`timing.SUSTAINED`.
 """
 
 import dataclasses
@@ -39,13 +40,11 @@ def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> De
         is_quantized="quantized" in row,
         doubles_scales=row.get("quantized") != "single",
     )
-    config = base_models.find_base_model(row["model"])
-    return Decoder(
-        shape=base_models.shape_from_config(config, row["model"]),
-        sequence_length=row["length"],
-        method=method,
-        program=Program(**programs[row["program"]]),
-    )
+    shape = base_models.shape_from_config(base_models.find_base_model(row["model"]), row["model"])
+    program = dict(programs[row["program"]])
+    if program.pop("unties_head", False):
+        shape = dataclasses.replace(shape, tied_head=False)
+    return Decoder(shape=shape, sequence_length=row["length"], method=method, program=Program(**program))
 
 
 def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Memory:
@@ -60,6 +59,7 @@ def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Mem
         mixed_precision="bf16",
         gradient_checkpointing=row["recomputed"] != "none",
         sharded=row.get("sharded", False),
+        offloaded=row.get("offloaded", False),
         moment_bytes=row["moments"],
         gradient_bytes=row.get("weights", 2),
     )
@@ -125,6 +125,7 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         *(work, layout, machine, "bf16", software),
         gradient_checkpointing=recomputed,
         sharded=is_sharded,
+        offloaded=row.get("offloaded", False),
         sustained=dict.fromkeys(SUSTAINED, sustained),
     )
     if share == 1:
@@ -200,7 +201,7 @@ def compare_scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     pairs = []
     for group in groups.values():
         few, many = min(group, key=lambda row: row["num_devices"]), max(group, key=lambda row: row["num_devices"])
-        if few["num_devices"] == many["num_devices"] or "rank" in few and few["rank"] != many.get("rank"):
+        if few["num_devices"] == many["num_devices"] or ("rank" in few and few["rank"] != many.get("rank")):
             continue
         published, predicted = many["value"] / few["value"], many["predicted"] / few["predicted"]
         keys = {key: few.get(key) for key in ("source", "model", "program", "float8")}
@@ -330,13 +331,14 @@ def markdown(results: dict[str, Any]) -> str:
         "language_models.py",
         results["about"],
         f"**Memory**: {len(ran)} peaks, error of the plan {summarize(memory)['all'][1]:.1%} in the median, within 15 % in "
-        f"{share_within(memory, 0.15):.0%}; {right[0]} of {len(ooms)} that ran out of memory are refused, {right[1]} of {len(ran)} "
-        "that ran are accepted.\n"
-        f"**Time**: {len(time)} speeds, {summarize(time, 'without_source')['all'][1]:.1%} in the median without their source, within 25 % in "
+        f"{share_within(memory, 0.15):.0%}; {right[0]} of {len(ooms)} that ran out of memory are refused, {right[1]} of "
+        f"{len(ran)} that ran are accepted.\n"
+        f"**Time**: {len(time)} speeds, {summarize(time, 'without_source')['all'][1]:.1%} in the median without their source, "
+        "within 25 % in "
         f"{share_within(time, 0.25, 'without_source'):.0%}.\n\n"
         "Memory has no fitted constant. Time has one of its own: the part of the reachable rate that Hopper chips keep, "
-        f"{results['fitted']}; all\nothers are those of timing.md, fitted to other models. What the programs do follows from their "
-        "sources or is assumed, by source:\n\n"
+        f"{results['fitted']}; all\nothers are those of timing.md, fitted to other models. "
+        "What the programs do follows from their sources or is assumed, by source:\n\n"
         + harness.table("source | printed | assumed | where", source_lines)
         + "\nMemory by source:\n\n"
         + by_source(memory)

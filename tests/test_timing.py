@@ -342,7 +342,7 @@ def test_published_speeds_of_language_models():
     """What is committed is what the code predicts; without their source, in the median and at the worst; on more devices."""
     program = load_benchmark("language_models")
     results = json.loads((ROOT / "benchmarks" / "results" / "language_models.json").read_text(encoding="utf-8"))
-    assert timing.SUSTAINED == {"h100": results["fitted"], "h200": results["fitted"]}
+    assert {"h100": results["fitted"], "h200": results["fitted"]} == timing.SUSTAINED
     for row in results["time"]:
         assert program.speed(row, results["programs"], results["fitted"]) == pytest.approx(row["predicted"])
     errors = [abs(row["without_source"]) for row in results["time"]]

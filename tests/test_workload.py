@@ -137,7 +137,7 @@ def test_a_window_and_long_sequences():
         decoder.Decoder(shape=dataclasses.replace(shape, window=window), sequence_length=131_072)
         for window in (1024, None)
     )
-    assert near.flops_per_sample < 0.3 * far.flops_per_sample
+    assert near.flops_per_sample < 0.35 * far.flops_per_sample
     assert near.saved_bytes(autocast=True) == far.saved_bytes(autocast=True)  # no [T, T] matrix is kept
 
 

@@ -240,6 +240,7 @@ class Program:
         recomputed: what is recomputed where gradient checkpointing is asked for: all; selective (every second matmul, and all
             between them).
         offloads_inputs: whether the inputs of recomputed layers wait in host memory.
+        shards_outside: whether embedding and head are sharded units of their own, so that neither is whole during the layers.
         drops_inputs: whether each adapter has a dropout of its own, whose result and mask (a byte) are kept.
         keeps_quantized_inputs: whether what is multiplied by a matrix in 4 bits is kept, although the matrix is frozen:
             bitsandbytes did until 0.43.
@@ -254,6 +255,7 @@ class Program:
     updates_in_backward: bool = False
     recomputed: str = "all"
     offloads_inputs: bool = False
+    shards_outside: bool = False
     drops_inputs: bool = False
     keeps_quantized_inputs: bool = False
 
@@ -411,7 +413,7 @@ class Decoder:
 
     @property
     def _recomputes_logits(self) -> bool:
-        """Whether the head of this repository computes logits again in the backward: of pairs, and where they are soft-capped."""
+        """Whether the head computes logits again in the backward: of pairs; here also where they are soft-capped."""
         return self.recomputes_head or (self.program.is_ours and self.shape.soft_caps)
 
     @property
@@ -488,8 +490,8 @@ class Decoder:
             feed-forward        gate, its activation, up: 3 b f
             adapters            b rank of each
 
-        In 16 bits throughout, compiled: each normalisation's input and output, 2 h twice each; queries, keys, values and output;
-        gate and up, and the product where it is needed.
+        In 16 bits throughout, compiled: each normalisation's input and output, 2 h twice each; queries, keys, values and
+        output; gate and up, and the product where it is needed.
         """
         shape, method, program = self.shape, self.method, self.program
         h, is_full = shape.hidden_size, method.rank is None
@@ -690,7 +692,8 @@ class Decoder:
         """Count the bytes of `peaks` where FSDP2 shards the weights, a unit per layer and one for what is outside.
 
         Gathered are two layers (the one computed and the next, fetched ahead), what is outside, and in the backward a layer's
-        gradient, whole, and in float32 while it is reduced. Adapters are gathered, too; weights in 4 bits as they are kept.
+        gradient, whole, and in float32 (in 16 bits where all is) while it is reduced. Adapters are gathered, too; weights in
+        4 bits as they are kept.
         """
         peaks = self.peaks(num_samples, autocast=autocast, gradient_checkpointing=gradient_checkpointing)
         w, method = gathered_bytes, self.method
@@ -701,17 +704,19 @@ class Decoder:
         trained_outside = outside if method.rank is None or method.trains_outside else 0
         forward, head, backward = peaks
         caches = [0 if w == 2 else peak.autocast_cache for peak in peaks]
-        whole = w * outside
+        # What is outside is whole all the time, or, in units of its own, the head only while it is computed
+        matrix = self.vocab_size * self.hidden_size
+        whole, whole_head = (0, w * matrix) if self.program.shards_outside else (w * outside, w * outside)
+        head_gradient = w * (min(matrix, trained_outside) if self.program.shards_outside else trained_outside)
+        reduced = 4 if self.program.is_ours or method.weight_bytes == 4 else w  # type of the buffer of a reduction
         return (
-            Peak(caches[0], forward.activations, forward.head, round(whole + layer + forward.gathered)),
-            Peak(
-                caches[1], head.activations, head.head, round(whole + 2 * layer + w * trained_outside + head.gathered)
-            ),
+            Peak(caches[0], forward.activations, forward.head, round(whole_head + layer + forward.gathered)),
+            Peak(caches[1], head.activations, head.head, round(whole_head + 2 * layer + head_gradient + head.gathered)),
             Peak(
                 caches[2],
                 backward.activations,
-                backward.head + w * trained_outside,
-                round(whole + 2 * layer + (w + 4) * trained + backward.gathered),
+                backward.head + (0 if self.program.shards_outside else w * trained_outside),
+                round(whole + 2 * layer + (w + reduced) * trained + backward.gathered),
             ),
-            Peak(0, 0, 0, round(whole + (w + 4) * trained_outside + 4 * trained)),
+            Peak(0, 0, 0, round(whole + (w + reduced) * trained_outside + reduced * trained)),
         )

@@ -26,8 +26,8 @@ from samestep.recipe.recipe import (
 
 Model = Transformer | Decoder | ConvNet
 MOMENTS = {"adamw": 8, "sgd": 4, "adamw_8bit": 2}
-"""Bytes per trained parameter that an optimizer remembers: Adam's two moments and SGD's momentum in float32; Adam's in 8 bits, to
-which their scales add 0.03, not counted."""
+"""Bytes per trained parameter that an optimizer remembers: Adam's two moments and SGD's momentum in float32; Adam's in 8 bits,
+to which their scales add 0.03, not counted."""
 
 
 def count_trained(model: Any) -> int:
@@ -135,8 +135,8 @@ class Memory:
 
     Attributes:
         parameters: 4 N (float32), or as frozen weights are kept.
-        gradients: 4 N, N those that are trained, between micro-batches; 0 where they accumulate in the optimizer. Under DDP with k > 1 its buckets come on
-            top, 4 N that are not counted.
+        gradients: 4 N, N those that are trained, between micro-batches; 0 where they accumulate in the optimizer. Under DDP
+            with k > 1 its buckets come on top, 4 N that are not counted.
         moments: 8 N for Adam's two, 4 N for SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights during a forward and its backward; 0 in float32.
         gathered: in sharded runs only: parameters gathered from the other processes, and gradients on their way to them.
@@ -180,6 +180,8 @@ def planned_memory(
     gradient_checkpointing: bool = False,
     sharded: bool = False,
     fsdp_gather: str = "bf16",
+    num_shards: int | None = None,
+    offloaded: bool = False,
     moment_bytes: int = MOMENTS["adamw"],
     gradient_bytes: int = 4,
 ) -> Memory:
@@ -199,6 +201,8 @@ def planned_memory(
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
         fsdp_gather: type in which FSDP2 gathers weights under mixed precision bf16: bf16 or fp32.
+        num_shards: processes that divide the weights, where groups of them hold them all (HSDP); None: all processes divide.
+        offloaded: whether the divided weights, their gradients and moments are in host memory (FSDP2's CPU offload).
         moment_bytes: bytes per parameter that the optimizer remembers.
         gradient_bytes: bytes per parameter of gradients between micro-batches; 0 where they accumulate in the optimizer.
 
@@ -206,7 +210,8 @@ def planned_memory(
         The planned memory of one process, in bytes.
 
     Raises:
-        UsageError: gradient_checkpointing or sharding of a model without equal layers.
+        UsageError: gradient_checkpointing or sharding of a model without equal layers; num_shards that do not divide the
+            processes, or offloading of weights that are not divided.
 
     >>> from samestep.cut.layout import solve_layout
     >>> from samestep.recipe.recipe import load
@@ -221,16 +226,24 @@ def planned_memory(
             raise UsageError(
                 f"{name} works layer by layer; it is planned for transformers with a formula only: leave it out"
             )
+    if num_shards is not None and (not sharded or layout.num_processes % num_shards):
+        raise UsageError(
+            f"num_shards is {num_shards}, must divide the {layout.num_processes} processes of a sharded run: leave it out"
+        )
+    if offloaded and not sharded:
+        raise UsageError("offloaded is true, but weights are not sharded, and only FSDP2 offloads: leave it out")
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
-    parts = layout.num_processes if sharded else 1
+    parts = (num_shards or layout.num_processes) if sharded else 1
     trained, weights = -(-count_trained(model) // parts), -(-count_weight_bytes(model) // parts)
     options = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {
             "gathered_bytes": gathered_bytes(mixed_precision, fsdp_gather),
-            "num_processes": layout.num_processes,
+            "num_processes": parts,
         }
     first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
+    if offloaded:
+        trained = weights = 0
     gradients, moments = gradient_bytes * trained, moment_bytes * trained
     if isinstance(model, Decoder) and not model.program.keeps_gradients:
         # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one

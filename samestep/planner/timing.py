@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.planner.hardware import Device, Hardware
 from samestep.planner.decoder import Decoder
+from samestep.planner.hardware import Device, Hardware
 from samestep.planner.memory import Model, count_trained, gathered_bytes
 from samestep.planner.transformer import Transformer
 
@@ -55,6 +55,9 @@ CALIBRATION = Calibration(
     loading=4.75e-3,
 )
 
+HOST_LINK, HOST_MEMORY = 25e9, 200e9
+"""Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
+channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
 """Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
 number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language-models`."""
@@ -301,6 +304,8 @@ def step_time(
     *,
     gradient_checkpointing: float = False,
     sharded: bool = False,
+    num_shards: int | None = None,
+    offloaded: bool = False,
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
@@ -333,6 +338,10 @@ def step_time(
         gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work, beside frozen
             weights half; or the share of layers for which they are.
         sharded: FSDP2 instead of DDP.
+        num_shards: devices that divide the weights, at most those of a node, where groups of them hold them all (HSDP); None:
+            all devices divide.
+        offloaded: whether the divided weights, their gradients and moments are in host memory (FSDP2's CPU offload): they
+            cross `HOST_LINK` for every gather and reduction, and `HOST_MEMORY` in the update.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
         calibration, sustained: other constants, to fit them.
@@ -359,15 +368,25 @@ def step_time(
     weights = passes * k * moved / bandwidth
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
     computing = products + memory_traffic + weights + launches
+    parts = (num_shards or layout.num_processes) if sharded else 1
+    if num_shards is not None and not (sharded and num_shards <= hardware.num_devices):
+        raise UsageError(f"num_shards is {num_shards}, must be at most the {hardware.num_devices} devices of a node")
     communication, exposed = _communication(
-        work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration
+        work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration, num_shards
     )
+    optimizer = work.trained * software.optimizer_bytes / bandwidth / parts
+    if offloaded:
+        crossing = (
+            k * (2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained) / parts
+        )
+        exposed += max(0.0, crossing / HOST_LINK - computing)
+        optimizer = work.trained * software.optimizer_bytes / HOST_MEMORY / hardware.num_nodes
     return StepTime(
         products=products,
         memory_traffic=memory_traffic,
         weights=weights,
         launches=launches,
-        optimizer=work.trained * software.optimizer_bytes / bandwidth / (layout.num_processes if sharded else 1),
+        optimizer=optimizer,
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed,
         communication=communication,
@@ -402,14 +421,20 @@ def _communication(
     sharded: bool,
     reduce_every_micro_batch: bool,
     calibration: Calibration,
+    num_shards: int | None = None,
 ) -> tuple[float, float]:
     """Compute the seconds of communication in a step, and how many of them are not hidden behind micro-batches of `seconds`."""
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:
         size, trained = work.num_parameters / work.num_layers, work.trained / work.num_layers
-        gather = all_gather(hardware, software.gathered_bytes * size, calibration)
-        reduction = all_gather(hardware, software.gradient_bytes * trained, calibration)
+        group = hardware if num_shards is None else dataclasses.replace(hardware, num_devices=num_shards, num_nodes=1)
+        gather = all_gather(group, software.gathered_bytes * size, calibration)
+        reduction = all_gather(group, software.gradient_bytes * trained, calibration)
+        if num_shards is not None:  # each device then sums its part with its peers of the other groups
+            num_groups = hardware.num_processes // num_shards
+            peers = dataclasses.replace(hardware, num_devices=1, num_nodes=num_groups)
+            reduction += all_reduce(peers, software.gradient_bytes * trained / num_shards, calibration)
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
     num_bytes = software.gradient_bytes * work.trained
