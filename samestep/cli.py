@@ -37,7 +37,7 @@ from samestep.planner.hardware import (
     read_bandwidth,
     set_network,
 )
-from samestep.planner.memory import MOMENTS, model_from_recipe
+from samestep.planner.memory import model_from_recipe
 from samestep.planner.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_models, find_remedies
 from samestep.planner.page import page
 from samestep.planner.placement import Placement, TooLargeError, place
@@ -178,7 +178,7 @@ class ModelSettings:
     model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
     seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
     global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
-    optimizer: str = setting("adamw, or sgd with momentum", choice(*MOMENTS), default="adamw")
+    optimizer: str = setting("adamw, or sgd with momentum", choice("adamw", "sgd"), default="adamw")
     learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
     learning_rate_batch_size: int | None = setting(
         "global batch that it was tuned at; none: this one", POSITIVE, default=None

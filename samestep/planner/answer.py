@@ -6,6 +6,7 @@ from typing import Any
 from samestep.cut.layout import Layout
 from samestep.planner.convnet import ConvNet
 from samestep.planner.costs import Terms, describe_costs
+from samestep.planner.decoder import Decoder
 from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device, Hardware
 from samestep.planner.memory import Memory
@@ -44,7 +45,7 @@ def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict
 
     The error is None where the model has no formula, because then the plan is made of a trace.
     """
-    has_formula = isinstance(workload.model, Transformer | ConvNet)
+    has_formula = isinstance(workload.model, Transformer | Decoder | ConvNet)
     planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
@@ -112,7 +113,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
     answer = {
         "num_parameters": model.num_parameters,
-        "states": (4 + workload.gradient_bytes + workload.moment_bytes) * model.num_parameters,
+        "states": workload.state_bytes,
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
         "second_moment": workload.second_moment,
         "flops_per_sample": model.flops_per_sample,
