@@ -67,6 +67,9 @@ def recipe(**changes):
     }
     values |= {"train_on": "assistant", "max_seq_length": 256, "truncation": "drop", "loss_weighting": "token"}
     values |= {"objective": "sft", "loss_weights": {"lm": 1.0}, "tokenizer_name": None, "vocab_size": 300}
+    values |= {"mixture_weights": None}
+    if isinstance(changes.get("dataset_name"), str):
+        changes["dataset_name"] = (changes["dataset_name"],)
     return SimpleNamespace(**values | {"model_name_or_path": None} | changes)
 
 
@@ -547,7 +550,7 @@ def test_drawn_chats(chats):
         UsageError, match="dataset_name is builtin/drawn_chats, but objective dpo needs builtin/drawn_pairs"
     ):
         build(recipe(dataset_name="builtin/drawn_chats", objective="dpo"))
-    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats draws held-out samples too"):
+    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats has held-out samples too"):
         build(recipe(dataset_name="builtin/drawn_chats", validation_file=["a.jsonl"]))
     with pytest.raises(UsageError, match="num_train_samples is not set"):
         build(recipe(dataset_name="builtin/drawn_chats"))

@@ -100,14 +100,16 @@ class Training:
             library: that loads the model: transformers or pytorch.
         """
         recipe = self.recipe
-        base, dataset = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
+        base, datasets = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
+        names = [datasets] if isinstance(datasets, str) else datasets or ()
+        names = [name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)]
         tag = recipe.parts.pipeline_tag if library == "transformers" else None
         facts = {
             "library_name": library,
             "license": self.settings.license,
             "base_model": base if _is_on_hub(base) else None,
             "pipeline_tag": tag,
-            "datasets": [dataset] if _is_on_hub(dataset) else None,
+            "datasets": names or None,
             "tags": [recipe.task, "samestep"],
         }
         return {name: value for name, value in facts.items() if value is not None}
