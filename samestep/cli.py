@@ -180,7 +180,8 @@ class CompareSettings:
 class ShowDataSettings:
     """Choose what is shown"""
 
-    num_samples: int = setting("samples that are shown", limit(1000), default=3)
+    num_samples: int = setting("samples that are shown, the first ones of each source in turn", limit(1000), default=3)
+    html: str | None = setting("page to write instead: samples, lengths, sources", default=None)
     preprocessing_num_workers: int | None = setting("processes that tokenize; none: one", limit(1024), default=None)
 
 
@@ -193,7 +194,8 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
-    "show-data": "show-data sft_small_cpu --num_samples 2",
+    "show-data": """show-data sft_small_cpu --num_samples 2
+show-data sft_small_cpu --html data.html""",
     "compare": "compare runs/first runs/second",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',
@@ -214,7 +216,8 @@ seconds per step, learning rate, the command to paste. Needs no GPU and no torch
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
 Needs no GPU and no torch.""",
     "show-data": """Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in [[ ]].
-Then how many tokens are trained, how samples end, and how many rows were left out or cut.""",
+Then how many tokens are trained, how samples end, and how many rows were left out or cut. --html writes one page about them,
+with a chart of lengths and the sources, that needs no network.""",
     "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
 both. Says at which step they part, in which tensors, by how much, and in what settings they differ. Exit code 0 identical,
 1 they part, 2 bad usage.""",
@@ -549,10 +552,14 @@ def show_data(name: str, argv: list[str]) -> None:
             f"show-data {format_name(name)}: its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
         )
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
-    from samestep.data import conversations
+    from samestep.data import conversation_page, conversations
 
     quiet_libraries()
     train, held_out = conversations.build(recipe, settings.preprocessing_num_workers)
+    if settings.html is not None:
+        _write("html", settings.html, conversation_page.write(recipe, train, held_out, settings.num_samples))
+        print(f"{train}\n{train.mask_report}\nwrote {settings.html}")
+        return
     print("\n".join(train.show(settings.num_samples, sys.stdout.isatty())))
     if held_out is not None:
         print(f"held out: {held_out}")

@@ -110,7 +110,7 @@ def test_what_a_run_leaves_behind(finetune, capsys, real_figures):
     }
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
     judged = ["step", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_exact_match"]
-    assert list(evaluations(output_dir)[0]) == judged
+    assert list(evaluations(output_dir)[0])[:5] == judged
     for line in evaluations(output_dir):
         assert line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
     answers = [json.loads(line) for line in (output_dir / generation.FILE).read_text().splitlines()]

@@ -105,8 +105,8 @@ class Order:
         """Find the samples of a step (0 is the first).
 
         Returns:
-            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`. Of a mixture, the
-            pass over a sample's source instead of the epoch: so no pair of both comes twice in a training.
+            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`. Of a mixture, a
+            sample's pass over its source instead of the epoch: so no pair of both comes twice in a training.
 
         >>> order = Order(num_samples=5, global_batch_size=3, seed=0)
         >>> [order.samples(step)[0].tolist() for step in range(3)]

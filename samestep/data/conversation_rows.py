@@ -267,7 +267,7 @@ def _make_row(
 
 
 def _read(files: Sequence[tuple[str, str]], wants_pairs: bool, train_on: str) -> Iterator[dict[str, str]]:
-    """Read the rows of files, each with its source's name, one at a time; a fault is a `UsageError` that names file and line."""
+    """Read the rows of files, each with its source's name; a fault is a `UsageError` that names the file and the line."""
     reader, sources = _RowReader(wants_pairs, train_on), dict(files)
     for file, number, values in read_rows(list(sources)):
         is_json = Path(file).suffix.lower() in (".json", ".jsonl")

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import chat_templates
 from samestep.data.arrow import ListColumn
 from samestep.data.chat_templates import Renderer, make_tokenizer
-from samestep.data.conversation_rows import has_turns, load_sources
+from samestep.data.conversation_rows import has_turns, load_sources, name_sources
 from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -54,6 +54,21 @@ class Conversation:
     def length(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
+
+
+class ShownSequence(NamedTuple):
+    """A sequence of a sample, for people.
+
+    Attributes:
+        name: chosen or rejected; empty: the only one of its sample.
+        length, num_trained: its tokens, and those that are trained.
+        parts: runs of tokens as text, and whether they are trained.
+    """
+
+    name: str
+    length: int
+    num_trained: int
+    parts: list[tuple[str, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +266,14 @@ class Conversations:
             for entry, weight, (count, uses) in zip(self.entries, self.weights or (), self.mixture, strict=False)
         )
 
-    def choose_prompts(self, num_samples: int) -> list[int]:
-        """Choose samples whose prompts are answered: the first ones of each source, in turn."""
+    def count_by_source(self, ids: np.ndarray) -> dict[str, int]:
+        """Count the samples of each source of a mixture among samples `ids`."""
+        borders = np.cumsum([0, *(count for count, _ in self.mixture)]) - 0.5
+        counts = np.histogram(ids, borders)[0].tolist()
+        return dict(zip(name_sources(self.entries), counts, strict=True))
+
+    def choose_samples(self, num_samples: int) -> list[int]:
+        """Choose samples to be shown, or answered: the first ones of each source, in turn; sorted."""
         by_source = [np.flatnonzero(self.source_numbers == number) for number in range(len(self.source_names))]
         ranks = np.empty(len(self), np.int64)  # place of each sample among those of its source
         for ids in by_source:
@@ -366,28 +387,42 @@ class Conversations:
         return micro_batch | {"counts": torch.tensor(counts)}
 
     def show(self, num_samples: int, colour: bool = False) -> list[str]:
-        """Write the first samples as text, their trained tokens marked, and the mask report.
+        """Write some samples as text, their trained tokens marked, and the mask report.
 
         Args:
-            num_samples: at most.
+            num_samples: at most; see `choose_samples`.
             colour: mark by escape sequences of a terminal instead of `[[...]]`.
         """
         before, after = ("\x1b[1;4m", "\x1b[0m") if colour else ("[[", "]]")
         lines = []
-        for sample_id in range(min(num_samples, len(self))):
-            sample, start = self.draw(0, sample_id), 0
-            lines.append(f"--- sample {sample_id} ({self.rows[int(self.places[sample_id])]['place']})")
-            for length, name in zip(sample.lengths, ("chosen", "rejected"), strict=False):
-                tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
-                borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-                parts = []
-                for first, last in itertools.pairwise(borders):
-                    text = _printable(self.tokenizer.decode(tokens[first:last]))
-                    parts.append(f"{before}{text}{after}" if mask[first] else text)
-                heading = f"{name}: " if self.is_pairs else ""
-                lines += [f"{heading}{length} tokens, {int(mask.sum())} trained", "".join(parts).rstrip("\n")]
-                start += length
+        for sample_id in self.choose_samples(num_samples):
+            lines.append(f"--- sample {sample_id} ({self.find_place(sample_id)})")
+            for sequence in self.read_sequences(sample_id):
+                heading = f"{sequence.name}: " if sequence.name else ""
+                text = "".join(f"{before}{part}{after}" if is_trained else part for part, is_trained in sequence.parts)
+                lines += [
+                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained",
+                    text.rstrip("\n"),
+                ]
         return [*lines, "---", str(self), str(self.mask_report)]
+
+    def find_place(self, sample_id: int) -> str:
+        """Find the file and the line, or the like, of a sample."""
+        return self.rows[int(self.places[sample_id])]["place"]
+
+    def read_sequences(self, sample_id: int) -> list[ShownSequence]:
+        """Read a sample's sequences as texts, of a pair the chosen one first."""
+        sample, start, sequences = self.draw(0, sample_id), 0, []
+        for length, name in zip(sample.lengths, ("chosen", "rejected") if self.is_pairs else ("",), strict=True):
+            tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
+            borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
+            parts = [
+                (_printable(self.tokenizer.decode(tokens[first:last])), bool(mask[first]))
+                for first, last in itertools.pairwise(borders)
+            ]
+            sequences.append(ShownSequence(name, length, int(mask.sum()), parts))
+            start += length
+        return sequences
 
 
 def _report_problem(rows: Dataset, problem: str, places: Sequence[int]) -> str:
