@@ -523,7 +523,8 @@ class CausalLmFineTuning(Recipe):
         "held-out samples to draw beside them; null with other data", POSITIVE, decides=False
     )
     chat_template: str | None = setting(
-        "file of a chat template (Jinja); null: the tokenizer's, and one of our own for a tokenizer that is trained",
+        "file of a chat template (Jinja), chatml, or tulu (roles as text, for base models); null: the tokenizer's, and chatml "
+        "for a tokenizer that is trained",
         decides=False,
     )
     train_on: str = setting(
