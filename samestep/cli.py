@@ -194,8 +194,7 @@ plan bert_base --num_processes 3 --per_device_train_batch_size 43
 plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
     "scale": """scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
 scale bert_base --on t4 --global_batch_size 1024 --json""",
-    "show-data": """show-data sft_small_cpu --num_samples 2
-show-data sft_small_cpu --html data.html""",
+    "show-data": "show-data sft_small_cpu --num_samples 2",
     "compare": "compare runs/first runs/second",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',

@@ -56,7 +56,7 @@ TULU_TEMPLATE = (
     "{%- else %}{{ message['content'] + '\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{%- endif %}"
 )
-"""Template for base models, whose vocabulary has no control tokens: the roles are text (Tulu, arXiv 2306.04751), with markers."""
+"""Template for base models, whose vocabulary has no control tokens: roles are text (Tulu, arXiv 2306.04751), with markers."""
 TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
 """Name of a chat template that `chat_template` may give instead of a file."""
 

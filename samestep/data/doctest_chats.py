@@ -5,6 +5,7 @@ does. A question is all statements of a docstring up to one with an output, whic
 """
 
 import doctest
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -33,7 +34,8 @@ class Example(NamedTuple):
     split: str
 
 
-def find_examples() -> list[Example]:
+@functools.cache
+def find_examples() -> tuple[Example, ...]:
     """Find the examples of the standard library, in the order of its modules; no prompt comes twice.
 
     Left out are outputs with an address or an ellipsis, examples that doctest skips, and prompts with several answers.
@@ -44,7 +46,7 @@ def find_examples() -> list[Example]:
         for example in _read_docstring(module, text):
             examples.setdefault(example.prompt, example)
             answers.setdefault(example.prompt, set()).add(example.answer)
-    return [example for prompt, example in examples.items() if len(answers[prompt]) == 1]
+    return tuple(example for prompt, example in examples.items() if len(answers[prompt]) == 1)
 
 
 def _read_docstring(module: str, text: str) -> Iterator[Example]:
