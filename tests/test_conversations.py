@@ -602,6 +602,7 @@ def test_samples_are_chosen_from_all_sources(files):
         ),
         ({"train_file": "ab*", "mixture_weights": (1.0, 1.0)}, "is in two sources"),
         ({"train_file": "at"}, "a.jsonl holds turns, but .*t.jsonl texts: give all sources the same kind"),
+        ({"validation_file": "t"}, "validation_file has the columns prompt, completion, train_file messages"),
         (
             {"validation_fraction": 0.9},
             "b.jsonl: validation_fraction 0.9 of 10 documents leaves fewer than 2 to train on",
@@ -616,10 +617,12 @@ def test_samples_are_chosen_from_all_sources(files):
 )
 def test_bad_mixtures_get_one_line(files, tmp_path, changes, message):
     values = {"train_file": files, "mixture_weights": (1.0, 1.0, 1.0), "train_on": "assistant"}
-    if changes.get("train_file") == "ab*":
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
+    if "validation_file" in changes:
+        changes = {"validation_file": [str(tmp_path / "t.jsonl")]}
+    elif changes.get("train_file") == "ab*":
         changes = changes | {"train_file": [files[0], str(tmp_path / "*.jsonl")]}
     elif changes.get("train_file") == "at":
-        (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
         changes = {"train_file": [files[0], str(tmp_path / "t.jsonl")], "mixture_weights": (1.0, 1.0)}
     elif "dataset_name" in changes:
         values = {}

@@ -79,56 +79,71 @@ def load_sources(recipe: Any) -> list[Source]:
         raise UsageError(
             f"validation_file is set, but {builtins[0]} has held-out samples too: leave it out, or give train_file"
         )
-    names = dict(zip(entries, name_sources(entries), strict=True))
-    parts = []
     if recipe.train_file and recipe.mixture_weights is None:
-        parts.append((", ".join(entries), load_rows(entries, **options)))
+        sources = [_hold_out(recipe, "train_file", load_rows(entries, **options))]
     else:
-        files: dict[str, str] = {}
-        for entry in entries:
-            if entry.startswith("builtin/"):
-                parts.append((entry, None))
-                continue
-            if recipe.train_file or Path(entry).suffix.lower() in READERS:
-                for file in documents.find_files([entry], READERS)[0]:
-                    if files.setdefault(os.path.realpath(file), entry) != entry:
-                        raise UsageError(
-                            f"{file} is in two sources, {files[os.path.realpath(file)]} and {entry}: name it once, and give "
-                            "it the sum of the weights"
-                        )
-                parts.append((entry, load_rows([entry], names=[names[entry]], **options)))
-            else:
-                parts.append((entry, _load_dataset(entry, recipe.dataset_config_name, names[entry], **options)))
-    sources = []
-    for entry, rows in parts:
-        if rows is None:
-            sizes = recipe.num_train_samples, recipe.num_validation_samples
-            sources.append(
-                Source(
-                    entry,
-                    *(load_builtin(recipe, entry, *item, wants_pairs) for item in zip(SPLITS, sizes, strict=True)),
-                )
-            )
-        elif recipe.validation_file is None:
-            try:
-                sources.append(Source(entry, *documents.split_documents(rows, recipe.validation_fraction, recipe.seed)))
-            except UsageError as error:
-                raise UsageError(f"{entry}: {error}" if len(parts) > 1 else str(error)) from None
-        else:
-            sources.append(Source(entry, rows, rows.select([])))
+        _check_files_differ([entry for entry in entries if _is_file(recipe, entry)])
+        sources = [
+            _load_source(recipe, entry, name, options)
+            for entry, name in zip(entries, name_sources(entries), strict=True)
+        ]
     if recipe.validation_file is not None:
         held_out = load_rows(recipe.validation_file, **options)
-        train_forms = {source.train[0]["columns"].split(", ")[0] for source in sources}
-        if held_out[0]["columns"].split(", ")[0] not in train_forms:
+        forms = {source.train[0]["columns"].split(", ")[0] for source in sources}
+        if held_out[0]["columns"].split(", ")[0] not in forms:
             raise UsageError(
                 f"validation_file has the columns {held_out[0]['columns']}, train_file {sources[0].train[0]['columns']}: give "
                 "both the same form"
             )
         sources[0] = sources[0]._replace(held_out=held_out)
-    kinds = {has_turns(source.train): source.entry for source in sources}
+    rows = [(source.entry, source.train) for source in sources]
+    rows += [("validation_file", sources[0].held_out)] if recipe.validation_file is not None else []
+    kinds = {has_turns(part): entry for entry, part in rows}
     if len(kinds) > 1:
         raise UsageError(f"{kinds[True]} holds turns, but {kinds[False]} texts: give all sources the same kind")
     return sources
+
+
+def _is_file(recipe: Any, entry: str) -> bool:
+    return bool(recipe.train_file) or Path(entry).suffix.lower() in READERS
+
+
+def _check_files_differ(entries: Sequence[str]) -> None:
+    """Raise UsageError where two sources hold the same file."""
+    owners: dict[str, str] = {}
+    for entry in entries:
+        for file in documents.find_files([entry], READERS)[0]:
+            owner = owners.setdefault(os.path.realpath(file), entry)
+            if owner != entry:
+                raise UsageError(
+                    f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
+                )
+
+
+def _load_source(recipe: Any, entry: str, name: str, options: Mapping[str, Any]) -> Source:
+    """Load one source, whose name in metrics is `name`; `options` are those of `load_rows`."""
+    if entry.startswith("builtin/"):
+        sizes = recipe.num_train_samples, recipe.num_validation_samples
+        parts = [
+            load_builtin(recipe, entry, split, size, options["wants_pairs"])
+            for split, size in zip(SPLITS, sizes, strict=True)
+        ]
+        return Source(entry, *parts)
+    if _is_file(recipe, entry):
+        rows = load_rows([entry], names=[name], **options)
+    else:
+        rows = _load_dataset(entry, recipe.dataset_config_name, name, **options)
+    try:
+        return _hold_out(recipe, entry, rows)
+    except UsageError as error:
+        raise UsageError(f"{entry}: {error}") from None
+
+
+def _hold_out(recipe: Any, entry: str, rows: Dataset) -> Source:
+    """Hold a share of the rows out, unless the recipe names held-out files."""
+    if recipe.validation_file is not None:
+        return Source(entry, rows, rows.select([]))
+    return Source(entry, *documents.split_documents(rows, recipe.validation_fraction, recipe.seed))
 
 
 def name_sources(entries: Sequence[str]) -> list[str]:

@@ -446,9 +446,8 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
         UsageError: data, tokenizer or template that cannot be used.
     """
     sources = load_sources(recipe)
-    rows, held_out = (
-        datasets.concatenate_datasets(list(parts)) for parts in zip(*(s[1:] for s in sources), strict=True)
-    )
+    rows = datasets.concatenate_datasets([source.train for source in sources])
+    held_out = datasets.concatenate_datasets([source.held_out for source in sources])
     tokenizer = make_tokenizer(recipe, rows)
     settings = {
         "train_on": recipe.train_on,

@@ -351,11 +351,12 @@ class RunLog:
         self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
-            lines = [f"step {step}: "] + [f"  {source}: " for source in sources or {}]
-            starts = ["", *(f"eval_{source}/" for source in sources or {})]
-            for line, start in zip(lines, starts, strict=True):
-                values = {name.removeprefix(start): value for name, value in metrics.items() if _is_of(name, start)}
-                tqdm.write(line + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+            starts = {f"step {step}: ": ""} | {f"  {source}: ": f"eval_{source}/" for source in sources or {}}
+            lines = [
+                head + ", ".join(f"{n.removeprefix(start)} {v:.4f}" for n, v in metrics.items() if _is_of(n, start))
+                for head, start in starts.items()
+            ]
+            tqdm.write("\n".join(lines))
         self.restart_clock()
 
     def _compute_metrics(
