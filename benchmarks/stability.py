@@ -45,11 +45,20 @@ RECIPES = {
     "finetune_small_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
     "resnet_digits_cpu": ("train_image_classifier", ("eval_loss", "eval_accuracy")),
     "captcha_cpu": ("train_captcha", ("eval_loss", "eval_character_accuracy", "eval_string_accuracy")),
+    "sft_small_cpu": ("finetune_causal_lm", ("eval_loss", "eval_accuracy", "eval_exact_match")),
+    "dpo_small_cpu": ("finetune_causal_lm", ("eval_loss", "eval_accuracy", "eval_exact_match")),
     "finetune_reviews_cpu": ("finetune_classifier", ("eval_loss", "eval_accuracy")),
     "gpt2_shakespeare_char_cpu": ("pretrain_gpt2", ("eval_loss", "eval_accuracy")),
 }
 FILES = {"finetune_reviews_cpu": "reviews", "gpt2_shakespeare_char_cpu": "shakespeare"}
 """Recipe -> flag that names its data, which no package holds."""
+FLAGS = {
+    "sft_small_cpu": "--num_generations 500 --generation_length 24",
+    "dpo_small_cpu": "--num_generations 200 --generation_length 24",
+}
+"""Recipe -> flags of all its runs: prompts that are answered, which change nothing in the training."""
+STARTS = {"dpo_small_cpu": "sft_small_cpu"}
+"""Recipe -> the one whose safe run left the model that all its runs start from."""
 REMARKS = {
     "bert_small_cpu": "a pair's length alone gives a next-sentence accuracy of 0.66",
     "finetune_small_cpu": "always naming the largest of 11 parts is right for 0.35",
@@ -88,7 +97,15 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
     words = harness.launch(FLIPPED if is_flipped else script, precision, "cpu.yaml", "--quiet")
     if is_flipped:
         words.append(str(script))
-    words += ["--recipe", name, "--seed", str(seed), *more.split(), *flags.split(), "--output_dir", str(folder)]
+    words += ["--recipe", name, "--seed", str(seed), *more.split(), *FLAGS.get(name, "").split(), *flags.split()]
+    if name in STARTS:
+        start = work / STARTS[name] / "safe"
+        if not (start / "model.safetensors").exists():
+            sys.exit(
+                f"{name} starts from what {STARTS[name]} left in {start}: measure that first, --only {STARTS[name]}"
+            )
+        words += ["--model_name_or_path", str(start)]
+    words += ["--output_dir", str(folder)]
     stamp = folder.with_suffix(".command")
     command = " ".join(words[words.index("--recipe") :])
     if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
@@ -100,7 +117,9 @@ def train(name: str, run: str, how: tuple[int, str, str, bool], flags: str, work
         if ended.returncode:
             sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
         stamp.write_text(command)
-        for heavy in ("model.safetensors", *(path.name for path in folder.glob("checkpoint-*"))):
+        is_start = name in STARTS.values() and run == "safe"
+        weights = [] if is_start else ["model.safetensors", "best"]
+        for heavy in (*weights, *(path.name for path in folder.glob("checkpoint-*"))):
             path = folder / heavy
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         print(f"{name}, {run}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

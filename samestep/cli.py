@@ -242,7 +242,8 @@ class WatchSettings:
 class ShowDataSettings:
     """Choose what is shown"""
 
-    num_samples: int = setting("samples that are shown", limit(1000), default=3)
+    num_samples: int = setting("samples that are shown, the first ones of each source in turn", limit(1000), default=3)
+    html: str | None = setting("page to write instead: samples, lengths, sources", default=None)
     preprocessing_num_workers: int | None = setting("processes that tokenize; none: one", limit(1024), default=None)
 
 
@@ -285,7 +286,8 @@ Needs no GPU and no torch.""",
 command of the recipe's script inside. What follows `--` are flags of the script, --output_dir among them. Started again, it
 goes on from the newest checkpoint.""",
     "show-data": """Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in [[ ]].
-Then how many tokens are trained, how samples end, and how many rows were left out or cut.""",
+Then how many tokens are trained, how samples end, and how many rows were left out or cut. --html writes one page about them,
+with a chart of lengths and the sources, that needs no network.""",
     "compare": """Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and checkpoints of
 both. Says at which step they part, in which tensors, by how much, and in what settings they differ. Exit code 0 identical,
 1 they part, 2 bad usage.""",
@@ -855,10 +857,14 @@ def show_data(name: str, argv: list[str]) -> None:
             f"show-data {format_name(name)}: its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
         )
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
-    from samestep.data import conversations
+    from samestep.data import conversation_page, conversations
 
     quiet_libraries()
     train, held_out = conversations.build(recipe, settings.preprocessing_num_workers)
+    if settings.html is not None:
+        _write("html", settings.html, conversation_page.write(recipe, train, held_out, settings.num_samples))
+        print(f"{train}\n{train.mask_report}\nwrote {settings.html}")
+        return
     print("\n".join(train.show(settings.num_samples, sys.stdout.isatty())))
     if held_out is not None:
         print(f"held out: {held_out}")

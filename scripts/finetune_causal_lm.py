@@ -51,13 +51,9 @@ def main(argv: list[str]) -> int:
         if held_out is None:
             return False
         if run.completed_steps not in run.log.evaluated_steps:
-            if recipe.objective == "sft":
-                sums, scores = evaluation.evaluate(accelerator, model, held_out, recipe.seed, batch_size), None
-            else:
-                sums, margins = evaluation.evaluate_logits(accelerator, model, held_out, recipe.seed, batch_size)
-                scores = evaluation.score_pairs(margins)
+            whole, sources = evaluation.evaluate_by_source(accelerator, model, held_out, recipe, batch_size)
             answers = generation.judge(accelerator, run.bare_model, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, sums, scores, answers)
+            run.log.add_evaluation(run.completed_steps, *whole, answers, sources)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 run.save_best(run.bare_model.model)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]

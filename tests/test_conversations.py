@@ -1,7 +1,9 @@
 """Conversations and pairs: what is read and refused, which tokens are trained, and how they lie in a micro-batch."""
 
 import json
+import re
 import sys
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +13,13 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.data import chat_templates, conversations
+from samestep.cut.layout import solve_layout
+from samestep.cut.order import Order
+from samestep.data import chat_templates, conversation_page, conversations, doctest_chats, drawn_chats
 from samestep.data.conversations import build
+from samestep.data.steps import Steps
 from samestep.errors import UsageError, exit_code
+from samestep.recipe.recipe import load
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -67,6 +73,9 @@ def recipe(**changes):
     }
     values |= {"train_on": "assistant", "max_seq_length": 256, "truncation": "drop", "loss_weighting": "token"}
     values |= {"objective": "sft", "loss_weights": {"lm": 1.0}, "tokenizer_name": None, "vocab_size": 300}
+    values |= {"mixture_weights": None}
+    if isinstance(changes.get("dataset_name"), str):
+        changes["dataset_name"] = (changes["dataset_name"],)
     return SimpleNamespace(**values | {"model_name_or_path": None} | changes)
 
 
@@ -148,6 +157,20 @@ def test_the_trained_tokens_are_the_assistants_and_the_end_of_its_turns(make, te
     assert not source.draw(0, 0).is_trained[0]
     assert source.draw(0, 0).is_trained[1:].all()
     assert source.mask_report.num_stopped == (template != PLAIN)
+
+
+def test_a_template_by_name(make):
+    """Roles as text, for models without control tokens."""
+    source = make({"messages": turns(*CHAT)}, chat_template="tulu", max_seq_length=999)
+    assert marked(source) == [
+        "<|endoftext|><|user|>\nHi you\n<|assistant|>\n[[ Hello. <|endoftext|>]]\n<|user|>\n2 + 2?\n<|assistant|>\n"
+        "[[4<|endoftext|>]]"
+    ]
+    assert source.mask_report.stop_tokens == ("<|endoftext|>",)
+    before, _ = source.find_question(0)
+    assert source.tokenizer.decode(before).endswith("2 + 2?\n<|assistant|>\n")
+    with pytest.raises(UsageError, match="name a file with a Jinja template, or one of chatml, tulu"):
+        make({"messages": turns(*CHAT)}, chat_template="tuluu")
 
 
 def test_thoughts_of_the_last_turn_are_kept(make):
@@ -510,6 +533,208 @@ def test_held_out_rows(make, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# mixtures
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of 20, 10 and 6 chats, whose questions are `a 0`, ...; the last has another form."""
+    for name, size in (("a", 20), ("b", 10)):
+        rows = [{"messages": turns(("user", f"{name} {number}"), ("assistant", "ok"))} for number in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"instruction": f"c {number}", "output": "yes"} for number in range(6)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+
+
+def question(source, sample_id):
+    return json.loads(source.rows[int(source.places[sample_id])]["row"])["prompt"][-1]["content"]
+
+
+def test_a_mixture_is_cut_as_any_data_is(files):
+    """On 1, 2 and 3 processes the same samples, counted by source, and all of them; each source has a form of its own."""
+    changes = {"train_file": files, "mixture_weights": (1.0, 2.0, 0.5), "validation_fraction": 0.2}
+    train, held_out = build(recipe(**changes))
+    assert train.mixture == ((16, 16), (8, 16), (4, 2))
+    assert train.columns == "messages; instruction, output"
+    assert (train.source_names, held_out.source_names) == (("a", "b", "c"), ("a", "b", "c"))
+    assert np.bincount(held_out.source_numbers).tolist() == [4, 2, 2]
+    assert [question(train, sample_id)[0] for sample_id in range(28)] == list("a" * 16 + "b" * 8 + "c" * 4)
+    assert "b.jsonl: 8 samples, weight 2, 16 of the 34 samples of an epoch (47.1 %)" in str(train.mask_report)
+    order = Order(34, 10, seed=42, mixture=train.mixture)
+    totals = np.zeros(3, int)
+    for step in range(17):  # five epochs
+        keys, counts = [], []
+        for num_processes in (1, 2, 3):
+            layout = solve_layout(num_processes=num_processes, global_batch_size=10, per_device_train_batch_size=2)
+            parts = [Steps(train, order, layout, process_index=rank)[step] for rank in range(num_processes)]
+            keys.append(sorted(key for part in parts for micro_batch in part.samples for key in micro_batch))
+            counts += [part.num_samples_by_source for part in parts]
+        assert keys[0] == keys[1] == keys[2]
+        asked = [question(train, sample_id)[0] for _, sample_id in keys[0]]
+        assert counts == [{name: asked.count(name) for name in "abc"}] * 6
+        totals += list(counts[0].values())
+    assert totals.tolist() == [80, 80, 10]
+    assert train.fingerprints != build(recipe(**changes | {"mixture_weights": (1.0, 1.0, 1.0)}))[0].fingerprints
+
+
+def test_files_without_weights_are_one_source_with_names(files):
+    train, held_out = build(recipe(train_file=files[:2], validation_fraction=0.2))
+    assert train.mixture == ()
+    assert (len(train), len(held_out), train.source_names) == (24, 6, ("a", "b"))
+    train, held_out = build(recipe(train_file=files[:1], validation_file=files[1:2]))
+    assert (train.source_names, held_out.source_names) == (("a",), ("b",))
+
+
+def test_samples_are_chosen_from_all_sources(files):
+    train, _ = build(recipe(train_file=files, mixture_weights=(1.0, 1.0, 1.0)))
+    chosen = [question(train, sample_id) for sample_id in train.choose_samples(5)]
+    assert chosen == ["a 0", "a 1", "b 0", "b 1", "c 0"]
+    assert train.choose_samples(99) == list(range(36))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mixture_weights": (1.0, 1.0, 0.05)},
+            "c.jsonl 0.05, but of its 6 samples that are 0.3 in an epoch: raise it",
+        ),
+        ({"train_file": "ab*", "mixture_weights": (1.0, 1.0)}, "is in two sources"),
+        ({"train_file": "at"}, "a.jsonl holds turns, but .*t.jsonl texts: give all sources the same kind"),
+        ({"validation_file": "t"}, "validation_file has the columns prompt, completion, train_file messages"),
+        (
+            {"validation_fraction": 0.9},
+            "b.jsonl: validation_fraction 0.9 of 10 documents leaves fewer than 2 to train on",
+        ),
+        ({"dataset_name": ("builtin/doctets",)}, "dataset_name 'builtin/doctets' does not exist: did you mean"),
+        ({"dataset_name": ("builtin/doctests:easy",)}, "builtin/doctests has no configuration, but easy was given"),
+        (
+            {"dataset_name": ("builtin/doctests",), **PAIR},
+            "is builtin/doctests, but objective dpo needs builtin/drawn_pairs",
+        ),
+    ],
+)
+def test_bad_mixtures_get_one_line(files, tmp_path, changes, message):
+    values = {"train_file": files, "mixture_weights": (1.0, 1.0, 1.0), "train_on": "assistant"}
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "completion": " b"}) + "\n")
+    if "validation_file" in changes:
+        changes = {"validation_file": [str(tmp_path / "t.jsonl")]}
+    elif changes.get("train_file") == "ab*":
+        changes = changes | {"train_file": [files[0], str(tmp_path / "*.jsonl")]}
+    elif changes.get("train_file") == "at":
+        changes = {"train_file": [files[0], str(tmp_path / "t.jsonl")], "mixture_weights": (1.0, 1.0)}
+    elif "dataset_name" in changes:
+        values = {}
+    with pytest.raises(UsageError, match=message) as error:
+        build(recipe(**values | changes))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_doctests_are_questions_whose_answers_python_prints():
+    examples = doctest_chats.find_examples()
+    assert len(examples) > 500
+    prompts = [example.prompt for example in examples]
+    assert len(set(prompts)) == len(prompts), "so no prompt is in both splits"
+    by_split = {split: [e for e in examples if e.split == split] for split in ("train", "validation")}
+    assert 0.03 < len(by_split["validation"]) / len(examples) < 0.2
+    first_statements = [{e.prompt.split("\n")[1] for e in part} for part in by_split.values()]
+    assert not first_statements[0] & first_statements[1], "a docstring is in one split"
+    chosen = next(
+        e for e in examples if e.module == "textwrap" or e.prompt.endswith("dedent(s)") or "bisect" in e.prompt
+    )
+    assert chosen.prompt.startswith(doctest_chats.QUESTION + ">>> ")
+    text = (
+        "Sum.\n\n>>> a = 2\n>>> a + (\n...     3)\n5\n>>> a\n2\n"
+        ">>> object()\n<object object at 0x7f00aa>\n>>> a # doctest: +SKIP\n9\n"
+    )
+    read = list(doctest_chats._read_docstring("m", text))
+    assert [example.answer for example in read] == ["5", "2"]
+    assert read[0].prompt == doctest_chats.QUESTION + ">>> a = 2\n>>> a + (\n...     3)"
+
+
+def test_drawn_chats_beside_doctests(monkeypatch, tmp_path):
+    monkeypatch.setattr(conversations.datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    examples = doctest_chats.find_examples()[::4]
+    monkeypatch.setattr(doctest_chats, "find_examples", lambda: examples)
+    changes = {"dataset_name": ("builtin/drawn_chats", "builtin/doctests"), "mixture_weights": (1.0, 0.1)}
+    train, held_out = build(recipe(**changes, num_train_samples=60, num_validation_samples=20, vocab_size=320))
+    assert train.mixture[0] == (60, 60)
+    assert train.mixture[1][1] == round(0.1 * train.mixture[1][0]) > 10
+    assert train.source_names[-1] == held_out.source_names[-1] == "doctests"
+    assert set(train.source_names[:-1]) == set(drawn_chats.LEVELS["easy"].tasks)
+    prompts = [{question(source, number) for number in range(len(source))} for source in (train, held_out)]
+    assert not prompts[0] & prompts[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+HOSTILE = "<script>alert(1)</script><img src=//x.org/y onerror=alert(2)>\"' & </style> </pre></mark>"
+
+
+class Tags(HTMLParser):
+    """Collects the tags of a page, and the texts of `mark` and of `pre`."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.marked, self.shown = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+        for name, texts in (("mark", self.marked), ("pre", self.shown)):
+            if tag == name:
+                texts.append("")
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "mark" in self.open:
+            self.marked[-1] += data
+        if "pre" in self.open:
+            self.shown[-1] += data
+
+
+def test_the_page_shows_samples_as_they_are(make, tmp_path):
+    rows = [{"messages": turns(("user", HOSTILE), ("assistant", f"no {HOSTILE}"))}, {"messages": turns(*CHAT)}]
+    source = make(*rows, name="<b>.jsonl", max_seq_length=999)
+    named = SimpleNamespace(name="<i>", data_name="<u>", description="<s>")
+    text = conversation_page.write(named, source, None, 2)
+    page = Tags(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "img", "link", "iframe", "a", "b", "i", "u", "s", "form"}
+    assert not [
+        name for _, attributes in page.tags for name in attributes if name.startswith("on") or name in ("src", "href")
+    ]
+    assert not re.search(r"url\(|@import|http|//", text.partition("</style>")[0].partition("<style>")[2])
+    assert page.shown == [marked(source, number)[0].replace("[[", "").replace("]]", "") for number in range(2)]
+    assert page.marked[1:] == [
+        f"no {HOSTILE}<|im_end|>",
+        " Hello. <|im_end|>",
+        "4<|im_end|>",
+    ]  # the first one is the legend's
+    bars = [
+        float(attributes["height"].rstrip("%")) for tag, attributes in page.tags if attributes.get("class") == "length"
+    ]
+    assert sum(height > 0 for height in bars) == 2
+    assert "default-src 'none'" in text
+
+
+def test_the_page_of_pairs_and_of_a_mixture(pairs, files):
+    text = conversation_page.write(load("dpo_small_cpu"), *pairs, 1)
+    assert re.search(r"chosen: \d+ tokens", text)
+    assert re.search(r"rejected: \d+ tokens", text)
+    train, held_out = build(recipe(train_file=files, mixture_weights=(1.0, 2.0, 0.5), validation_fraction=0.2))
+    text = conversation_page.write(load("sft_small_cpu"), train, held_out, 3)
+    assert '<tr><th scope="row">b</th><td>8</td><td>2</td><td>16</td><td>47.1 %</td></tr>' in text
+    assert re.search(r'<tr><th scope="row">c</th><td>4</td><td>\d+</td><td>\d+</td><td>2</td></tr>', text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # drawn data, micro-batches, the report
 
 
@@ -547,7 +772,7 @@ def test_drawn_chats(chats):
         UsageError, match="dataset_name is builtin/drawn_chats, but objective dpo needs builtin/drawn_pairs"
     ):
         build(recipe(dataset_name="builtin/drawn_chats", objective="dpo"))
-    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats draws held-out samples too"):
+    with pytest.raises(UsageError, match="validation_file is set, but builtin/drawn_chats has held-out samples too"):
         build(recipe(dataset_name="builtin/drawn_chats", validation_file=["a.jsonl"]))
     with pytest.raises(UsageError, match="num_train_samples is not set"):
         build(recipe(dataset_name="builtin/drawn_chats"))

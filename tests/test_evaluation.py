@@ -1,11 +1,16 @@
 """Evaluations: the same to the bit for any number of processes."""
 
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from common import evaluations, fresh_accelerator
 from run_reference import Bigrams, Pairs
 
 from samestep.step.preferences import count_tokens, sum_terms
+from samestep.training import evaluation
 from samestep.training.evaluation import evaluate_logits, score_pairs
 from samestep.training.launch import create_accelerator
 
@@ -13,7 +18,12 @@ from samestep.training.launch import create_accelerator
 EVALUATE = " --max_train_steps 1 --per_device_eval_batch_size 4"
 # Program's name and the run's -> flags beside its tiny model's; by the number of processes.
 RUNS = {
-    2: {"pretrain_bert/pairs": "", "finetune_classifier/texts": "", "train_captcha/captchas": ""},
+    2: {
+        "pretrain_bert/pairs": "",
+        "finetune_classifier/texts": "",
+        "train_captcha/captchas": "",
+        "finetune_causal_lm/chats": "",
+    },
     3: {
         "pretrain_gpt2/documents": " --packing false --train_file CORPUS/short.jsonl",
         "finetune_classifier/texts": "",
@@ -34,17 +44,19 @@ def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeyp
         assert evaluations(folder / f"{name}-shared")[0] == evaluations(alone)[0], name
 
 
+class Model(Bigrams):
+    """Two terms with two denominators."""
+
+    def forward(self, **micro_batch):
+        logps = self.sequence_log_probabilities(**micro_batch)
+        num_tokens = count_tokens(micro_batch["label_sequence"], len(logps))
+        sums, _, margins = sum_terms("orpo", ["sft", "odds"], logps, num_tokens)
+        return sums, margins[:, None]
+
+
 def test_preferences_have_an_accuracy_and_a_mean_margin_over_pairs():
-    """Two terms with two denominators, in micro-batches of 4 pairs, the last of 3."""
+    """In micro-batches of 4 pairs, the last of 3."""
     fresh_accelerator()
-
-    class Model(Bigrams):
-        def forward(self, **micro_batch):
-            logps = self.sequence_log_probabilities(**micro_batch)
-            num_tokens = count_tokens(micro_batch["label_sequence"], len(logps))
-            sums, _, margins = sum_terms("orpo", ["sft", "odds"], logps, num_tokens)
-            return sums, margins[:, None]
-
     model, pairs = Model(torch.float64), Pairs()
     totals, margins = evaluate_logits(create_accelerator(), model, pairs, 0, 4)
     micro_batch = pairs.collate([pairs.draw(0, number) for number in range(len(pairs))])
@@ -57,3 +69,40 @@ def test_preferences_have_an_accuracy_and_a_mean_margin_over_pairs():
     assert scores == pytest.approx(
         {"accuracy": (true > 0).double().mean().item(), "margin": true.mean().item()}, rel=1e-12
     )
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_sources_are_evaluated_apart_and_together(num_processes):
+    """Of each source, and of all, what one forward of their samples gives; every process computes a share of the forwards."""
+    fresh_accelerator()
+    model, pairs = Model(torch.float64), Pairs()
+    numbers = np.arange(len(pairs)) ** 2 % 3 % 2  # of each sample its source: a third of them are of the first
+    pairs.source_names, pairs.source_numbers = ("first", "second"), numbers
+    recipe = SimpleNamespace(seed=0, objective="orpo")
+    parts = []
+    accelerator = create_accelerator()
+    with mock.patch.object(evaluation, "_add_up", lambda _, rows, groups: parts.append((rows, groups)) or evaluated):
+        evaluated = torch.zeros(3, 2), torch.zeros(2, 3, 2)
+        for rank in range(num_processes):
+            share = SimpleNamespace(process_index=rank, num_processes=num_processes, device=accelerator.device)
+            with mock.patch.object(evaluation, "gather_object", lambda shards: shards * 1):
+                ids = [np.flatnonzero(numbers == number) for number in (0, 1)]
+                evaluation._evaluate_logits(share, model, pairs, 0, 4, ids)
+    rows, groups = [row for rows, _ in parts for row in rows], parts[0][1]
+    assert all(groups == other for _, other in parts)
+    totals, by_source = evaluation._add_up(accelerator, rows, groups)
+    for got, ids in ((totals, range(len(pairs))), *((by_source[n], np.flatnonzero(numbers == n)) for n in (0, 1))):
+        micro_batch = pairs.collate([pairs.draw(0, int(number)) for number in ids])
+        counts = micro_batch.pop("counts")
+        sums, true = model.eval()(**micro_batch)
+        assert got[0].tolist() == pytest.approx(sums.tolist(), rel=1e-12)
+        assert got[2].tolist() == counts.tolist()
+    if num_processes == 1:
+        whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
+        assert torch.equal(whole.totals, totals)
+        assert torch.equal(sources["second"].totals, by_source[1])
+        assert sources["second"].scores["margin"] == pytest.approx(true.mean().item(), rel=1e-12)
+        pairs.source_names, pairs.source_numbers = ("only",), numbers * 0
+        whole, sources = evaluation.evaluate_by_source(accelerator, model, pairs, recipe, 4)
+        assert sources == {}
+        assert torch.equal(whole.totals, evaluate_logits(accelerator, model, pairs, 0, 4)[0])

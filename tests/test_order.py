@@ -121,3 +121,40 @@ def test_bad_arguments():
     for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, 0, "wrap")):
         with pytest.raises(UsageError):
             Order(*arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.mark.parametrize("epoch_end", ["carry", "keep", "drop"])
+def test_a_mixture_uses_each_source_as_often_as_it_says(epoch_end):
+    """Uses of the samples of a source differ by at most one at any time, if no epoch leaves a rest out."""
+    mixture, size = ((7, 7), (5, 15), (40, 13)), 6
+    order = Order(35, size, seed=3, epoch_end=epoch_end, mixture=mixture)
+    num_steps = 8 * 35 // size
+    parts = [order.samples(step) for step in range(num_steps)]
+    passes, ids = (np.concatenate(values) for values in zip(*parts, strict=True))
+    assert len(set(zip(passes.tolist(), ids.tolist(), strict=True))) == len(ids), "no use comes twice"
+    assert ids.min() == 0
+    assert ids.max() == 51
+    if epoch_end == "keep":
+        per_epoch = int(order.steps_per_epoch)
+        for epoch in range(1, 8):
+            done = np.concatenate([ids for _, ids in parts[: epoch * per_epoch]])
+            counts = np.bincount(done, minlength=52)
+            for first, (num_samples, num_uses) in zip((0, 7, 12), mixture, strict=True):
+                source = counts[first : first + num_samples]
+                assert source.sum() == epoch * num_uses
+                assert source.max() - source.min() <= 1
+
+
+def test_a_mixture_of_equal_weights_is_another_order_of_the_same_samples():
+    order = Order(12, 5, seed=3, mixture=((7, 7), (5, 5)))
+    parts = [order.samples(step) for step in range(12)]  # five epochs
+    passes, ids = (np.concatenate(values) for values in zip(*parts, strict=True))
+    for number in range(5):
+        assert sorted(ids[12 * number : 12 * (number + 1)].tolist()) == list(range(12))
+        assert set(passes[12 * number : 12 * (number + 1)].tolist()) == {number}
+    assert [Order(12, 5, seed=3, mixture=((7, 7), (5, 5))).samples(9)[1].tolist()] == [parts[9][1].tolist()]
+    first, second = ids[:12].tolist(), ids[12:24].tolist()
+    assert first != second

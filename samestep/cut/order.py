@@ -79,12 +79,15 @@ class Order:
         epoch_end: treatment of the rest when B does not divide n. `carry`: the stream of epochs is cut every B samples, so a
             step may hold the last samples of one epoch and the first samples of the next. `keep`: the epoch's last step is
             smaller. `drop`: the rest of the epoch is left out (other samples in each epoch).
+        mixture: of several sources, which lie one after the other in the dataset, for each its number of samples, and how many
+            of them an epoch uses; `num_samples` are the uses. Empty: an epoch uses each sample once. See `find_uses`.
     """
 
     num_samples: int
     global_batch_size: int
     seed: int
     epoch_end: str = "carry"
+    mixture: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # checks the rules
@@ -102,7 +105,8 @@ class Order:
         """Find the samples of a step (0 is the first).
 
         Returns:
-            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`.
+            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`. Of a mixture, a
+            sample's pass over its source instead of the epoch: so no pair of both comes twice in a training.
 
         >>> order = Order(num_samples=5, global_batch_size=3, seed=0)
         >>> [order.samples(step)[0].tolist() for step in range(3)]
@@ -139,9 +143,47 @@ def _compute_group(order: Order, group: int, per_group: int) -> tuple[np.ndarray
     epoch, index = (np.concatenate(parts) for parts in zip(*places, strict=True))
     ends = np.cumsum([0] + [len(index) for _, index in places])
     ids = permute(index, order.num_samples, order.seed, epoch)
+    if order.mixture:
+        epoch, ids = find_uses(ids, epoch, order.mixture, order.seed)
     for array in (epoch, ids):
         array.setflags(write=False)  # they belong to the cache
     return epoch, ids, ends
+
+
+def find_uses(
+    places: np.ndarray, epoch: np.ndarray, mixture: tuple[tuple[int, int], ...], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the samples of a mixture that places of its epochs stand for.
+
+    The uses of a source go through its samples in passes, each of which uses every sample once, in an order of its own. An
+    epoch ends where it ends, in the middle of a pass perhaps, and the next one goes on from there. So after any number of
+    epochs no sample of a source was used more than once more often than another one.
+
+    Args:
+        places: of uses in their epoch, int64 [S]: those of the first source, then those of the second, ...
+        epoch: of each place, int64 [S].
+        mixture: see `Order`.
+        seed: any integer.
+
+    Returns:
+        pass over the source, int64 [S], and number of the sample among those of all sources, int64 [S].
+
+    >>> epochs = np.arange(3).repeat(6)
+    >>> passes, ids = find_uses(np.tile(np.arange(6), 3), epochs, ((3, 2), (2, 4)), seed=0)
+    >>> np.bincount(ids).tolist(), passes[ids < 3].tolist(), passes[ids >= 3].tolist()
+    ([2, 2, 2, 6, 6], [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
+    """
+    passes, ids = np.zeros_like(epoch), np.zeros_like(places)
+    first_use = first_sample = 0
+    for number, (num_samples, num_uses) in enumerate(mixture):
+        chosen = (first_use <= places) & (places < first_use + num_uses)
+        uses = epoch[chosen] * num_uses + places[chosen] - first_use
+        passes[chosen] = uses // num_samples
+        # Seeds are less than 2^32: so no source has the order of another one, or that of the epochs
+        source_seed = seed + ((number + 1) << 32)
+        ids[chosen] = first_sample + permute(uses % num_samples, num_samples, source_seed, passes[chosen])
+        first_use, first_sample = first_use + num_uses, first_sample + num_samples
+    return passes, ids
 
 
 def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.Generator:

@@ -8,6 +8,7 @@ not hold is refused.
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +25,12 @@ from samestep.data.documents import shorten
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
+from samestep.recipe.rehearsal import SESSION
 
 datasets = optional("datasets")
 Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
+REHEARSED_VOCABULARY = 1000  # of a rehearsal without the real tokenizer
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a turn's thoughts, where they are not in its content between <think> and </think>."""
@@ -46,6 +49,16 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """Template of tokenizers that are trained here: ChatML, with markers."""
+TULU_TEMPLATE = (
+    "{{- bos_token or '' }}{%- for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{{- '' if loop.last else '\\n' }}"
+    "{%- else %}{{ message['content'] + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{%- endif %}"
+)
+"""Template for base models, whose vocabulary has no control tokens: roles are text (Tulu, arXiv 2306.04751), with markers."""
+TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
+"""Name of a chat template that `chat_template` may give instead of a file."""
 
 
 class Renderer:
@@ -350,17 +363,26 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
     template = None if recipe.chat_template is None else _read_template(recipe.chat_template)
     name = recipe.tokenizer_name or recipe.model_name_or_path
     if name is not None:
-        is_required = recipe.model_name_or_path is not None
+        is_required = recipe.model_name_or_path is not None or SESSION in os.environ
         vocab_size = recipe.vocab_size or sys.maxsize
-        tokenizer = load_tokenizer(name, vocab_size, ("eos_token",), "GPT-2", is_required=is_required)
-        tokenizer.chat_template = template or tokenizer.chat_template
-        return tokenizer
+        try:
+            tokenizer = load_tokenizer(name, vocab_size, ("eos_token",), "GPT-2", is_required=is_required)
+            tokenizer.chat_template = template or tokenizer.chat_template
+            return tokenizer
+        except UsageError as error:
+            if SESSION not in os.environ:
+                raise
+            if os.environ.get("RANK", "0") == "0":  # a rehearsal has random weights anyway
+                print(
+                    f"{error}. This rehearsal trains a tokenizer of its own: lengths and template are not the real ones"
+                )
     template = (template or CHAT_TEMPLATE) if has_turns(rows) else None
+    vocab_size = recipe.vocab_size or REHEARSED_VOCABULARY
     control_tokens = list(dict.fromkeys(CONTROL_TOKEN.findall(template or "")))
     smallest = 257 + len(control_tokens)
-    if recipe.vocab_size < smallest:
+    if vocab_size < smallest:
         raise UsageError(
-            f"vocab_size is {recipe.vocab_size}, must be {smallest} or more: 256 bytes, <|endoftext|>"
+            f"vocab_size is {vocab_size}, must be {smallest} or more: 256 bytes, <|endoftext|>"
             f"{''.join(f', {token}' for token in control_tokens)}"
         )
     texts = rows.map(
@@ -369,7 +391,7 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
         features=Features({"text": Value("string")}),
         new_fingerprint=hashlib.sha256(Path(__file__).read_bytes() + rows_fingerprint(rows).encode()).hexdigest()[:16],
     )
-    tokenizer = train_byte_level_bpe(texts, recipe.vocab_size - len(control_tokens), splits_digits=True)
+    tokenizer = train_byte_level_bpe(texts, vocab_size - len(control_tokens), splits_digits=True)
     tokenizer.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control_tokens], special_tokens=True
     )
@@ -381,11 +403,14 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
 
 
 def _read_template(file: str) -> str:
+    if file in TEMPLATES:
+        return TEMPLATES[file]
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"chat_template {file!r} cannot be read ({reason(error)}): name a file with a Jinja template"
+            f"chat_template {file!r} cannot be read ({reason(error)}): name a file with a Jinja template, or "
+            f"one of {', '.join(TEMPLATES)}"
         ) from None
 
 

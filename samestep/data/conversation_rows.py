@@ -1,17 +1,23 @@
 """Reads conversations, pairs of answers and texts from files, from the hub, or drawn, to rows of one form.
 
 A row is turns or a text before the answer, and one answer, or a preferred and a rejected one. Its form is recognised by its
-columns, and is that of all rows.
+columns, and is that of all rows of a source.
 """
 
+import glob
 import hashlib
 import itertools
 import json
+import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from samestep.data import documents, drawn_chats
+from samestep.data import doctest_chats, documents, drawn_chats
+from samestep.data.drawn_chats import SPLITS
 from samestep.data.labelled_texts import READERS, read_rows
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
@@ -19,7 +25,7 @@ from samestep.recipe.extras import optional
 datasets, pa = optional("datasets"), optional("pyarrow")
 Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
-FEATURES = Features(dict.fromkeys(("columns", "row", "place"), Value("string"))) if datasets else None
+FEATURES = Features(dict.fromkeys(("columns", "row", "place", "source"), Value("string"))) if datasets else None
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMS = {
     "messages": (("messages",), ("tools",)),
@@ -29,73 +35,222 @@ FORMS = {
 }
 """Form of a row -> the columns that it has, and those that it may have."""
 PAIRS = (("chosen", "rejected"), ("prompt", "tools"))
-BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True}
-"""Name of drawn data -> whether its rows are pairs."""
+DOCTESTS = "builtin/doctests"
+BUILTIN = {"builtin/drawn_chats": False, "builtin/drawn_pairs": True, DOCTESTS: False}
+"""Name of data that need no download -> whether its rows are pairs."""
+
+
+MAX_SOURCES = 20
+"""Entries of train_file at most that are told apart where no weights are given: more are files that a shell found."""
+
+
+class Source(NamedTuple):
+    """Rows of one source of a training.
+
+    Attributes:
+        entry: that of train_file or dataset_name; of several files that are read as one, all of them.
+        train, held_out: rows, as `load_rows` returns them; `held_out` may be empty.
+    """
+
+    entry: str
+    train: Dataset
+    held_out: Dataset
+
+
+def load_sources(recipe: Any) -> list[Source]:
+    """Load the recipe's sources, in order, and hold rows of each out.
+
+    Entries of dataset_name are a source each, and so are those of train_file where mixture_weights are given; else all files
+    are one source, read as one. Each source has a form of its own (see `load_rows`), but turns and texts do not mix.
+
+    Raises:
+        UsageError: data that cannot be used; sources of turns beside sources of texts; a file in two sources.
+    """
+    wants_pairs = recipe.objective != "sft"
+    options = {"wants_pairs": wants_pairs, "train_on": recipe.train_on}
+    if (not recipe.train_file) == (not recipe.dataset_name):
+        raise UsageError(
+            f"give exactly one of train_file and dataset_name, not {'both' if recipe.train_file else 'neither'}; "
+            f"dataset_name {next(iter(BUILTIN))} needs no download"
+        )
+    entries = list(recipe.train_file or recipe.dataset_name)
+    builtins = [entry for entry in entries if entry.startswith("builtin/")]
+    if builtins and recipe.validation_file is not None:
+        raise UsageError(
+            f"validation_file is set, but {builtins[0]} has held-out samples too: leave it out, or give train_file"
+        )
+    if recipe.train_file and recipe.mixture_weights is None:
+        sources = [_hold_out(recipe, "train_file", load_rows(entries, **options))]
+    else:
+        _check_files_differ([entry for entry in entries if _is_file(recipe, entry)])
+        sources = [
+            _load_source(recipe, entry, name, options)
+            for entry, name in zip(entries, name_sources(entries), strict=True)
+        ]
+    if recipe.validation_file is not None:
+        held_out = load_rows(recipe.validation_file, **options)
+        forms = {source.train[0]["columns"].split(", ")[0] for source in sources}
+        if held_out[0]["columns"].split(", ")[0] not in forms:
+            raise UsageError(
+                f"validation_file has the columns {held_out[0]['columns']}, train_file {sources[0].train[0]['columns']}: give "
+                "both the same form"
+            )
+        sources[0] = sources[0]._replace(held_out=held_out)
+    rows = [(source.entry, source.train) for source in sources]
+    rows += [("validation_file", sources[0].held_out)] if recipe.validation_file is not None else []
+    kinds = {has_turns(part): entry for entry, part in rows}
+    if len(kinds) > 1:
+        raise UsageError(f"{kinds[True]} holds turns, but {kinds[False]} texts: give all sources the same kind")
+    return sources
+
+
+def _is_file(recipe: Any, entry: str) -> bool:
+    return bool(recipe.train_file) or Path(entry).suffix.lower() in READERS
+
+
+def _check_files_differ(entries: Sequence[str]) -> None:
+    """Raise UsageError where two sources hold the same file."""
+    owners: dict[str, str] = {}
+    for entry in entries:
+        for file in documents.find_files([entry], READERS)[0]:
+            owner = owners.setdefault(os.path.realpath(file), entry)
+            if owner != entry:
+                raise UsageError(
+                    f"{file} is in two sources, {owner} and {entry}: name it once, and give it the sum of the weights"
+                )
+
+
+def _load_source(recipe: Any, entry: str, name: str, options: Mapping[str, Any]) -> Source:
+    """Load one source, whose name in metrics is `name`; `options` are those of `load_rows`."""
+    if entry.startswith("builtin/"):
+        sizes = recipe.num_train_samples, recipe.num_validation_samples
+        parts = [
+            load_builtin(recipe, entry, split, size, options["wants_pairs"])
+            for split, size in zip(SPLITS, sizes, strict=True)
+        ]
+        return Source(entry, *parts)
+    if _is_file(recipe, entry):
+        rows = load_rows([entry], names=[name], **options)
+    else:
+        rows = _load_dataset(entry, recipe.dataset_config_name, name, **options)
+    try:
+        return _hold_out(recipe, entry, rows)
+    except UsageError as error:
+        raise UsageError(f"{entry}: {error}") from None
+
+
+def _hold_out(recipe: Any, entry: str, rows: Dataset) -> Source:
+    """Hold a share of the rows out, unless the recipe names held-out files."""
+    if recipe.validation_file is not None:
+        return Source(entry, rows, rows.select([]))
+    return Source(entry, *documents.split_documents(rows, recipe.validation_fraction, recipe.seed))
+
+
+def name_sources(entries: Sequence[str]) -> list[str]:
+    """Name sources by their entries, for metrics: different names for different entries.
+
+    >>> name_sources(["a/chats.jsonl", "b/chats.jsonl", "more/*.csv", "owner/set:en", "builtin/doctests"])
+    ['chats', 'chats_2', 'more', 'set_en', 'doctests']
+    """
+    names: list[str] = []
+    for entry in entries:
+        parts = [part for part in Path(entry).parts if not glob.has_magic(part)] or [entry]
+        last = parts[-1] if Path(entry).suffix.lower() not in READERS else Path(parts[-1]).stem
+        name = re.sub(r"[^\w.-]+", "_", last).strip("_") or "files"
+        number = 1 + sum(re.fullmatch(rf"{re.escape(name)}(_\d+)?", other) is not None for other in names)
+        names.append(name if number == 1 else f"{name}_{number}")
+    return names
 
 
 def load_rows(
-    train_file: Sequence[str] | None,
-    dataset_name: str | None = None,
-    dataset_config_name: str | None = None,
+    train_file: Sequence[str],
     *,
     wants_pairs: bool = False,
     train_on: str = "assistant",
+    names: Sequence[str] | None = None,
 ) -> Dataset:
-    """Load conversations, or pairs, from exactly one of `train_file` and `dataset_name`.
+    """Load conversations, or pairs, from files.
 
     The form is recognised by the first row's columns, and all rows must have it: `messages`; `prompt` and `completion`, both
     texts or both lists of messages; `instruction`, `output` and perhaps `input`; `text`; for pairs `chosen` and `rejected`,
     perhaps with `prompt`. `messages` and what has lists of messages may have `tools`.
 
     Args:
-        train_file: paths and globs: `.jsonl` or `.json` with an object per line, `.csv`, `.tsv`, `.parquet`. In a cell of a csv
-            file `messages` and `tools` are JSON.
-        dataset_name: a dataset of the hub, of which `train` is read, or a folder of one.
-        dataset_config_name: the configuration of a dataset of the hub.
+        train_file: paths, folders and globs: `.jsonl` or `.json` with an object per line, `.csv`, `.tsv`, `.parquet`. In a cell
+            of a csv file `messages` and `tools` are JSON.
         wants_pairs: read pairs, which no other form can give.
         train_on: see `Conversations`; other forms than `text` need a turn of the assistant at the end unless it is `all`.
+        names: of the source of each entry; None: by the entries, if there are no more than `MAX_SOURCES`; else none.
 
     Returns:
         A memory-mapped dataset with string columns `columns`, names of the columns that were read; `row`, JSON with `prompt`,
-        `answers` and `tools`; `place`, file and line. At least one row.
+        `answers` and `tools`; `place`, file and line; `source`, its name. At least one row.
 
     Raises:
         UsageError: names the file and the line of the first row that cannot be used, and the remedy.
     """
-    if (not train_file) == (not dataset_name):
-        raise UsageError(
-            f"give exactly one of train_file and dataset_name, not {'both' if train_file else 'neither'}; "
-            f"dataset_name {next(iter(BUILTIN))} needs no download"
-        )
     options = {"wants_pairs": wants_pairs, "train_on": train_on}
-    if train_file:
-        files, keys = documents.find_files(train_file, READERS)
-        return documents.cache_rows(_read, FEATURES, key=(keys, options, _source()), files=files, **options)
-    if dataset_name.startswith("builtin/"):
-        raise UsageError(f"dataset_name {dataset_name!r} does not exist: {nearest(dataset_name, BUILTIN)}")
-    dataset = documents.load_hub(dataset_name, dataset_config_name, "train", None)
-    reader = _RowReader(**options)
+    files, keys = documents.find_files(train_file, READERS)
+    if names is None:
+        names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
+    labels: dict[str, str] = {}
+    for entry, name in zip(train_file, names, strict=True):
+        for file in documents.find_files([entry], READERS)[0]:
+            labels.setdefault(file, name)
+    labelled = [(file, labels[file]) for file in files]
+    key = (keys, labelled, options, _source())
+    return documents.cache_rows(_read, FEATURES, key=key, files=labelled, **options)
+
+
+def split_name(entry: str) -> tuple[str, str | None, str]:
+    """Split an entry of dataset_name, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, into name, configuration and split.
+
+    >>> split_name("openai/gsm8k:main"), split_name("HuggingFaceH4/ultrachat_200k::train_sft")
+    (('openai/gsm8k', 'main', 'train'), ('HuggingFaceH4/ultrachat_200k', None, 'train_sft'))
+    """
+    name, config, split = [entry, "", ""] if os.path.exists(entry) else [*entry.split(":", 2), "", ""][:3]
+    return name, config or None, split or "train"
+
+
+def _load_dataset(entry: str, config: str | None, source: str, wants_pairs: bool, train_on: str) -> Dataset:
+    """Load a dataset of the hub, or a folder of one; see `load_rows`."""
+    name, own_config, split = split_name(entry)
+    dataset = documents.load_hub(name, own_config or config, split, None)
+    reader = _RowReader(wants_pairs, train_on)
 
     def read(values: dict[str, Any], number: int) -> dict[str, str]:
-        return reader.read(f"dataset_name {dataset_name!r}, row {number}", _without_none(values))
+        return reader.read(f"dataset_name {name!r}, row {number}", _without_none(values)) | {"source": source}
 
     return dataset.map(read, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
 
 
-def draw_rows(recipe: Any, split: str, num_samples: int | None, wants_pairs: bool) -> Dataset:
-    """Draw the rows of a split."""
-    name = recipe.dataset_name
+def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, wants_pairs: bool) -> Dataset:
+    """Load the rows of a split of data that need no download: they are drawn, or examples of Python's own modules.
+
+    Args:
+        entry: of dataset_name, see `BUILTIN`.
+        split: train or validation.
+        num_samples: to draw; examples are as many as there are.
+    """
+    name, config, _ = split_name(entry)
+    if name not in BUILTIN:
+        raise UsageError(f"dataset_name {name!r} does not exist: {nearest(name, BUILTIN)}")
     if BUILTIN[name] != wants_pairs:
         other = next(other for other, has_pairs in BUILTIN.items() if has_pairs == wants_pairs)
         raise UsageError(
             f"dataset_name is {name}, but objective {recipe.objective} needs {other}: set dataset_name to it"
         )
+    config = config or recipe.dataset_config_name
+    if name == DOCTESTS:
+        if config is not None:
+            raise UsageError(f"dataset_name {name} has no configuration, but {config} was given: leave it out")
+        key = (sys.version, split, _hash_file(doctest_chats), _source())
+        return documents.cache_rows(_doctest_rows, FEATURES, key=key, split=split)
     if num_samples is None:
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
-    drawn = {"seed": recipe.seed, "split": split, "level": recipe.dataset_config_name or "easy"}
-    source = hashlib.sha256(Path(drawn_chats.__file__).read_bytes()).hexdigest()
-    key = (name, num_samples, drawn, source, _source())
+    drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
+    key = (name, num_samples, drawn, _hash_file(drawn_chats), _source())
     return documents.cache_rows(_drawn_rows, FEATURES, key=key, name=name, num_samples=num_samples, **drawn)
 
 
@@ -104,20 +259,35 @@ def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) 
     for sample_id in range(num_samples):
         chat = drawn_chats.draw_chat(seed, split, sample_id, level)
         answers = [chat.answer, chat.wrong] if BUILTIN[name] else [chat.answer]
-        row = {
-            "prompt": chat.messages,
-            "answers": [[{"role": "assistant", "content": answer}] for answer in answers],
-            "tools": None,
-        }
-        yield {"columns": columns, "row": json.dumps(row), "place": f"{name}, {split} {sample_id}"}
+        place = f"{name}, {split} {sample_id}"
+        yield _make_row(columns, chat.messages, answers, place, chat.task)
 
 
-def _read(files: Sequence[str], wants_pairs: bool, train_on: str) -> Iterator[dict[str, str]]:
-    """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
-    reader = _RowReader(wants_pairs, train_on)
-    for file, number, values in read_rows(files):
+def _doctest_rows(split: str) -> Iterator[dict[str, str]]:
+    for example in doctest_chats.find_examples():
+        if example.split == split:
+            turns = [{"role": "user", "content": example.prompt}]
+            yield _make_row("messages", turns, [example.answer], f"{DOCTESTS}, {example.module}", "doctests")
+
+
+def _make_row(
+    columns: str, turns: Sequence[Mapping], answers: Sequence[str], place: str, source: str
+) -> dict[str, str]:
+    row = {
+        "prompt": turns,
+        "answers": [[{"role": "assistant", "content": answer}] for answer in answers],
+        "tools": None,
+    }
+    return {"columns": columns, "row": json.dumps(row), "place": place, "source": source}
+
+
+def _read(files: Sequence[tuple[str, str]], wants_pairs: bool, train_on: str) -> Iterator[dict[str, str]]:
+    """Read the rows of files, each with its source's name; a fault is a `UsageError` that names the file and the line."""
+    reader, sources = _RowReader(wants_pairs, train_on), dict(files)
+    for file, number, values in read_rows(list(sources)):
         is_json = Path(file).suffix.lower() in (".json", ".jsonl")
-        yield reader.read(f"{file}:{number}", values if is_json else _without_none(values))
+        row = reader.read(f"{file}:{number}", values if is_json else _without_none(values))
+        yield row | {"source": sources[file]}
 
 
 def _without_none(value: Any) -> Any:
@@ -139,7 +309,7 @@ class _RowReader:
         self.has_turns: bool | None = None
 
     def read(self, location: str, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return a row of `FEATURES`. Raises UsageError where it cannot be used."""
+        """Return a row of `FEATURES`, but for its source. Raises UsageError where it cannot be used."""
         if self.form is None:
             self._recognise(location, list(values))
         present = [name for name, value in values.items() if value is not None]
@@ -326,6 +496,10 @@ def _check_messages(location: str, column: str, value: Any) -> list[dict[str, An
 def has_turns(rows: Dataset) -> bool:
     """Tell whether rows have turns; else they have texts."""
     return isinstance(json.loads(rows[0]["row"])["prompt"], list)
+
+
+def _hash_file(module: ModuleType) -> str:
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
 
 
 def _source() -> str:

@@ -11,17 +11,17 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import chat_templates, documents, drawn_chats
+from samestep.data import chat_templates
 from samestep.data.arrow import ListColumn
 from samestep.data.chat_templates import Renderer, make_tokenizer
-from samestep.data.conversation_rows import BUILTIN, draw_rows, has_turns, load_rows
+from samestep.data.conversation_rows import has_turns, load_sources, name_sources
 from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -56,6 +56,21 @@ class Conversation:
         return len(self.tokens)
 
 
+class ShownSequence(NamedTuple):
+    """A sequence of a sample, for people.
+
+    Attributes:
+        name: chosen or rejected; empty: the only one of its sample.
+        length, num_trained: its tokens, and those that are trained.
+        parts: runs of tokens as text, and whether they are trained.
+    """
+
+    name: str
+    length: int
+    num_trained: int
+    parts: list[tuple[str, bool]]
+
+
 @dataclasses.dataclass(frozen=True)
 class MaskReport:
     """Numbers of what is trained, for a look before the training.
@@ -71,6 +86,7 @@ class MaskReport:
         num_special: samples whose text holds a special token, which is a token here, not a text.
         rule: says what is trained, and how it was found.
         max_seq_length: the largest number of tokens of a sequence.
+        sources: of a mixture, a line for each source: its samples, its weight, and its share of an epoch.
     """
 
     num_samples: int
@@ -84,9 +100,10 @@ class MaskReport:
     num_special: int
     rule: str
     max_seq_length: int
+    sources: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Write the report, a line or two."""
+        """Write the report, a line or two, and one for each source of a mixture."""
         share = f"{self.num_trained} of {self.num_tokens} tokens ({100 * self.num_trained / self.num_tokens:.1f} %)"
         if self.num_stopped:
             tokens = " or ".join(self.stop_tokens)
@@ -104,7 +121,7 @@ class MaskReport:
         }
         if any(counts.values()):
             lines.append("samples " + "; ".join(f"{text}: {count}" for text, count in counts.items() if count))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.sources])
 
 
 class Conversations:
@@ -122,9 +139,16 @@ class Conversations:
         has_reference: whether micro-batches hold log-probabilities of a reference model.
         num_workers: processes that tokenize.
         description: names the data in messages.
+        sizes: number of rows of each source, which lie one after the other; None: one source has all.
+        entries: name of each source in messages.
+        weights: passes over each source in an epoch; None: an epoch uses each sample once.
 
     Attributes:
         rows, tokenizer: as given.
+        mixture: of several sources with weights, for each its number of samples and of their uses in an epoch, see
+            `samestep.cut.order.Order`; else empty.
+        source_names: names of the sources in metrics: of files, of datasets, or of the tasks of drawn chats.
+        source_numbers: int64 [samples], the place of each sample's source in `source_names`.
         max_length: tokens of a sample at most; of a pair, of both sequences.
         reference: float32 [samples, 2], summed log-probabilities of the trained tokens of the preferred and the rejected
             sequence under a reference model; zeros until they are set.
@@ -146,10 +170,13 @@ class Conversations:
         has_reference: bool = False,
         num_workers: int | None = None,
         description: str = "conversations",
+        sizes: Sequence[int] | None = None,
+        entries: Sequence[str] = (),
+        weights: Sequence[float] | None = None,
     ):
         self.rows, self.tokenizer, self.max_seq_length, self.train_on = rows, tokenizer, max_seq_length, train_on
         self.terms, self.loss_weighting, self.has_reference = tuple(terms), loss_weighting, has_reference
-        self.columns = rows[0]["columns"]
+        self.columns = "; ".join(rows.unique("columns"))
         self.is_pairs = "chosen" in self.columns
         self.max_length = max_seq_length * (1 + self.is_pairs)
         tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
@@ -188,6 +215,10 @@ class Conversations:
         self.reference = np.zeros((len(self.places), 2), np.float32)
         if not len(self.places):
             raise UsageError(self._explain_emptiness(description))
+        self.source_names, self.source_numbers = self._find_sources()
+        self.entries, self.weights, self.mixture = tuple(entries), weights, ()
+        if sizes is not None and weights is not None:
+            self.mixture = self._mix(sizes, weights)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -206,6 +237,48 @@ class Conversations:
             f"{len(self)} {kind} (columns {self.columns}; {report.num_tokens} tokens, {report.num_trained} of them trained"
             f"{cut}{notes})"
         )
+
+    def _find_sources(self) -> tuple[tuple[str, ...], np.ndarray]:
+        """Find the names of sources, in their order, and the number of each sample's source."""
+        names = self.rows.with_format("arrow")[:]["source"].dictionary_encode().combine_chunks()
+        numbers = names.indices.to_numpy(zero_copy_only=False).astype(np.int64)[self.places]
+        used, numbers = np.unique(numbers, return_inverse=True)
+        return tuple(names.dictionary[int(number)].as_py() for number in used), numbers
+
+    def _mix(self, sizes: Sequence[int], weights: Sequence[float]) -> tuple[tuple[int, int], ...]:
+        """Count the samples of each source, and how many of them an epoch uses."""
+        counts = np.histogram(self.places, np.cumsum([0, *sizes]) - 0.5)[0].tolist()
+        mixture = tuple((count, round(weight * count)) for count, weight in zip(counts, weights, strict=True))
+        for entry, weight, (count, uses) in zip(self.entries, weights, mixture, strict=True):
+            if not uses:
+                raise UsageError(
+                    f"mixture_weights gives {entry} {weight:g}, but of its {count} samples that are {weight * count:.3g} in an "
+                    "epoch: raise it, or leave the source out"
+                )
+        return mixture
+
+    def _describe_mixture(self) -> tuple[str, ...]:
+        """Write a line for each source of a mixture; nothing without one."""
+        total = sum(uses for _, uses in self.mixture)
+        return tuple(
+            f"source {entry}: {count} samples, weight {weight:g}, {uses} of the {total} samples of an epoch "
+            f"({100 * uses / total:.1f} %)"
+            for entry, weight, (count, uses) in zip(self.entries, self.weights or (), self.mixture, strict=False)
+        )
+
+    def count_by_source(self, ids: np.ndarray) -> dict[str, int]:
+        """Count the samples of each source of a mixture among samples `ids`."""
+        borders = np.cumsum([0, *(count for count, _ in self.mixture)]) - 0.5
+        counts = np.histogram(ids, borders)[0].tolist()
+        return dict(zip(name_sources(self.entries), counts, strict=True))
+
+    def choose_samples(self, num_samples: int) -> list[int]:
+        """Choose samples to be shown, or answered: the first ones of each source, in turn; sorted."""
+        by_source = [np.flatnonzero(self.source_numbers == number) for number in range(len(self.source_names))]
+        ranks = np.empty(len(self), np.int64)  # place of each sample among those of its source
+        for ids in by_source:
+            ranks[ids] = np.arange(len(ids))
+        return sorted(np.lexsort((self.source_numbers, ranks))[:num_samples].tolist())
 
     def _explain_emptiness(self, description: str) -> str:
         if (self.states == TOO_LONG).any():
@@ -227,7 +300,7 @@ class Conversations:
             "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
             "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
             "mask": self.trained.digest(),
-        }
+        } | ({"mixture": _hash(self.mixture)} if self.mixture else {})
 
     @functools.cached_property
     def mask_report(self) -> MaskReport:
@@ -246,6 +319,7 @@ class Conversations:
             num_special=int(self.special[self.places].sum()),
             rule=self.renderer.rule,
             max_seq_length=self.max_seq_length,
+            sources=self._describe_mixture(),
         )
 
     def draw(self, epoch: int, sample_id: int) -> Conversation:
@@ -313,28 +387,42 @@ class Conversations:
         return micro_batch | {"counts": torch.tensor(counts)}
 
     def show(self, num_samples: int, colour: bool = False) -> list[str]:
-        """Write the first samples as text, their trained tokens marked, and the mask report.
+        """Write some samples as text, their trained tokens marked, and the mask report.
 
         Args:
-            num_samples: at most.
+            num_samples: at most; see `choose_samples`.
             colour: mark by escape sequences of a terminal instead of `[[...]]`.
         """
         before, after = ("\x1b[1;4m", "\x1b[0m") if colour else ("[[", "]]")
         lines = []
-        for sample_id in range(min(num_samples, len(self))):
-            sample, start = self.draw(0, sample_id), 0
-            lines.append(f"--- sample {sample_id} ({self.rows[int(self.places[sample_id])]['place']})")
-            for length, name in zip(sample.lengths, ("chosen", "rejected"), strict=False):
-                tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
-                borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
-                parts = []
-                for first, last in itertools.pairwise(borders):
-                    text = _printable(self.tokenizer.decode(tokens[first:last]))
-                    parts.append(f"{before}{text}{after}" if mask[first] else text)
-                heading = f"{name}: " if self.is_pairs else ""
-                lines += [f"{heading}{length} tokens, {int(mask.sum())} trained", "".join(parts).rstrip("\n")]
-                start += length
+        for sample_id in self.choose_samples(num_samples):
+            lines.append(f"--- sample {sample_id} ({self.find_place(sample_id)})")
+            for sequence in self.read_sequences(sample_id):
+                heading = f"{sequence.name}: " if sequence.name else ""
+                text = "".join(f"{before}{part}{after}" if is_trained else part for part, is_trained in sequence.parts)
+                lines += [
+                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained",
+                    text.rstrip("\n"),
+                ]
         return [*lines, "---", str(self), str(self.mask_report)]
+
+    def find_place(self, sample_id: int) -> str:
+        """Find the file and the line, or the like, of a sample."""
+        return self.rows[int(self.places[sample_id])]["place"]
+
+    def read_sequences(self, sample_id: int) -> list[ShownSequence]:
+        """Read a sample's sequences as texts, of a pair the chosen one first."""
+        sample, start, sequences = self.draw(0, sample_id), 0, []
+        for length, name in zip(sample.lengths, ("chosen", "rejected") if self.is_pairs else ("",), strict=True):
+            tokens, mask = (values[start : start + length] for values in (sample.tokens, sample.is_trained))
+            borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), length]
+            parts = [
+                (_printable(self.tokenizer.decode(tokens[first:last])), bool(mask[first]))
+                for first, last in itertools.pairwise(borders)
+            ]
+            sequences.append(ShownSequence(name, length, int(mask.sum()), parts))
+            start += length
+        return sequences
 
 
 def _report_problem(rows: Dataset, problem: str, places: Sequence[int]) -> str:
@@ -357,29 +445,9 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
     Raises:
         UsageError: data, tokenizer or template that cannot be used.
     """
-    wants_pairs = recipe.objective != "sft"
-    source = {"wants_pairs": wants_pairs, "train_on": recipe.train_on}
-    if recipe.dataset_name in BUILTIN and not recipe.train_file:
-        if recipe.validation_file is not None:
-            raise UsageError(
-                f"validation_file is set, but {recipe.dataset_name} draws held-out samples too: leave it out, or give "
-                "train_file"
-            )
-        sizes = recipe.num_train_samples, recipe.num_validation_samples
-        rows, held_out = (
-            draw_rows(recipe, split, size, wants_pairs) for split, size in zip(drawn_chats.SPLITS, sizes, strict=True)
-        )
-    else:
-        rows = load_rows(recipe.train_file, recipe.dataset_name, recipe.dataset_config_name, **source)
-        if recipe.validation_file is not None:
-            held_out = load_rows(recipe.validation_file, **source)
-            if held_out[0]["columns"].split(", ")[0] != rows[0]["columns"].split(", ")[0]:
-                raise UsageError(
-                    f"validation_file has the columns {held_out[0]['columns']}, train_file {rows[0]['columns']}: give both the "
-                    "same form"
-                )
-        else:
-            rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
+    sources = load_sources(recipe)
+    rows = datasets.concatenate_datasets([source.train for source in sources])
+    held_out = datasets.concatenate_datasets([source.held_out for source in sources])
     tokenizer = make_tokenizer(recipe, rows)
     settings = {
         "train_on": recipe.train_on,
@@ -390,7 +458,9 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
         "has_reference": recipe.objective == "dpo",
         "num_workers": num_workers,
     }
-    train = Conversations(rows, tokenizer, **settings, description="training conversations")
+    mixing = {"sizes": [len(source.train) for source in sources], "entries": [source.entry for source in sources]}
+    mixing |= {"weights": recipe.mixture_weights}
+    train = Conversations(rows, tokenizer, **settings, **mixing, description="training conversations")
     if not len(held_out):
         return train, None
     return train, Conversations(held_out, tokenizer, **settings, description="held-out conversations")

@@ -576,14 +576,26 @@ def python_pages() -> Iterator[tuple[str, str]]:
 
     pages = [_prose(text) for _, text in sorted(topics.items())]
     yield from (("reference", p) for p in pages if not any(p in page and p != page for page in pages))
+    for parts, source in _python_sources():
+        yield parts[0], _prose("\n\n".join(_docstrings(source)))
+
+
+def python_docstrings() -> Iterator[tuple[str, str]]:
+    """Read the docstrings of the standard library that hold examples at the `>>>` prompt: name of the module, and the text."""
+    for parts, source in _python_sources():
+        if b">>>" in source:
+            yield from ((".".join(parts), text) for text in _docstrings(source) if ">>>" in text)
+
+
+def _python_sources() -> Iterator[tuple[tuple[str, ...], bytes]]:
+    """Read the modules of the standard library, sorted by name: the parts of the name (`asyncio`, `queues`), and the source."""
     root = sysconfig.get_path("stdlib")
-    sources = []
-    for folder, folders, files in os.walk(root):
+    files = {}
+    for folder, folders, names in os.walk(root):
         folders[:] = set(folders) - _SKIPPED_FOLDERS
-        sources += [Path(folder, file) for file in files if file.endswith(".py")]
-    for source in sorted(sources, key=lambda source: source.relative_to(root).with_suffix("").parts):
-        part = source.relative_to(root).with_suffix("").parts[0]
-        yield part, _prose("\n\n".join(_docstrings(source.read_bytes())))
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        files |= {path.relative_to(root).with_suffix("").parts: path for path in paths}
+    yield from ((parts, files[parts].read_bytes()) for parts in sorted(files))
 
 
 def _python_docs() -> Iterator[dict[str, str]]:

@@ -56,6 +56,7 @@ class StepData:
         num_micro_batches: micro-batches on all processes, empty ones not counted.
         numbers: number of each micro-batch among those of all processes, where they are dealt whole; None: an empty one that
             was added.
+        num_samples_by_source: of a mixture, the samples of each source in the whole global batch.
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepData:
     num_tokens: int
     num_micro_batches: int
     numbers: list[int | None]
+    num_samples_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +147,7 @@ class Steps(Dataset):
             num_tokens=int(lengths.sum()),
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
             numbers=numbers,
+            num_samples_by_source=self.source.count_by_source(ids) if self.order.mixture else {},
         )
 
     def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:

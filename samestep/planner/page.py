@@ -10,7 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported by those who render a page
+    import jinja2
 
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_BAR = 1.5
@@ -69,10 +72,19 @@ def page(answer: dict[str, Any]) -> str:
     Raises:
         jinja2.UndefinedError: another key is missing.
     """
+    environment = make_environment(TEMPLATES)
+    answer = dict.fromkeys(OPTIONAL) | answer
+    parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
+    parts["comparison"] = _comparison(answer["rows"])
+    return environment.get_template("page.html.j2").render(answer=answer, **parts)
+
+
+def make_environment(*folders: Path) -> "jinja2.Environment":
+    """Make what renders templates of these folders: texts are escaped, and a name that is missing is an error."""
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(folders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -81,10 +93,7 @@ def page(answer: dict[str, Any]) -> str:
     )
     filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date)
     environment.filters |= {f.__name__.removeprefix("_"): f for f in filters} | {"count": "{:,}".format}
-    answer = dict.fromkeys(OPTIONAL) | answer
-    parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
-    parts["comparison"] = _comparison(answer["rows"])
-    return environment.get_template("page.html.j2").render(answer=answer, **parts)
+    return environment
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -134,7 +143,7 @@ def _memory(answer: dict) -> dict[str, Any]:
         first = f"{b:,}{' (chosen)' if is_chosen else ''}"
         rows.append((first, [f"{k:,}", *sizes, need, "yes" if cut["fits"] else "no", seconds]))
     longest = max(cut["needed"] for cut in cuts)
-    axis = _linear("GB (1e9 bytes)", min(1.03 * max(longest, capacity), LONGEST_BAR * capacity) / 1e9)
+    axis = linear_axis("GB (1e9 bytes)", min(1.03 * max(longest, capacity), LONGEST_BAR * capacity) / 1e9)
     columns = [f"{_name(item)}, GB" for item in item_numbers]
     parts = {"item_numbers": item_numbers, "axis": axis, "bars": bars, "columns": columns, "rows": rows}
     return parts | {"is_choice": len(cuts) > 1}
@@ -151,7 +160,7 @@ def _time(answer: dict) -> dict[str, Any]:
         _bar("at the peak", _seconds(time["at_peak"]), [("c1", "at the peak", size * time["at_peak"])]),
     ]
     hidden = time["communication"] - time["exposed_communication"]
-    return {"parts": parts, "axis": _linear(unit, 1.03 * size * time["total"]), "bars": bars, "hidden": hidden}
+    return {"parts": parts, "axis": linear_axis(unit, 1.03 * size * time["total"]), "bars": bars, "hidden": hidden}
 
 
 def _scaling(answer: dict) -> dict[str, Any] | None:
@@ -247,10 +256,10 @@ def _rate(answer: dict) -> dict[str, Any] | None:
         return None
     highest = max(rate for _, rate in points)
     exponent = math.floor(math.log10(highest)) if highest else 0
-    x, warmup = _linear("optimizer step", points[-1][0], _short), answer["num_warmup_steps"]
+    x, warmup = linear_axis("optimizer step", points[-1][0], _short), answer["num_warmup_steps"]
     return {
         "x": x,
-        "y": _linear(f"learning rate, × 10{str(exponent).translate(RAISED)}", 1.06 * highest / 10**exponent),
+        "y": linear_axis(f"learning rate, × 10{str(exponent).translate(RAISED)}", 1.06 * highest / 10**exponent),
         "points": [(step, rate / 10**exponent) for step, rate in points],
         "highest": highest,
         "last": points[-1][1],
@@ -262,7 +271,7 @@ def _rate(answer: dict) -> dict[str, Any] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Axis:
+class Axis:
     """An axis from low to high; ticks are (value, text)."""
 
     label: str
@@ -286,16 +295,16 @@ class _Axis:
         return 100 * (value - low) / (high - low) if high > low else 50.0
 
 
-def _linear(label: str, high: float, text: Callable[[float], str] | None = None) -> _Axis:
+def linear_axis(label: str, high: float, text: Callable[[float], str] | None = None) -> Axis:
     """Make an axis from 0, with a tick for at most five steps of 1, 2 or 5 times a power of ten."""
     high = high or 1.0
     step = next(step for step in _round_numbers(high / 10) if step >= high / 5)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     values = [number * step for number in range(6) if number * step <= high * (1 + 1e-9)]
-    return _Axis(label, 0.0, high, [(value, text(value) if text else f"{value:,.{digits}f}") for value in values])
+    return Axis(label, 0.0, high, [(value, text(value) if text else f"{value:,.{digits}f}") for value in values])
 
 
-def _log(label: str, low: float, high: float, values: Sequence[float] = ()) -> _Axis:
+def _log(label: str, low: float, high: float, values: Sequence[float] = ()) -> Axis:
     """Make a logarithmic axis from low to high, with ticks at `values`, or at round numbers from below low to above high."""
     if not values:
         values = list(itertools.takewhile(lambda value: value < 5 * high, _round_numbers(low / 5)))
@@ -304,7 +313,7 @@ def _log(label: str, low: float, high: float, values: Sequence[float] = ()) -> _
         tens = [v for v in values if f"{v:e}".startswith("1.0")]
         values = tens if len(tens) > 3 else values
     stride = -(-len(values) // 7)
-    return _Axis(label, low, high, [(value, _short(value)) for value in values[::stride]], is_log=True)
+    return Axis(label, low, high, [(value, _short(value)) for value in values[::stride]], is_log=True)
 
 
 def _round_numbers(start: float) -> Iterable[float]:

@@ -39,6 +39,10 @@ STAGES = (
     lambda values: len(values) <= 64 and max(values, default=1) <= 2**17,
 )
 MAX_NAMES, MAX_PATH = 4, 100  # in a description: files, and characters of a path
+WEIGHTS = (
+    "must be numbers greater than 0, up to 1,000",
+    lambda values: len(values) > 0 and all(0 < value <= 1000 for value in values),
+)
 BLOCKS = ("must be up to 64 numbers up to 1,000", lambda values: len(values) <= 64 and max(values, default=1) <= 1000)
 
 # Fields of which at most one is set. A flag, or a recipe that extends another, replaces the whole group.
@@ -48,8 +52,8 @@ ALTERNATIVES = (
     ("train_file", "train_dir", "dataset_name"),
 )
 SOURCES = ALTERNATIVES[-1]
-PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name")
-"""Fields that name a part of `dataset_name`; another source has no such part."""
+PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_weights")
+"""Fields that name a part of `dataset_name`, or weigh it; another source has no such part, or weight."""
 HELD_OUT = ("validation_file", "validation_dir")
 """Fields that name held-out data of the same kind as the training data."""
 DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
@@ -196,8 +200,10 @@ class Recipe:
         names = [Path(path).name if Path(path).is_absolute() or len(path) > MAX_PATH else path for path in paths]
         if len(names) > MAX_NAMES:
             names[MAX_NAMES - 1 :] = [f"{len(names) - MAX_NAMES + 1} more files"]
-        datasets = [getattr(self, name, None) for name in ("dataset_name", "dataset_config_name")]
-        return ", ".join(names) or " ".join(filter(None, datasets)) or None
+        datasets = getattr(self, "dataset_name", None) or ()
+        datasets = ", ".join([datasets] if isinstance(datasets, str) else datasets)
+        parts = [datasets, getattr(self, "dataset_config_name", None)]
+        return ", ".join(names) or " ".join(filter(None, parts)) or None
 
     @property
     def optimizer_name(self) -> str:
@@ -496,17 +502,29 @@ class CausalLmFineTuning(Recipe):
     # Data
     train_file: tuple[str, ...] | None = setting("conversations or pairs: jsonl, csv, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out ones; null: validation_fraction", decides=False)
-    dataset_name: str | None = setting(f"{' or '.join(DRAWN)}, or a dataset of the hub", decides=False)
-    dataset_config_name: str | None = setting("configuration of the hub dataset", decides=False)
+    dataset_name: tuple[str, ...] | None = setting(
+        f"{', '.join(DRAWN)}, builtin/doctests, datasets of the hub (NAME, NAME:CONFIG, NAME:CONFIG:SPLIT), or data files",
+        decides=False,
+    )
+    dataset_config_name: str | None = setting(
+        "configuration of the hub dataset, or level of drawn data: easy, medium or hard; null with several datasets",
+        decides=False,
+    )
+    mixture_weights: tuple[float, ...] | None = setting(
+        "passes over each source in an epoch, a source being an entry of dataset_name or train_file: 2 uses each sample twice, "
+        "0.5 half of them, the next epoch the others; null: each sample once",
+        WEIGHTS,
+    )
     validation_fraction: float = setting(
-        "fraction of the samples held out, drawn by the seed; not used with validation_file or drawn data", FRACTION
+        "fraction of the samples held out, drawn by the seed; not used with validation_file or builtin data", FRACTION
     )
     num_train_samples: int | None = setting("samples to draw; null with other data", POSITIVE, decides=False)
     num_validation_samples: int | None = setting(
         "held-out samples to draw beside them; null with other data", POSITIVE, decides=False
     )
     chat_template: str | None = setting(
-        "file of a chat template (Jinja); null: the tokenizer's, and one of our own for a tokenizer that is trained",
+        "file of a chat template (Jinja), chatml, or tulu (roles as text, for base models); null: the tokenizer's, and chatml "
+        "for a tokenizer that is trained",
         decides=False,
     )
     train_on: str = setting(
@@ -577,17 +595,33 @@ class CausalLmFineTuning(Recipe):
         return super().problems() + self._problems_of_data() + self._problems_of_shape() + self._problems_of_adapters()
 
     def _problems_of_data(self) -> list[str]:
-        problems, is_drawn = [], self.dataset_name in DRAWN
+        problems, drawn, names = [], find_drawn(self.dataset_name), self.dataset_name or ()
         for name in DRAWN_SIZES:
-            if (getattr(self, name) is None) == is_drawn:
-                rule = "a number of samples" if is_drawn else "null"
-                data = self.dataset_name or "files"
+            if (getattr(self, name) is None) == bool(drawn):
+                rule = "a number of samples" if drawn else "null"
+                data = ", ".join(drawn or names) or "files"
                 problems.append(f"{name} is {getattr(self, name)}, but with {data} it must be {rule}: set it to {rule}")
         kind = DRAWN[self.objective != "sft"]
-        if is_drawn and self.dataset_name != kind:
+        for name in drawn:
+            if name.partition(":")[0] != kind:
+                problems.append(
+                    f"objective is {self.objective}, but dataset_name is {name}, which has no such samples: set dataset_name "
+                    f"to {kind}, or another objective"
+                )
+        if len(names) > 1 and self.dataset_config_name is not None:
             problems.append(
-                f"objective is {self.objective}, but dataset_name is {self.dataset_name}, which has no such samples: set "
-                f"dataset_name to {kind}, or another objective"
+                f"dataset_config_name is {self.dataset_config_name}, but dataset_name names {len(names)} datasets: write "
+                "NAME:CONFIG, and set dataset_config_name to null"
+            )
+        entries = names or self.train_file or ()
+        is_mixed = self.dataset_name is not None or self.mixture_weights is not None
+        if is_mixed and len(set(entries)) < len(entries):
+            twice = next(name for number, name in enumerate(entries) if name in entries[:number])
+            problems.append(f"{twice} is named twice: name it once, and set mixture_weights")
+        if self.mixture_weights is not None and len(self.mixture_weights) != len(entries):
+            problems.append(
+                f"mixture_weights has {len(self.mixture_weights)} numbers for {len(entries)} sources "
+                f"({', '.join(entries[:MAX_NAMES])}{', ...' if len(entries) > MAX_NAMES else ''}): give one each"
             )
         if self.loss_weighting == "sample" and self.objective != "sft":
             problems.append(
@@ -963,6 +997,16 @@ def catalog_names() -> list[str]:
     return sorted(path.stem for path in CATALOG.glob("*.yaml"))
 
 
+def find_drawn(names: Any) -> list[str]:
+    """Find those names of datasets, one or several, whose samples are drawn.
+
+    >>> find_drawn("builtin/drawn_chats"), find_drawn(["a/b", "builtin/drawn_chats:hard"]), find_drawn(None)
+    (['builtin/drawn_chats'], ['builtin/drawn_chats:hard'], [])
+    """
+    entries = [names] if isinstance(names, str) else names or []
+    return [name for name in entries if isinstance(name, str) and name.partition(":")[0] in DRAWN]
+
+
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Lay `changes` over `values`; a value for one of several alternatives clears the others.
 
@@ -980,7 +1024,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if changes.get(name) is not None and changes[name] != values.get(name):
             is_other_kind = values.get(name) is None and any(values.get(source) is not None for source in SOURCES)
             cleared = PARTS_OF_A_DATASET + (HELD_OUT if is_other_kind else ())
-            cleared += DRAWN_SIZES if values.get("dataset_name") in DRAWN and changes[name] not in DRAWN else ()
+            cleared += DRAWN_SIZES if find_drawn(values.get("dataset_name")) and not find_drawn(changes[name]) else ()
             merged.update({field: None for field in cleared if field in merged})
             if is_other_kind and "txt_documents" in merged:
                 merged["txt_documents"] = "auto"

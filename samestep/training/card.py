@@ -100,14 +100,16 @@ class Training:
             library: that loads the model: transformers or pytorch.
         """
         recipe = self.recipe
-        base, dataset = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
+        base, datasets = (getattr(recipe, name, None) for name in ("model_name_or_path", "dataset_name"))
+        names = [datasets] if isinstance(datasets, str) else datasets or ()
+        names = [name for name in (name.partition(":")[0] for name in names) if _is_on_hub(name)]
         tag = recipe.parts.pipeline_tag if library == "transformers" else None
         facts = {
             "library_name": library,
             "license": self.settings.license,
             "base_model": base if _is_on_hub(base) else None,
             "pipeline_tag": tag,
-            "datasets": [dataset] if _is_on_hub(dataset) else None,
+            "datasets": names or None,
             "tags": [recipe.task, "samestep"],
         }
         return {name: value for name, value in facts.items() if value is not None}
@@ -185,7 +187,7 @@ def write(
     if positions is not None:
         untrained = f"; the positions beyond, up to {positions:,}, are untrained" if positions > length else ""
         lines.append(f"- **Length**: at most {length:,} tokens{untrained}")
-    rows = [f"| {name} | {format_number(value)} |" for name, value in results.items()]
+    rows = [f"| {name} | {format_number(value)} |" for name, value in results.items() if "/" not in name]
     sections = {
         "Use": ["```python", usage.replace("OUTPUT_DIR", repo_id or settings.output_dir), "```"],
         "Results": [
@@ -195,6 +197,7 @@ def write(
             "",
             *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
         ],
+        "Sources": _source_table(results),
         "Evaluations": _table(evaluations),
         "Training hyperparameters": [f"- {name}: {value}" for name, value in training.hyperparameters().items()],
         "Recipe": [
@@ -217,9 +220,24 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     every = -(-len(evaluations) // MAX_EVALUATIONS)
     shown_lines = [line for place, line in enumerate(reversed(evaluations)) if place % every == 0][::-1]
-    names = list(shown_lines[-1])
+    names = [name for name in shown_lines[-1] if "/" not in name]  # those of sources are in a table of their own
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     return lines + [f"| {' | '.join(format_number(line.get(name)) for name in names)} |" for line in shown_lines]
+
+
+def _source_table(results: Mapping[str, Any]) -> list[str]:
+    """Write a table of the results of each source of the data, whose names are SOURCE/NAME or eval_SOURCE/NAME."""
+    sources: dict[str, dict[str, Any]] = {}
+    for name, value in results.items():
+        source, slash, metric = name.removeprefix("eval_").partition("/")
+        if slash:
+            sources.setdefault(source, {})[metric] = value
+    names = list(dict.fromkeys(name for values in sources.values() for name in values))
+    lines = [f"| source | {' | '.join(names)} |", "|" + "---|" * (1 + len(names))]
+    for source, values in sources.items():
+        cells = [format_number(values[name]) if name in values else "-" for name in names]
+        lines.append(f"| {source} | {' | '.join(cells)} |")
+    return lines if sources else []
 
 
 def push_to_hub(output_dir: Path, repo_id: str | None, write_card: Callable[[str], None]) -> str:

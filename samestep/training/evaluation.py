@@ -1,8 +1,10 @@
 """Exact evaluation: every held-out sample counted once, on any number of processes."""
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,11 +56,22 @@ def evaluate(accelerator: Accelerator, model: nn.Module, source, seed: int, batc
     Returns:
         float64 [3, terms] on the host: sums, correct, counts.
     """
+    return _evaluate(accelerator, model, source, seed, batch_size, [np.arange(len(source))])[0]
+
+
+def _evaluate(
+    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up losses, correct predictions and targets of a whole dataset, and of each group of its samples.
+
+    Returns:
+        float64 [3, terms], as of `evaluate`, and float64 [groups, 3, terms].
+    """
     rows = [
         torch.stack([part.to(accelerator.device).double() for part in (sums, correct, data.counts)])
-        for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size)
+        for data, (sums, correct) in _run_forwards(accelerator, model, source, seed, batch_size, groups)
     ]
-    return _add_up(accelerator, rows)
+    return _add_up(accelerator, rows, _Share(accelerator, source, seed, batch_size, groups).find_groups())
 
 
 @torch.no_grad()
@@ -77,15 +90,65 @@ def evaluate_logits(
         float64 [3, terms] on the host: sums, 0, counts; logits float64 [samples, classes] in the dataset's order, each sample
             once.
     """
+    totals, _, logits = _evaluate_logits(accelerator, model, source, seed, batch_size, [np.arange(len(source))])
+    return totals, logits
+
+
+def _evaluate_logits(
+    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Compute what `evaluate_logits` does, and the totals of each group of samples, float64 [groups, 3, terms], before the
+    logits."""
     rows, ids, logits = [], [], []
-    for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size):
+    for data, (sums, batch_logits) in _run_forwards(accelerator, model, source, seed, batch_size, groups):
         rows.append(torch.stack([sums.double().cpu(), torch.zeros(len(sums)).double(), data.counts.double()]))
         ids += [sample_id for _, sample_id in data.samples[0]]
         logits.append(batch_logits[: len(data.samples[0])].double().cpu().numpy())
     shards = gather_object([(np.array(ids, np.int64), np.concatenate(logits))])
     # [samples] and [samples, classes] of all processes, in the order of the processes: sorted by sample id, the dataset's order
     places, values = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-    return _add_up(accelerator, rows), values[np.argsort(places)]
+    totals = _add_up(accelerator, rows, _Share(accelerator, source, seed, batch_size, groups).find_groups())
+    return *totals, values[np.argsort(places)]
+
+
+class Evaluation(NamedTuple):
+    """What is known of held-out data, or of a source of it, before metrics are made of it.
+
+    Attributes:
+        totals: float64 [3, terms], see `evaluate`.
+        scores: metrics instead of accuracies of tokens, see `score_pairs`; None: accuracies.
+    """
+
+    totals: torch.Tensor
+    scores: dict[str, float] | None
+
+
+@torch.no_grad()
+def evaluate_by_source(
+    accelerator: Accelerator, model: nn.Module, source, recipe: Any, batch_size: int
+) -> tuple[Evaluation, dict[str, Evaluation]]:
+    """Evaluate a language model on a whole dataset, and on each of its sources: every sample once for both.
+
+    A forward holds samples of one source. Totals are the same to the bit for any number of processes, as in `evaluate`.
+
+    Args:
+        accelerator, model, batch_size: see `evaluate`; of pairs the model returns margins, [pairs, 1], beside the sums.
+        source: `Conversations`.
+        recipe: its seed and its objective.
+
+    Returns:
+        the evaluation of all samples; those of the sources by name, none where there is one source only.
+    """
+    names, numbers = source.source_names, source.source_numbers
+    groups = [np.flatnonzero(numbers == number) for number in range(len(names))]
+    if recipe.objective == "sft":
+        totals, by_group = _evaluate(accelerator, model, source, recipe.seed, batch_size, groups)
+        scores = [None] * (1 + len(groups))
+    else:
+        totals, by_group, margins = _evaluate_logits(accelerator, model, source, recipe.seed, batch_size, groups)
+        scores = [score_pairs(values) for values in (margins, *(margins[ids] for ids in groups))]
+    sources = zip(by_group, scores[1:], strict=True) if len(names) > 1 else ()
+    return Evaluation(totals, scores[0]), dict(zip(names, itertools.starmap(Evaluation, sources), strict=False))
 
 
 def judge(
@@ -206,33 +269,48 @@ class _Share(Steps):
     Args:
         accelerator: its processes share the micro-batches.
         source, seed, batch_size: see `evaluate`.
+        groups: sample ids of each group, int64 [samples of the group]; a micro-batch holds samples of one group.
     """
 
-    def __init__(self, accelerator: Accelerator, source, seed: int, batch_size: int):
+    def __init__(self, accelerator: Accelerator, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]):
         layout = solve_layout(num_processes=1, global_batch_size=batch_size)
-        super().__init__(source, Order(len(source), batch_size, seed, epoch_end="keep"), layout, process_index=0)
+        orders = [Order(len(ids), batch_size, seed, epoch_end="keep") for ids in groups]
+        super().__init__(source, orders[0], layout, process_index=0)
+        self.groups, self.orders = groups, orders
+        self.ends = list(
+            itertools.accumulate(int(order.steps_per_epoch) for order in orders)
+        )  # micro-batches up to each group
         self.rank, self.num_ranks = accelerator.process_index, accelerator.num_processes
 
     def __len__(self) -> int:
-        return math.ceil(self.order.steps_per_epoch / self.num_ranks)
+        return math.ceil(self.ends[-1] / self.num_ranks)
+
+    def find_groups(self) -> list[int | None]:
+        """Find the group of each micro-batch of all processes, those of process 0 first; None: an empty one."""
+        numbers = [step * self.num_ranks + rank for rank in range(self.num_ranks) for step in range(len(self))]
+        return [bisect.bisect_right(self.ends, number) if number < self.ends[-1] else None for number in numbers]
 
     def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray, list[Any], np.ndarray]:
         number = step * self.num_ranks + self.rank
-        if number < self.order.steps_per_epoch:
-            return super()._draw(number)
-        nothing = np.zeros(0, np.int64)
-        return nothing, nothing, [], nothing
+        if number >= self.ends[-1]:
+            nothing = np.zeros(0, np.int64)
+            return nothing, nothing, [], nothing
+        group = bisect.bisect_right(self.ends, number)
+        epochs, places = self.orders[group].samples(number - (self.ends[group - 1] if group else 0))
+        ids = self.groups[group][places]
+        samples = [self.source.draw(0, sample_id) for sample_id in ids.tolist()]
+        return epochs, ids, samples, np.array([sample.length for sample in samples])
 
 
 def _run_forwards(
-    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int
+    accelerator: Accelerator, model: nn.Module, source, seed: int, batch_size: int, groups: Sequence[np.ndarray]
 ) -> Iterator[tuple[StepData, Any]]:
-    """Compute this process's part of a dataset in evaluation mode.
+    """Compute this process's part of a dataset in evaluation mode; arguments as of `_Share`.
 
     Yields:
         the data of one micro-batch, and what the model returns of it.
     """
-    share, was_training = _Share(accelerator, source, seed, batch_size), model.training
+    share, was_training = _Share(accelerator, source, seed, batch_size, groups), model.training
     model.eval()
     for data in share.stream(0, len(share), 0, accelerator.device):
         (micro_batch,) = data.micro_batches
@@ -240,11 +318,24 @@ def _run_forwards(
     model.train(was_training)
 
 
-def _add_up(accelerator: Accelerator, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Add up the values, float64 [3, terms], of all micro-batches of all processes, which have equally many: [3, terms].
+def _add_up(
+    accelerator: Accelerator, rows: list[torch.Tensor], groups: Sequence[int | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the values, float64 [3, terms], of all micro-batches of all processes, which have equally many.
 
     The sums are exact, rounded once, whatever the order: one gather in all.
+
+    Args:
+        groups: number of the group of each micro-batch of all processes.
+
+    Returns:
+        the sums over all micro-batches, [3, terms], and over those of each group, [groups, 3, terms].
     """
     gathered = accelerator.gather(torch.stack(rows).to(accelerator.device)).cpu()  # [micro-batches, 3, terms]
-    totals = [add_exactly(column) for column in gathered.flatten(1).T.tolist()]
-    return torch.tensor(totals, dtype=torch.float64).view(gathered.shape[1:])
+
+    def add(values: torch.Tensor) -> torch.Tensor:
+        totals = [add_exactly(column) for column in values.flatten(1).T.tolist()]
+        return torch.tensor(totals, dtype=torch.float64).view(values.shape[1:])
+
+    numbers = torch.tensor([-1 if group is None else group for group in groups])
+    return add(gathered), torch.stack([add(gathered[numbers == group]) for group in range(int(numbers.max()) + 1)])

@@ -21,8 +21,8 @@ FILE = "generations.jsonl"
 def judge(
     accelerator: Accelerator, model: CausalLmSums, source: Any, settings: CausalLmFineTuningSettings
 ) -> dict[str, float]:
-    """Let the model answer the first prompts of held-out data, and measure how many answers are right: equal to the data's but
-    for spaces around them.
+    """Let the model answer held-out prompts, the first ones of each source in turn, and measure how many answers are right:
+    equal to the data's but for spaces around them.
 
     Called by all processes, which share the work. The answers do not depend on the number of processes, since what is computed
     together does not. Process 0 writes them to `FILE` in the output folder.
@@ -35,9 +35,11 @@ def judge(
         settings: num_generations, generation_length, per_device_eval_batch_size and output_dir.
 
     Returns:
-        exact_match: share of the answers that are right; nothing without prompts.
+        exact_match: share of the answers that are right, and SOURCE/exact_match of each source, where there are several;
+            nothing without prompts.
     """
-    questions = [source.find_question(place) for place in range(min(settings.num_generations, len(source)))]
+    ids = source.choose_samples(settings.num_generations)
+    questions = [source.find_question(sample_id) for sample_id in ids]
     if not questions or not model.causal_lm.can_generate():  # a reward model does not
         return {}
     tokenizer, answers = source.tokenizer, []
@@ -60,7 +62,10 @@ def judge(
     if accelerator.is_main_process:
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (Path(settings.output_dir) / FILE).write_text(text, encoding="utf-8")
-    return {"exact_match": sum(line["is_right"] for line in lines) / len(lines)}
+    is_right: dict[str, list[bool]] = {"": [line["is_right"] for line in lines]}
+    for sample_id, line in zip(ids, lines, strict=True) if len(source.source_names) > 1 else ():
+        is_right.setdefault(f"{source.source_names[source.source_numbers[sample_id]]}/", []).append(line["is_right"])
+    return {f"{name}exact_match": sum(values) / len(values) for name, values in is_right.items()}
 
 
 def find_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -91,7 +91,7 @@ def plot_training(
             del panels[name]  # the only term: its line would lie on that of the loss
     if not panels:
         panels = {"loss": (np.zeros(0), np.zeros(0))}
-    names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_"))
+    names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_") and "/" not in name)
     metrics = [name for name in names if not name.endswith(("loss", "perplexity"))]
     num_panels = len(panels) + bool(metrics)
     num_columns = min(2, num_panels)

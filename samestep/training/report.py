@@ -30,6 +30,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots
+from samestep.training.evaluation import Evaluation
 
 LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl")
 """Files of a line per step, evaluation or event; a resumed run writes those of later steps again."""
@@ -203,6 +204,7 @@ class RunLog:
         }
         if self.recipe.unit != "image":  # images are samples
             line[f"{self.recipe.unit}s"] = data.num_tokens
+        line |= {f"{source}/samples": count for source, count in data.num_samples_by_source.items()}
         line["seconds"] = now - self.clock
         if digests is not None:
             line["digest"] = digest.combine(digests)
@@ -328,31 +330,47 @@ class RunLog:
         totals: torch.Tensor,
         scores: Mapping[str, float] | None = None,
         more_scores: Mapping[str, float] | None = None,
+        sources: Mapping[str, Evaluation] | None = None,
     ) -> None:
         """Write an evaluation after `step`: its losses and other metrics.
 
         Args:
             totals: float64 [3, terms], see `evaluation.evaluate`.
             scores: other metrics by name; None: accuracies, and of a language model the perplexity.
-            more_scores: metrics beside these.
+            more_scores: metrics beside these; those of a source have its name before a slash.
+            sources: of each source of the data, its own totals and scores.
         """
         self.flush()
-        sums, correct, counts = totals
-        accuracies, terms = (correct / counts.clamp(min=1)).tolist(), list(self.recipe.loss_weights)
-        metrics = self.compute_losses(sums, counts, prefix="eval_")
-        if scores is not None:
-            metrics |= {f"eval_{name}": value for name, value in scores.items()}
-        else:
-            if terms == ["lm"]:
-                metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
-            names = [f"eval_{term}_accuracy" for term in terms] if len(terms) > 1 else ["eval_accuracy"]
-            metrics |= dict(zip(names, accuracies, strict=True))
-        metrics |= {f"eval_{name}": value for name, value in (more_scores or {}).items()}
+        metrics = self._compute_metrics(totals, scores, "eval_")
+        more = {f"eval_{name}": value for name, value in (more_scores or {}).items()}
+        metrics |= {name: value for name, value in more.items() if "/" not in name}
+        for source, part in (sources or {}).items():
+            prefix = f"eval_{source}/"
+            metrics |= self._compute_metrics(part.totals, part.scores, prefix)
+            metrics |= {name: value for name, value in more.items() if name.startswith(prefix)}
         self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)
         if self.accelerator.is_main_process:
-            tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            starts = {f"step {step}: ": ""} | {f"  {source}: ": f"eval_{source}/" for source in sources or {}}
+            lines = [
+                head + ", ".join(f"{n.removeprefix(start)} {v:.4f}" for n, v in metrics.items() if _is_of(n, start))
+                for head, start in starts.items()
+            ]
+            tqdm.write("\n".join(lines))
         self.restart_clock()
+
+    def _compute_metrics(
+        self, totals: torch.Tensor, scores: Mapping[str, float] | None, prefix: str
+    ) -> dict[str, float]:
+        """Compute losses, and `scores` or accuracies, of an evaluation or of a source's part of it."""
+        sums, correct, counts = totals
+        metrics, terms = self.compute_losses(sums, counts, prefix), list(self.recipe.loss_weights)
+        if scores is not None:
+            return metrics | {f"{prefix}{name}": value for name, value in scores.items()}
+        if terms == ["lm"]:
+            metrics[f"{prefix}perplexity"] = math.exp(min(metrics[f"{prefix}loss"], 700.0))
+        names = [f"{prefix}{term}_accuracy" for term in terms] if len(terms) > 1 else [f"{prefix}accuracy"]
+        return metrics | dict(zip(names, (correct / counts.clamp(min=1)).tolist(), strict=True))
 
     def restart_clock(self) -> None:
         """Leave the time since the last step (a checkpoint, an evaluation) out of the next one's, and out of the bar's rate."""
@@ -426,6 +444,11 @@ def _replace_nonfinite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
+def _is_of(name: str, start: str) -> bool:
+    """Tell whether a metric is of the source whose metrics begin so; empty: of all held-out data."""
+    return name.startswith(start) if start else "/" not in name
+
+
 def _sort_keys(line: dict[str, Any]) -> dict[str, Any]:
     """Sort a line's keys: `step, epoch, loss, terms ...` come first, in the order in which people read them."""
     first = ["step", "epoch", *(name for name in line if name.endswith("loss")), "learning_rate", "grad_norm"]
@@ -489,7 +512,8 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
         evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
         results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
-        results |= {f"{unit}_seen": sum(line[unit] for line in steps) for unit in card.UNITS if unit in steps[-1]}
+        units = [*card.UNITS, *(name for name in steps[-1] if name.endswith("/samples"))]
+        results |= {f"{unit}_seen": sum(line[unit] for line in steps) for unit in units if unit in steps[-1]}
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
     if log.seconds:
@@ -508,9 +532,10 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
 
     write_card()
     first = evaluations[0] if evaluations else {}
-    width = max(len(name) for name in results)
+    shown = {name: value for name, value in results.items() if "/" not in name}  # those of sources were printed
+    width = max(len(name) for name in shown)
     print(f"\n{training.title}: {recipe.description}")
-    for name, value in results.items():
+    for name, value in shown.items():
         change = f"  (from {card.format_number(first[name])} at step {first['step']})" if name in first else ""
         print(f"  {name:{width}}  {card.format_number(value)}{change}")
     files = ", ".join(

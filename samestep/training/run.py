@@ -91,7 +91,9 @@ class Run:
             self.accelerator.print(
                 "nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth"
             )
-        self.order = Order(len(train), recipe.global_batch_size, recipe.seed, recipe.epoch_end)
+        mixture = getattr(train, "mixture", ())
+        num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
+        self.order = Order(num_uses, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
         self.num_steps = recipe.max_train_steps or self.order.num_steps(recipe.num_train_epochs)
         self.schedule = recipe.schedule(self.num_steps, float(self.order.steps_per_epoch))
         if self.settings.rehearse:

@@ -19,6 +19,7 @@ import numpy as np
 
 from samestep.errors import UsageError
 from samestep.planner.page import TEMPLATES as SHARED_TEMPLATES
+from samestep.planner.page import make_environment
 from samestep.recipe.reading import format_name, read_json, read_yaml
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -173,16 +174,9 @@ def describe(runs: Sequence[RunReader]) -> dict[str, Any]:
 
 def make_page(runs: Sequence[RunReader]) -> str:
     """Write the page, with what is known now inside: style and script too, no address outside. No text of a run is markup."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([TEMPLATES, SHARED_TEMPLATES]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
     data = json.dumps(describe(runs), allow_nan=False).replace("<", "\\u003c")  # nothing in it ends the script
     title = " and ".join(run.folder.name or str(run.folder) for run in runs)
+    environment = make_environment(TEMPLATES, SHARED_TEMPLATES)
     return environment.get_template("watch.html.j2").render(title=title, data=data)
 
 

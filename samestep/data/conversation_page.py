@@ -1,0 +1,108 @@
+"""Shows the samples of a recipe on one HTML page that needs no other file: trained tokens marked, lengths, sources.
+
+No text of a sample is markup. The template and its style are in templates/; the charts and the rest of the style are those of a
+plan's page.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from samestep.data.conversation_rows import name_sources
+from samestep.data.conversations import Conversations
+from samestep.planner import page
+from samestep.recipe.recipe import Recipe
+
+TEMPLATES = Path(__file__).parent / "templates"
+NUM_BINS = 24  # of the chart of lengths, at most
+
+
+class _Bin(NamedTuple):
+    """Bar of the chart: samples of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    num_samples: int
+
+
+def write(recipe: Recipe, train: Conversations, held_out: Conversations | None, num_samples: int) -> str:
+    """Write the page.
+
+    Args:
+        recipe: of the samples.
+        train, held_out: as `conversations.build` returns them.
+        num_samples: training samples that are shown, at most.
+
+    Returns:
+        HTML, style inside, no script, no address outside.
+    """
+    lengths = train.tokens.lengths()[train.places]
+    samples = [
+        {
+            "id": sample_id,
+            "place": train.find_place(sample_id),
+            "source": train.source_names[train.source_numbers[sample_id]],
+            "sequences": train.read_sequences(sample_id),
+        }
+        for sample_id in train.choose_samples(num_samples)
+    ]
+    bins = _count_lengths(lengths)
+    return (
+        page.make_environment(TEMPLATES, page.TEMPLATES)
+        .get_template("conversations.html.j2")
+        .render(
+            recipe=recipe,
+            kind="pairs" if train.is_pairs else "samples",
+            report=train.mask_report,
+            train=train,
+            held_out=held_out,
+            samples=samples,
+            bins=bins,
+            x=page.linear_axis(f"tokens of a {'pair' if train.is_pairs else 'sample'}", max(5, bins[-1].last)),
+            y=page.linear_axis("samples", max(5, *(part.num_samples for part in bins))),
+            quantiles=[int(value) for value in np.quantile(lengths, [0, 0.5, 1], method="nearest")],
+            sources=_describe_sources(train, held_out),
+            mixture=_describe_mixture(train),
+        )
+    )
+
+
+def _count_lengths(lengths: np.ndarray) -> list[_Bin]:
+    """Count samples by their length, in bins of equal width from 1 on.
+
+    >>> _count_lengths(np.array([1, 3, 3, 30]))[:2], len(_count_lengths(np.array([1, 3, 3, 30])))
+    ([_Bin(first=1, last=2, num_samples=1), _Bin(first=3, last=4, num_samples=2)], 15)
+    """
+    width = -(-int(lengths.max()) // NUM_BINS)
+    counts = np.bincount((lengths - 1) // width)
+    return [_Bin(width * place + 1, width * (place + 1), int(count)) for place, count in enumerate(counts)]
+
+
+def _describe_sources(train: Conversations, held_out: Conversations | None) -> list[dict[str, Any]]:
+    """Count samples, tokens and trained tokens of each source, and its held-out samples."""
+    lengths = train.tokens.lengths()[train.places]
+    num_trained = np.array([int(train.trained[place].sum()) for place in train.places])
+    held_out_counts = {}
+    if held_out is not None:
+        counts = np.bincount(held_out.source_numbers, minlength=len(held_out.source_names)).tolist()
+        held_out_counts = dict(zip(held_out.source_names, counts, strict=True))
+    sources = []
+    for number, name in enumerate(train.source_names):
+        chosen = train.source_numbers == number
+        tokens, trained = int(lengths[chosen].sum()), int(num_trained[chosen].sum())
+        row = {"name": name, "num_samples": int(chosen.sum()), "num_tokens": tokens, "num_trained": trained}
+        sources.append(row | {"num_held_out": held_out_counts.pop(name, 0)})
+    nothing = dict.fromkeys(("num_samples", "num_tokens", "num_trained"), 0)
+    return sources + [nothing | {"name": name, "num_held_out": count} for name, count in held_out_counts.items()]
+
+
+def _describe_mixture(train: Conversations) -> list[tuple[str, int, float, int, float]]:
+    """List of each source of a mixture its name, samples, weight, uses in an epoch, and their share; nothing without one."""
+    total = sum(uses for _, uses in train.mixture)
+    return [
+        (name, count, weight, uses, uses / total)
+        for name, weight, (count, uses) in zip(
+            name_sources(train.entries), train.weights or (), train.mixture, strict=False
+        )
+    ]
