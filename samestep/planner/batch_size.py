@@ -5,6 +5,7 @@ The gradient noise scale of a step with B samples is B V / |mu|^2 samples, from 
 (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,4 +141,4 @@ def split(measurements: Sequence[Measurement], num_windows: int = 5) -> list[Seq
     """
     number = min(num_windows, max(1, len(measurements) // MIN_MEASUREMENTS))
     ends = [len(measurements) * place // number for place in range(number + 1)]
-    return [measurements[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+    return [measurements[first:last] for first, last in itertools.pairwise(ends)]

@@ -1,11 +1,11 @@
 """Measures how noisy a step's gradient is, from the gradients of its micro-batches, which accumulation computes anyway.
 
-The gradient G of a step is a sum over samples drawn at random, so G = mu + noise: |mu|^2 is the signal, and V = E|G - mu|^2 the
-noise, which falls as 1/B with the global batch B. Their ratio gives the gradient noise scale, B V / |mu|^2 samples: the batch at
-which noise and signal are equal (McCandlish et al. 2018, arXiv:1812.06162).
+The gradient G of a step is a sum over samples drawn at random, so G = mu + noise: |mu|^2 is the signal, and V = E|G - mu|^2
+the noise, which falls as 1/B with the global batch B. Their ratio gives the gradient noise scale, B V / |mu|^2 samples: the
+batch at which noise and signal are equal (McCandlish et al. 2018, arXiv:1812.06162).
 
-Let micro-batch q of K, on whichever process, hold a share w_q of the step's targets and contribute a_q to G = sum_q a_q. Samples
-are independent, and E a_q = w_q mu, so products of two different micro-batches hold no noise:
+Let micro-batch q of K, on whichever process, hold a share w_q of the step's targets and contribute a_q to G = sum_q a_q.
+Samples are independent, and E a_q = w_q mu, so products of two different micro-batches hold no noise:
 
     |mu|^2 = (|G|^2 - sum_q |a_q|^2) / (1 - sum_q w_q^2),      V = |G|^2 - |mu|^2
 
@@ -40,8 +40,8 @@ class NoiseMeter:
     """Observes the gradient of each micro-batch in the steps that are measured.
 
     In such a step: `begin`, a backward for each micro-batch of this process, and, when the parameters have the whole step's
-    gradient, `finish`. In all other steps nothing is done, and no hook is there. With more than one micro-batch on this process,
-    a copy of the gradients so far is kept, 4 bytes per parameter, until the step's end.
+    gradient, `finish`. In all other steps nothing is done, and no hook is there. With more than one micro-batch on this
+    process, a copy of the gradients so far is kept, 4 bytes per parameter, until the step's end.
 
     Args:
         parameters: names and parameters; those that are not trained are left out.
