@@ -301,7 +301,9 @@ def main() -> None:
     parser = harness.flags("noise_scale", __doc__, only=("coverage", "cost"))
     parser.add_argument("--num_runs", type=harness.positive, default=400, help="of each problem and layout [400]")
     parser.add_argument("--num_measurements", type=harness.positive, default=10, help="steps of a run [10]")
-    parser.add_argument("--num_steps", type=harness.positive, default=10, help="pairs of steps whose time is taken [10]")
+    parser.add_argument(
+        "--num_steps", type=harness.positive, default=10, help="pairs of steps whose time is taken [10]"
+    )
     parser.add_argument("--problems", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--layouts", nargs="+", type=int, default=list(range(len(LAYOUTS))), help="numbers of them")
     parser.add_argument("--train", choices=WEIGHTS, help=argparse.SUPPRESS)
