@@ -91,7 +91,7 @@ def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | No
     if abs(batch / recipe.global_batch_size - 1) < MIN_CHANGE:
         return answer | {"advised_batch_size": recipe.global_batch_size}, None
     ratio = batch_size.tokens_ratio(share.value, batch / recipe.global_batch_size)
-    changed, answer["changes"] = _change(recipe, batch, ratio, folder)
+    changed, answer["changes"] = change(recipe, batch, ratio, folder)
     answer["command"] = _write_command(changed, hardware)
     return answer, changed
 
@@ -220,7 +220,7 @@ def _describe_batch(
     return result
 
 
-def _change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Recipe, dict[str, Any]]:
+def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Recipe, dict[str, Any]]:
     """Change a recipe for another batch.
 
     Args:
