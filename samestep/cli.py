@@ -1,4 +1,4 @@
-"""Answers `samestep list | plan | scale | launch | show-data | compare | watch | audit-script`, or `python -m recipes`.
+"""Answers `samestep COMMAND`, or `python -m recipes COMMAND`: list, plan, scale, launch, show-data, compare and others.
 
 All but `show-data` and `audit-script` work without torch.
 
@@ -24,7 +24,7 @@ import yaml
 
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
-from samestep.planner import answer, engines, text
+from samestep.planner import advice, answer, engines, text
 from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
 from samestep.planner.costs import DISK, MAX_PER_DAY, Terms, read_start
 from samestep.planner.growth import MOST_DEVICES
@@ -239,6 +239,17 @@ class WatchSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdviseSettings:
+    """Choose what a larger batch may cost, and what is written"""
+
+    max_extra_tokens: float = setting(
+        "share of its tokens that a larger batch may take more to the same loss", limit(1, 0.001), default=0.05
+    )
+    write_recipe: str | None = setting("file to write the changed recipe to; none: no file", default=None)
+    json: bool = setting("print one JSON object", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowDataSettings:
     """Choose what is shown"""
 
@@ -261,6 +272,7 @@ scale bert_base --on t4 --global_batch_size 1024 --json""",
     "show-data": "show-data sft_small_cpu --num_samples 2",
     "compare": "compare runs/first runs/second",
     "watch": "watch runs/first",
+    "advise": "advise runs/first --write_recipe larger.yaml",
     "audit-script": 'audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
     '--vary "batch=2,accum=4" -- train.py',
 }
@@ -272,6 +284,7 @@ SUMMARIES = {
     "show-data": "show samples of a language model's recipe, with the tokens that are trained",
     "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
     "watch": "show a run, or two over each other, as a live page in the browser",
+    "advise": "advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
     "audit-script": "run a training program under several layouts, and compare the steps that it takes",
 }
 USAGES = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE", "show-data": "[--num_samples 3]"}
@@ -293,6 +306,9 @@ both. Says at which step they part, in which tensors, by how much, and in what s
 1 they part, 2 bad usage.""",
     "watch": """Serves a page about one or two output folders on 127.0.0.1 until Ctrl+C: curves, speed, time left, events,
 digests. It reads what the runs write, and needs no network. From another machine: ssh -L 8765:localhost:8765 HOST.""",
+    "advise": """Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, what the
+global batch could be, what that saves in steps and costs in tokens, and the learning rate, beta2 and weight decay for it. Exit
+code 0 fine, 1 not known from what was measured, 2 bad usage.""",
 }
 
 
@@ -909,6 +925,30 @@ def watch_runs(argv: list[str]) -> None:
             server.serve_forever()
 
 
+def advise(argv: list[str]) -> int:
+    """Advise on the batch of a run; return 1 if what was measured does not say, else 0."""
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    name = f"{program_name()} advise"
+    parser = Parser(name, "RUN_DIR [--FLAG VALUE ...]", description=DESCRIPTIONS["advise"], epilog=_epilog("advise"))
+    parser.add_settings(AdviseSettings)
+    settings = build(AdviseSettings, parser.parse(argv[len(folders) :]), "flags")
+    if len(folders) != 1:
+        raise UsageError(f"{name}: {len(folders)} output folders come first, must be one; see {name} --help")
+    file = settings.write_recipe
+    if file is not None and not file.endswith((".yaml", ".yml")):
+        raise UsageError(f"write_recipe is {format_name(file)}, must end in .yaml: recipes are found by that")
+    result, changed = advice.advise(folders[0], settings.max_extra_tokens)
+    if file is not None and changed is not None:
+        _write("write_recipe", file, changed.to_yaml())
+    is_written = file is not None and changed is not None
+    print(
+        json.dumps(result, allow_nan=False)
+        if settings.json
+        else "\n".join(advice.write(result, file if is_written else None))
+    )
+    return 1 if "unknown" in result else 0
+
+
 def _make_parser(command: str, *subjects: str) -> Parser:
     """Make the parser of a command, whose first words are one of `subjects`."""
     words = [f"{subject} {USAGES[command]} [--FLAG VALUE ...]" for subject in subjects]
@@ -1026,6 +1066,8 @@ def main() -> int | None:
             return compare(argv)
         case ["watch", *argv]:
             watch_runs(argv)
+        case ["advise", *argv]:
+            return advise(argv)
         case ["audit-script", *argv]:
             from stepaudit.script import audit_script
 

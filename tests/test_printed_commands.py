@@ -153,7 +153,10 @@ def files(corpus, tmp_path_factory) -> Path:
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
     for name in ("first", "second"):  # of two runs
         (folder / "runs" / name).mkdir(parents=True)
-        (folder / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "grad_norm": 1.0}\n')
+        line = {"loss": 1.0, "grad_norm": 1.0, "samples": 16, "seconds": 0.1}
+        noisy = [line | {"step": n, "grad_signal": 1.0, "grad_noise": 9.0 + n % 2} for n in range(1, 21)]
+        (folder / "runs" / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in noisy))
+        (folder / "runs" / name / "recipe.yaml").write_text(recipes.load("bert_small_cpu").to_yaml())
     qwen = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64}
     qwen |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}

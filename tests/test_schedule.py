@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import UsageError
-from samestep.recipe.schedule import SHAPES, Schedule, warmup_steps
+from samestep.recipe.schedule import SHAPES, STABLE, Schedule, warmup_steps
 
 
 @st.composite
@@ -16,7 +16,7 @@ def schedules(draw):
     num_steps = draw(st.integers(1, 2000))
     kind = draw(st.sampled_from(sorted(SHAPES)))
     decay_ratio = draw(st.floats(0.01, 0.5))
-    largest = num_steps - max(1, math.ceil(decay_ratio * num_steps)) if kind == "warmup_stable_decay" else num_steps
+    largest = num_steps - max(1, math.ceil(decay_ratio * num_steps)) if kind in STABLE else num_steps
     return Schedule(
         kind,
         peak=draw(st.floats(1e-6, 10)),
@@ -29,7 +29,7 @@ def schedules(draw):
 
 
 def test_the_shapes_have_the_published_names():
-    assert list(SHAPES) == ["constant", "linear", "cosine", "polynomial", "warmup_stable_decay"]
+    assert list(SHAPES) == ["constant", "linear", "cosine", "polynomial", *STABLE]
 
 
 def test_bert_base():
@@ -120,6 +120,15 @@ def test_warmup_stable_decay_may_leave_no_stable_step_and_falls_for_one_step_at_
     assert [short(step) for step in (8, 9, 10)] == pytest.approx([1.0, 1.0, 0.0], rel=1e-12)
 
 
+def test_the_fall_by_the_square_root_of_what_is_done():
+    """Step 800 begins the fall; after a quarter of it half is gone, as Hägele et al. draw it."""
+    schedule = Schedule(
+        "warmup_stable_sqrt_decay", 1.0, num_steps=1_000, num_warmup_steps=500, min_ratio=0.1, decay_ratio=0.2
+    )
+    assert [schedule(step) for step in (499, 799, 800, 850, 1_000)] == pytest.approx([1, 1, 1, 0.55, 0.1], rel=1e-7)
+    assert schedule(801) == pytest.approx(1 - 0.9 / 200**0.5, rel=1e-9)
+
+
 def test_the_share_of_decay_is_taken_on_the_decimals_as_written():
     """0.07 * 100 is above 7 in floats, and 93 + 7 steps fit into 100."""
     assert Schedule("warmup_stable_decay", 1.0, 100, 93, decay_ratio=0.07).num_decay_steps == 7
@@ -132,7 +141,7 @@ def test_without_warmup_the_first_step_is_at_the_peak(kind):
     assert schedule(100) == (3e-4 if kind == "constant" else 0.0)
 
 
-@pytest.mark.parametrize("kind", sorted(SHAPES.keys() - {"warmup_stable_decay"}))
+@pytest.mark.parametrize("kind", sorted(SHAPES.keys() - set(STABLE)))
 def test_the_warmup_may_take_the_whole_run(kind):
     schedule = Schedule(kind, peak=1.0, num_steps=4, num_warmup_steps=4, min_ratio=0.25)
     assert [schedule(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0 if kind == "constant" else 0.25]
@@ -202,7 +211,10 @@ def test_the_edges_of_the_ranges_are_allowed(fields):
             ("decay_ratio 0.91", "91 of the 100 num_steps", "only 90", "Lower decay_ratio"),
         ),
         ({"lr_scheduler_type": "cosin"}, ("lr_scheduler_type 'cosin' is unknown", "did you mean cosine?")),
-        ({"lr_scheduler_type": "zzz"}, ("valid names: constant, cosine, linear, polynomial, warmup_stable_decay",)),
+        (
+            {"lr_scheduler_type": "zzz"},
+            ("valid names: constant, cosine, linear, polynomial, warmup_stable_decay, warmup_stable_sqrt_decay",),
+        ),
         ({"lr_scheduler_type": None}, ("lr_scheduler_type None is unknown",)),
     ],
 )

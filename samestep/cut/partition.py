@@ -49,6 +49,41 @@ def partition(
     return [_fill(by_length[process == rank], lengths, max_samples, max_tokens) for rank in range(num_processes)]
 
 
+def partition_at_random(
+    num_samples: int, num_processes: int, max_samples: int, *, deals_whole: bool = False
+) -> list[np.ndarray] | list[list[np.ndarray]]:
+    """Cut a global batch into micro-batches whose samples do not depend on their lengths, as measurements of noise need.
+
+    The places of a global batch are in random order already (`samestep.cut.order`), so runs of places are random samples of it.
+    Each process's share is cut into as few runs as the cap allows, whose sizes differ by one at most. A global batch that fits
+    one micro-batch of one process is cut in two.
+
+    Args:
+        num_samples: B.
+        num_processes: N.
+        max_samples: largest number of samples in a micro-batch.
+        deals_whole: cut the whole batch, for `deal`, not the share of each process.
+
+    Returns:
+        As `partition`; with `deals_whole` one list of micro-batches.
+
+    >>> [[places.tolist() for places in own] for own in partition_at_random(7, num_processes=2, max_samples=3)]
+    [[[1, 2], [5, 6]], [[0, 3, 4]]]
+    >>> [places.tolist() for places in partition_at_random(5, 1, 8)[0]]
+    [[0, 1, 2], [3, 4]]
+    """
+    places, process = np.arange(num_samples), _deal_to_and_fro(num_samples, num_processes)
+    if num_processes == 1 or deals_whole:
+        max_samples = min(max_samples, -(-num_samples // 2))
+    if deals_whole:
+        return _split_evenly(places, max_samples)
+    return [_split_evenly(places[process == rank], max_samples) for rank in range(num_processes)]
+
+
+def _split_evenly(places: np.ndarray, max_samples: int) -> list[np.ndarray]:
+    return np.array_split(places, max(1, -(-len(places) // max(1, max_samples))))
+
+
 def deal(
     micro_batches: Sequence[np.ndarray], num_processes: int
 ) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:

@@ -12,7 +12,7 @@ from samestep import interrupt
 from samestep._internals import torch_autograd
 from samestep.cut.layout import Layout, solve_layout
 from samestep.cut.order import Order
-from samestep.cut.partition import deal, partition
+from samestep.cut.partition import deal, partition, partition_at_random
 from samestep.errors import UsageError
 
 MicroBatch = dict[str, torch.Tensor | None]
@@ -56,6 +56,8 @@ class StepData:
         num_micro_batches: micro-batches on all processes, empty ones not counted.
         numbers: number of each micro-batch among those of all processes, where they are dealt whole; None: an empty one that
             was added.
+        micro_batch_counts: int64 [micro-batches, terms], of which `counts` is the sum.
+        is_measured: whether the noise of the gradient is measured in this step, which is cut at random for that.
         num_samples_by_source: of a mixture, the samples of each source in the whole global batch.
     """
 
@@ -68,6 +70,8 @@ class StepData:
     num_tokens: int
     num_micro_batches: int
     numbers: list[int | None]
+    micro_batch_counts: torch.Tensor
+    is_measured: bool = False
     num_samples_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -98,6 +102,7 @@ class Steps(Dataset):
             models, each of whose forwards needs all processes).
         deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
             depend on the number of processes.
+        noise_scale_steps: every so many steps, the noise of the gradient is measured; None: never.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -113,6 +118,7 @@ class Steps(Dataset):
         max_tokens: int | None = None,
         same_num_micro_batches: bool = False,
         deals_whole: bool = False,
+        noise_scale_steps: int | None = None,
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -125,28 +131,31 @@ class Steps(Dataset):
             max_tokens,
             same_num_micro_batches,
         )
-        self.deals_whole = deals_whole
+        self.deals_whole, self.noise_scale_steps = deals_whole, noise_scale_steps
 
     def __getitem__(self, step: int) -> StepData:
         # Arrays are over the step's samples, [global batch]. `parts` has a list for each process: its micro-batches, as arrays
         # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
-        parts, numbers = self._partition(lengths)
+        parts, numbers = self._partition(step, lengths)
         places, numbers = parts[self.process_index], numbers[self.process_index]
         if self.same_num_micro_batches:
             num_missing = max(map(len, parts)) - len(places)
             places, numbers = places + [places[0][:0]] * num_missing, numbers + [None] * num_missing
         micro_batches = [self.source.collate([samples[place] for place in micro_batch]) for micro_batch in places]
+        counts = torch.stack([micro_batch.pop("counts") for micro_batch in micro_batches])
         return StepData(
             step=step,
             micro_batches=micro_batches,
-            counts=torch.stack([micro_batch.pop("counts") for micro_batch in micro_batches]).sum(0),
+            counts=counts.sum(0),
             samples=[[(int(epochs[place]), int(ids[place])) for place in micro_batch] for micro_batch in places],
             epoch=float((step + 1) / self.order.steps_per_epoch),
             num_samples=len(samples),
             num_tokens=int(lengths.sum()),
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),
             numbers=numbers,
+            micro_batch_counts=counts,
+            is_measured=self._is_measured(step, len(samples)),
             num_samples_by_source=self.source.count_by_source(ids) if self.order.mixture else {},
         )
 
@@ -175,9 +184,22 @@ class Steps(Dataset):
         samples = [self.source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)]
         return epochs, ids, samples, np.array([sample.length for sample in samples])
 
-    def _partition(self, lengths: np.ndarray) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:
+    def _is_measured(self, step: int, num_samples: int) -> bool:
+        every = self.noise_scale_steps
+        return every is not None and (step + 1) % every == 0 and num_samples > 1
+
+    def _partition(self, step: int, lengths: np.ndarray) -> tuple[list[list[np.ndarray]], list[list[int | None]]]:
         """Cut a step: for each process its micro-batches, and their numbers."""
         cap, num_processes = self.layout.per_device_train_batch_size, self.layout.num_processes
+        if self._is_measured(step, len(lengths)):
+            if (
+                self.max_tokens is not None
+            ):  # as many samples in each as if all were the longest: lengths decide nothing
+                cap = min(cap, max(1, self.max_tokens // max(1, int(lengths.max()))))
+            parts = partition_at_random(len(lengths), num_processes, cap, deals_whole=self.deals_whole)
+            if self.deals_whole:
+                return deal(parts, num_processes)
+            return parts, [[None] * len(micro_batches) for micro_batches in parts]
         if self.deals_whole:
             return deal(partition(lengths, 1, cap, self.max_tokens)[0], num_processes)
         parts = partition(lengths, num_processes, cap, self.max_tokens)
@@ -252,7 +274,7 @@ class Steps(Dataset):
         _, _, _, lengths = self._draw(step)
         micro_batches = [
             micro_batch
-            for micro_batches in self._partition(lengths)[0]
+            for micro_batches in self._partition(step, lengths)[0]
             for micro_batch in micro_batches
             if len(micro_batch)
         ]

@@ -232,7 +232,7 @@ def _comparison(rows: list[dict] | None) -> dict[str, Any] | None:
     return {
         "columns": list(cells),
         "rows": [(row["hardware"], [values[i] or "–" for values in cells.values()]) for i, row in enumerate(placed)],
-        "axis": _linear(label, 1.03 * max(lengths)),
+        "axis": linear_axis(label, 1.03 * max(lengths)),
         "bars": bars,
         "problems": [(row["hardware"], row["problem"]) for row in rows if "problem" in row],
     }

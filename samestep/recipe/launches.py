@@ -26,6 +26,7 @@ def find_refusal(
     accumulation: str = "gradient",
     is_reproducible: bool = False,
     digest_steps: int | None = None,
+    noise_scale_steps: int | None = None,
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -35,7 +36,7 @@ def find_refusal(
         may_shard: whether the program can (`RunSettings.may_shard`).
         accumulation: the recipe's: gradient or optimizer.
         is_reproducible: whether the run is to be bit-identical on any number of processes (--reproducible).
-        digest_steps: the run's setting.
+        digest_steps, noise_scale_steps: the run's settings.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
@@ -49,6 +50,12 @@ def find_refusal(
         return Refusal(
             f"digest_steps is {digest_steps}, but the launch file shards weights (FSDP), so that no process has whole "
             "tensors",
+            "leave it out, or launch with distributed_type MULTI_GPU",
+        )
+    if noise_scale_steps is not None and is_sharded:
+        return Refusal(
+            f"noise_scale_steps is {noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are reduced "
+            "before hooks see them",
             "leave it out, or launch with distributed_type MULTI_GPU",
         )
     if accumulation == "optimizer" and is_sharded:

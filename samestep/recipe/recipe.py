@@ -157,7 +157,7 @@ class Recipe:
     )
     min_lr_ratio: float = setting("last learning rate / peak", PROBABILITY)
     lr_power: float = setting("exponent of the polynomial schedule", POSITIVE)
-    lr_decay_ratio: float = setting("fraction of the schedule that warmup_stable_decay spends decaying", PROBABILITY)
+    lr_decay_ratio: float = setting("fraction of the schedule that warmup_stable_... spends decaying", PROBABILITY)
 
     def problems(self) -> list[str]:
         """List the rules between fields that this recipe breaks, a message for each."""
@@ -254,7 +254,7 @@ class Recipe:
             decay_ratio=self.lr_decay_ratio,
             first_step=self.lr_first_step,
         )
-        is_decayed = self.lr_scheduler_type == "warmup_stable_decay"
+        is_decayed = self.lr_scheduler_type in schedule.STABLE
         longest = num_steps - (base.num_decay_steps if is_decayed else 0)
         if num_warmup_steps > longest:
             names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}

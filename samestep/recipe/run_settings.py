@@ -88,6 +88,12 @@ class RunSettings:
     digest_steps: int | None = setting(
         "steps between digests of parameters, moments and gradient; none: no digests", POSITIVE, default=None
     )
+    noise_scale_steps: int | None = setting(
+        "steps between measurements of the gradient noise scale, from which `recipes advise` finds the batch; none: it is not "
+        "measured",
+        POSITIVE,
+        default=None,
+    )
     report_to: str = setting(
         "tracker of the curves; tensorboard writes into OUTPUT_DIR/tensorboard",
         choice("none", "tensorboard", "wandb", "trackio"),
@@ -144,7 +150,7 @@ class RunSettings:
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
-        return options | {"digest_steps": self.digest_steps}
+        return options | {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
 
     def problems(self) -> list[str]:
         problems = self._problems_of_reproducible() if self.reproducible is not None else []
@@ -334,6 +340,8 @@ def parse(
             "on_nonfinite is skip, but with accumulation optimizer a gradient that is not finite is in the moments when it is "
             "found: set it to stop, or accumulation to gradient"
         )
+    if run.noise_scale_steps is not None and (problem := _find_what_has_no_noise_scale(recipe)):
+        raise UsageError(f"noise_scale_steps is {run.noise_scale_steps}, but {problem}")
     if run.reproducible is not None:
         if problems := _find_what_depends_on_the_cut(recipe, flags):
             raise UsageError(problems)
@@ -342,6 +350,22 @@ def parse(
         require(cls.extra, f"the task {task}")
     recipe = recipe.rehearsed() if run.rehearse else recipe
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
+    """Say why the noise of this recipe's gradient cannot be measured; empty if it can."""
+    if recipe.global_batch_size == 1:
+        return "a global batch of one sample says nothing of its noise: leave it out, or set global_batch_size to 2 or more"
+    if recipe.accumulation == "optimizer":
+        return (
+            "accumulation is optimizer, which takes the gradients away: leave it out, or set accumulation to gradient"
+        )
+    if getattr(recipe, "normalization", None) == "batch":
+        return (
+            "normalization is batch, so that the gradients of a step's samples depend on each other: leave it out, or set "
+            "normalization to group or frozen"
+        )
+    return ""
 
 
 def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any]) -> list[str]:

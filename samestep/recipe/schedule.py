@@ -71,14 +71,31 @@ def warmup_stable_decay(progress: float, decay_share: float) -> float:
     return min(1.0, (1.0 - progress) / decay_share)
 
 
+def warmup_stable_sqrt_decay(progress: float, decay_share: float) -> float:
+    """Stay at the peak, then fall by the square root of what is done of the last `decay_share`: fast at first, then slowly.
+
+        shape = 1 - sqrt(max(0, 1 - (1 - progress) / decay_share))
+
+    >>> [warmup_stable_sqrt_decay(progress, 0.5) for progress in (0.0, 0.5, 0.625, 1.0)]
+    [1.0, 1.0, 0.5, 0.0]
+
+    Reference: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, 2024,
+    arXiv:2405.18392.
+    """
+    return 1.0 - math.sqrt(max(0.0, 1.0 - (1.0 - progress) / decay_share))
+
+
 SHAPES: dict[str, Callable[[float, "Schedule"], float]] = {
     "constant": lambda progress, _: constant(progress),
     "linear": lambda progress, _: linear(progress),
     "cosine": lambda progress, _: cosine(progress),
     "polynomial": lambda progress, schedule: polynomial(progress, schedule.power),
     "warmup_stable_decay": lambda progress, schedule: warmup_stable_decay(progress, schedule.decay_share),
+    "warmup_stable_sqrt_decay": lambda progress, schedule: warmup_stable_sqrt_decay(progress, schedule.decay_share),
 }
 """lr_scheduler_type -> its shape, a function of progress: 1 at the peak, 0 at the final learning rate."""
+STABLE = ("warmup_stable_decay", "warmup_stable_sqrt_decay")
+"""Types that stay at the peak before a final fall."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class Schedule:
         num_warmup_steps: steps of linear warm-up, 0 to num_steps.
         min_ratio: final learning rate / peak, in [0, 1]; `constant` does not use it.
         power: exponent of `polynomial`, above 0.
-        decay_ratio: share of all num_steps in the final fall of `warmup_stable_decay`, in (0, 1]; rounded half up to
+        decay_ratio: share of all num_steps in the final fall of the types in `STABLE`, in (0, 1]; rounded half up to
             whole steps, at least one, that must not reach into the warm-up.
         first_step: step of the schedule at which this run begins, added to every step; above 0 in a run that goes on with
             the schedule of another run.
@@ -138,7 +155,7 @@ class Schedule:
 
     @property
     def num_decay_steps(self) -> int:
-        """Steps in the final fall of `warmup_stable_decay`.
+        """Steps in the final fall of the types in `STABLE`.
 
         >>> Schedule("warmup_stable_decay", 1.0, num_steps=250, num_warmup_steps=50, decay_ratio=0.1).num_decay_steps
         25
@@ -159,7 +176,7 @@ class Schedule:
                 f"num_warmup_steps {self.num_warmup_steps} is more than num_steps {self.num_steps}. "
                 f"Warm up for {self.num_steps} steps or less, or train longer."
             )
-        elif self.lr_scheduler_type == "warmup_stable_decay" and self.num_decay_steps > num_left:
+        elif self.lr_scheduler_type in STABLE and self.num_decay_steps > num_left:
             problems.append(
                 f"decay_ratio {self.decay_ratio} asks for {self.num_decay_steps} of the {self.num_steps} num_steps, "
                 f"but only {num_left} follow the warm-up. Lower decay_ratio or num_warmup_steps."

@@ -76,7 +76,7 @@ def clip(
     `torch.nn.utils.clip_grad_norm_` does. An optimizer that accumulates in its moments clips approximately (see
     `Accumulating.clip_grad_norm_`).
 
-    On CPUs torch computes |G| of large gradients inexactly (see `_row_norms`), and multiplies G by 1 where nothing is to be
+    On CPUs torch computes |G| of large gradients inexactly (see `row_norms`), and multiplies G by 1 where nothing is to be
     clipped; this function does neither.
 
     Args:
@@ -93,7 +93,7 @@ def clip(
     gradients = _cpu_gradients(accelerator, parameters)
     if not gradients:
         return accelerator.clip_grad_norm_(parameters, limit)
-    norm = torch.cat([_row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
+    norm = torch.cat([row_norms(gradient) for gradient in gradients]).square().sum().sqrt()
     factor = limit / (norm.item() + 1e-6)
     if max_norm is not None and not factor >= 1:  # nan as well
         foreach_mul_(gradients, factor)
@@ -108,7 +108,7 @@ def _cpu_gradients(accelerator: Accelerator, parameters: list[nn.Parameter]) -> 
     return gradients if {gradient.dtype for gradient in gradients} in ({torch.float32}, {torch.float64}) else []
 
 
-def _row_norms(gradient: torch.Tensor) -> torch.Tensor:
+def row_norms(gradient: torch.Tensor) -> torch.Tensor:
     """Compute the L2 norms of a gradient's rows, [rows] in its dtype; a row is all that has one index of the first dimension.
 
     A vector is one row. `torch.linalg.vector_norm` adds up in one sum: in float32 it is 1e-7 too small for 1e4 numbers, 1e-6

@@ -18,7 +18,7 @@ again with a larger quantum. The quantum follows from the largest number in the 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class ExactSum:
 
     Attributes:
         last_exponent: e of the step before, whose gradients were all below 2^e; None: there was none.
+        listener: called with a parameter and a micro-batch's gradient of it, before that is taken; None: nobody listens.
 
     Raises:
         UsageError: a parameter that is not float32.
@@ -73,6 +74,7 @@ class ExactSum:
         }
         self.pieces = {parameter: split_memory(total) for parameter, total in self.sums.items()}
         self.last_exponent: int | None = None
+        self.listener: Callable[[nn.Parameter, torch.Tensor], object] | None = None
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._add)
 
@@ -93,6 +95,8 @@ class ExactSum:
         gradient, parameter.grad = parameter.grad, None
         if gradient.layout != torch.strided:
             raise UsageError("a gradient is sparse: make the embedding with sparse=False")
+        if self.listener is not None:
+            self.listener(parameter, gradient)
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         for total, part in zip(self.pieces[parameter], split_memory(gradient), strict=True):

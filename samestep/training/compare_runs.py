@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError, reason
-from samestep.recipe.reading import format_name, format_value, read_json, read_yaml
+from samestep.recipe.reading import format_name, format_value, read_json, read_lines, read_yaml
 
 KINDS = ("gradients", "parameters", "moments")
 """Kinds of digests, in the order in which a step computes the tensors."""
@@ -98,36 +98,15 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
 # Lines
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file of JSON lines with steps; none if there is no file. A line that a kill cut off, the last, is left out."""
-    if not path.exists():
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    line = None
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    yield line
-                elif text.endswith("\n"):
-                    raise UsageError(
-                        f"{format_name(path)}, line {number}, is no JSON object with a step: give folders of runs"
-                    )
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{format_name(path)} cannot be read: {reason(error)}") from None
-
-
 def _read_metrics(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """Read (step, `step` or `evaluation`) -> line of metrics.jsonl."""
     kinds = {"loss": "step", "eval_loss": "evaluation"}
-    lines = _read_lines(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl")
     return {(line["step"], kinds[name]): line for line in lines for name in kinds if name in line}
 
 
 def _read_events(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in _read_lines(folder / "metrics.jsonl") if "event" in line]
+    return [line for line in read_lines(folder / "metrics.jsonl") if "event" in line]
 
 
 def _find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -149,7 +128,7 @@ def _finite(number: float) -> float | None:
 
 def _compare_digests(a: Path, b: Path) -> tuple[int, dict[str, Any] | None]:
     """Count the digests of both that are the same before the first that differ, and describe those (see `compare`)."""
-    files = [_read_lines(folder / "digests.jsonl") for folder in (a, b)]
+    files = [read_lines(folder / "digests.jsonl") for folder in (a, b)]
     count, step_before, lines = 0, None, [next(file, None) for file in files]
     while all(line is not None for line in lines):
         steps = [line["step"] for line in lines]

@@ -47,6 +47,7 @@ def create_accelerator(
     fsdp_gather: str = "bf16",
     is_reproducible: bool = False,
     digest_steps: int | None = None,
+    noise_scale_steps: int | None = None,
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -62,6 +63,7 @@ def create_accelerator(
         fsdp_gather: type in which sharded weights are gathered under mixed precision bf16: bf16 or fp32. Without, their own.
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         digest_steps: steps between digests, which sharded weights do not have; None: no digests.
+        noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -72,7 +74,8 @@ def create_accelerator(
         gc.enable()
     problems = _find_environment_problems()
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if refusal := find_refusal(is_sharded=shards, may_shard=may_shard, digest_steps=digest_steps):
+    intervals = {"digest_steps": digest_steps, "noise_scale_steps": noise_scale_steps}
+    if refusal := find_refusal(is_sharded=shards, may_shard=may_shard, **intervals):
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)

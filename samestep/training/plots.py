@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from samestep.planner import batch_size
+
 COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
 OUTCOMES = {"wrong": "#b3261e", "right": "#1f5fa8"}  # told apart by the colour-blind, too
+NUM_WINDOWS = 10  # of a training, whose noise scales are drawn
 COLUMNS, MAX_PICTURES = 8, 16  # of predictions: images in a row, and of a kind (right, wrong) at most
 MARKERS = {"strong": "o", "weak": "s"}
 # Of a confusion matrix: the most classes for which cells hold numbers, and the most characters of a name
@@ -69,7 +72,8 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
 def plot_training(
     steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], terms: Sequence[str], title: str
 ) -> bytes:
-    """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside.
+    """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside; the
+    noise scale of its gradient, too, where that was measured.
 
     Losses of steps are lines, with a centred mean over 1/50 of them; those of evaluations, the one before the first step
     included, are points.
@@ -93,7 +97,8 @@ def plot_training(
         panels = {"loss": (np.zeros(0), np.zeros(0))}
     names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_") and "/" not in name)
     metrics = [name for name in names if not name.endswith(("loss", "perplexity"))]
-    num_panels = len(panels) + bool(metrics)
+    measurements = batch_size.read_measurements(steps)
+    num_panels = len(panels) + bool(metrics) + bool(measurements)
     num_columns = min(2, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = Figure(figsize=(6.5 * num_columns, 0.5 + 4 * num_rows), dpi=120, layout="constrained")
@@ -117,6 +122,8 @@ def plot_training(
         for number, name in enumerate(metrics):
             _plot_points(grid[len(panels)], evaluations, name, f"C{number}", "o-")
         grid[len(panels)].set_ylabel("of held-out data")
+    if measurements:
+        _plot_noise_scale(grid[num_panels - 1], measurements, steps[-1]["samples"])
     for place, axes in enumerate(grid):
         axes.set_visible(place < num_panels)
         axes.set_xlabel("optimizer step")
@@ -136,6 +143,18 @@ def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str,
     """Draw a number of every evaluation, with the last one in the legend."""
     if (curve := _columns(evaluations, name)) is not None:
         axes.plot(*curve, style, color=color, markersize=5, label=f"{name}: {curve[1][-1]:.4g} at the end")
+
+
+def _plot_noise_scale(axes: Any, measurements: Sequence[batch_size.Measurement], batch: int) -> None:
+    """Draw the noise scale over windows of a training, with 90 % intervals, beside the batch. What has no end is cut off."""
+    for window in batch_size.split(measurements, NUM_WINDOWS):
+        estimate, step = batch_size.estimate(window), np.mean([measurement.step for measurement in window])
+        low, high = max(estimate.low, 0.1), min(estimate.high, 1000 * batch)
+        axes.plot([step, step], [low, max(low, high)], color="C0", lw=1.5)
+        if np.isfinite(estimate.value) and estimate.value > 0:
+            axes.plot([step], [estimate.value], "o", color="C0", markersize=5)
+    axes.axhline(batch, color="C1", lw=1, label=f"global batch: {batch:,}")
+    axes.set(yscale="log", ylabel="gradient noise scale, samples")
 
 
 def plot_predictions(

@@ -23,17 +23,17 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from samestep.data.steps import StepData
+from samestep.data.steps import StepData, Steps
 from samestep.errors import RunError, UsageError
-from samestep.planner import text
+from samestep.planner import batch_size, text
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots
 from samestep.training.evaluation import Evaluation
 
-LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl")
-"""Files of a line per step, evaluation or event; a resumed run writes those of later steps again."""
+LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
+"""Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
 
@@ -118,6 +118,7 @@ class RunLog:
         self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pending_digests: dict[int, dict[str, Any]] = {}
+        self.pending_noise: dict[int, tuple[torch.Tensor, dict[str, Any], list[str]]] = {}
         self.unwritten_lines = dict.fromkeys(LINES, "")
         self.saver = saver
         if accelerator.is_main_process:
@@ -130,7 +131,8 @@ class RunLog:
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
             session = json.dumps(self._describe_session(), indent=2) + "\n"
             (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
-        evaluations = read_metrics(self.output_dir)[1] if accelerator.is_main_process else []
+        steps, evaluations = read_metrics(self.output_dir) if accelerator.is_main_process else ([], [])
+        self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         self._start_tracker()
@@ -215,6 +217,41 @@ class RunLog:
         if line["step"] % self.settings.logging_steps == 0:
             self.flush()
 
+    def add_noise(self, data: StepData, noise: torch.Tensor, layers: list[str], steps: Steps) -> None:
+        """Note the noise of a step's gradient, before the step itself.
+
+        Args:
+            data: this process's part of the step.
+            noise: float64 [2, layers] on the device: signal and noise of each layer's gradient.
+            layers: their names.
+            steps: its caps say how steps are cut that are not measured.
+        """
+        caps = {
+            "per_device_train_batch_size": steps.layout.per_device_train_batch_size,
+            "per_device_train_tokens": steps.max_tokens,
+        }
+        self.pending_noise[data.step + 1] = noise, {"micro_batches": data.num_micro_batches} | caps, layers
+
+    def _take_noise(self, line: dict[str, Any], counts: torch.Tensor) -> list[dict[str, Any]]:
+        """Add a step's signal and noise to its line; return its line of noise.jsonl, if it was measured and is finite."""
+        if line["step"] not in self.pending_noise:
+            return []
+        noise, description, layers = self.pending_noise.pop(line["step"])
+        rows = noise.tolist()
+        totals = [_round(sum(row)) for row in rows]
+        if not all(map(math.isfinite, totals)):
+            return []
+        line |= dict(zip(("grad_signal", "grad_noise"), totals, strict=True))
+        self.measurements += batch_size.read_measurements([line])
+        targets = dict(zip(self.recipe.loss_weights, counts.tolist(), strict=True))
+        parts = {
+            name: dict(zip(("grad_signal", "grad_noise"), map(_round, pair), strict=True))
+            for name, pair in zip(layers, zip(*rows, strict=True), strict=True)
+        }
+        return [
+            {"step": line["step"], "samples": line["samples"], "targets": targets} | description | {"layers": parts}
+        ]
+
     def flush(self) -> None:
         """Read the noted steps' sums from the device, add them up over the processes, write their lines.
 
@@ -237,7 +274,7 @@ class RunLog:
             torch.stack([norm for *_, norm in pending]).double().cpu(),
             strict=True,
         )
-        ledger, digests, failure, num_units, seconds = [], [], None, 0, 0.0
+        ledger, digests, noises, failure, num_units, seconds = [], [], [], None, 0, 0.0
         for (line, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
             line |= self.compute_losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
@@ -250,6 +287,7 @@ class RunLog:
             if has_skipped:
                 self.num_skipped += 1
                 line["skipped"] = True
+            noises += self._take_noise(line, counts)
             self._write(_sort_keys(line))
             digests += [self.pending_digests.pop(line["step"])] if "digest" in line else []
             num_units += line.get(f"{self.recipe.unit}s", line["samples"])
@@ -262,6 +300,8 @@ class RunLog:
             self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
         if digests:
             self._append("digests.jsonl", digests)
+        if noises:
+            self._append("noise.jsonl", noises)
         if self.settings.record_samples:
             ledger = gather_object(ledger)
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
@@ -281,6 +321,8 @@ class RunLog:
         """Return what the progress bar says of the last step that was read, beside the time left."""
         memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
         numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
+        if self.measurements:
+            numbers["noise_scale"] = str(batch_size.estimate(self.measurements[-batch_size.RECENT :]))
         return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
 
     def _describe_nonfinite(
@@ -447,6 +489,11 @@ def _replace_nonfinite(record: Mapping[str, Any]) -> dict[str, Any]:
 def _is_of(name: str, start: str) -> bool:
     """Tell whether a metric is of the source whose metrics begin so; empty: of all held-out data."""
     return name.startswith(start) if start else "/" not in name
+
+
+def _round(value: float) -> float:
+    """Round to 6 digits, which do not depend on the order of the processes in a sum."""
+    return float(f"{value:.6g}")
 
 
 def _sort_keys(line: dict[str, Any]) -> dict[str, Any]:

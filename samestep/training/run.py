@@ -27,6 +27,7 @@ from samestep.recipe import run_settings
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
+from samestep.step.noise_scale import NoiseMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
@@ -149,6 +150,7 @@ class Run:
             max_tokens=getattr(settings, "per_device_train_tokens", None),
             same_num_micro_batches=launch.waits_in_forward(accelerator, model),
             deals_whole=is_reproducible,
+            noise_scale_steps=settings.noise_scale_steps,
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
@@ -167,6 +169,7 @@ class Run:
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
         names = checkpoint.name_parameters(self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
+        self.noise_meter = NoiseMeter(names, self.exact_sum) if settings.noise_scale_steps is not None else None
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
         return model, optimizer
 
@@ -183,7 +186,7 @@ class Run:
             return None
         values: dict[str, Any] = {"reproducible": self.settings.reproducible}
         values |= {"mixed_precision": self.accelerator.mixed_precision, "device": self.accelerator.device.type}
-        for name in ("per_device_train_tokens", "attn_implementation"):
+        for name in ("per_device_train_tokens", "attn_implementation", "noise_scale_steps"):
             values[name] = getattr(self.settings, name, None)
         saved, machine = values if self.checkpoint is None else self.start.exact_sum or {}, digest.machine_kind()
         if differences := "; ".join(
@@ -254,6 +257,8 @@ class Run:
                 yield step
                 step.check_entry()
             digests = self.digests.add_step(step.index + 1)
+            if step.noise is not None:
+                self.log.add_noise(attempt.data, step.noise, self.noise_meter.groups, recovery.steps)
             self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
             self.completed_steps += 1
             if recovery.should_stop:
@@ -386,6 +391,8 @@ class Step:
         index: number of the step; 0 is the first of the training.
         learning_rate: learning rate of this step, from the recipe's schedule.
         grad_norm: norm of the whole gradient before clipping, scalar on the device; known after `clip_grad_norm_`.
+        noise: signal and noise of each layer's gradient, float64 [2, layers] on the device, in steps that are measured; known
+            after `clip_grad_norm_`.
     """
 
     def __init__(self, run: Run, attempt: Attempt):
@@ -393,6 +400,7 @@ class Step:
         self.index = attempt.data.step
         self.learning_rate = run.schedule(self.index)
         self.is_entered = self.is_scaled = False
+        self.noise: torch.Tensor | None = None
 
     @property
     def data(self) -> StepData:
@@ -460,6 +468,10 @@ class Step:
             )
         self.attempt.confirm_gradient()
         run.digests.add_gradients(self.index + 1)
+        if self.data.is_measured:
+            scaler = run.accelerator.scaler
+            local_scale = 1 if run.exact_sum is not None else run.accelerator.num_processes
+            self.noise = run.noise_meter.finish(local_scale, 1.0 if scaler is None else scaler.get_scale())
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)
 
@@ -477,6 +489,8 @@ class Step:
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.learning_rate * group["lr_scale"]
         self.attempt.__enter__()
+        if self.data.is_measured:
+            self.run.noise_meter.begin(self.data.micro_batch_counts, self.attempt.counts)
         accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index)
         return self
 

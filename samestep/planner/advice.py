@@ -1,0 +1,385 @@
+"""Advises on the global batch of a run from its measured gradient noise, and changes the recipe for it.
+
+Reads what a run left in its output folder: metrics.jsonl, noise.jsonl, recipe.yaml, settings.json. Needs no torch.
+"""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.planner import batch_size
+from samestep.planner.text import round_number
+from samestep.recipe import recipe as recipes
+from samestep.recipe import scaling
+from samestep.recipe.reading import format_name, read_json, read_lines
+from samestep.recipe.recipe import Recipe
+
+MAX_HALF_WIDTH = 0.5
+"""Half of the interval of the signal's share over the share, above which a batch is not advised."""
+MIN_CHANGE = 0.1
+"""Changes of the batch below this share of it are not worth a recipe."""
+WIDTHS = 9, 22, 7, 4, 8, 16
+"""Of the columns of the table of batches."""
+FACTORS = (0.25, 0.5, 1, 2, 4, 8)
+"""Batches that the table shows, over the one in use, beside the advised one."""
+LIMITS = (
+    "Limits: the noise scale stands in for the critical batch size, which training branches of a run measures. Merrill et al. "
+    "2505.23971 find it no reliable stand-in, and the critical batch near 0 at first, rising fast, then level; Zhang et al. "
+    "2410.21676, that it grows with the data, not with the model. So compare both recipes on a part of the training first."
+)
+
+
+def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | None]:
+    """Find the batch that a run's noise allows, and the recipe for it.
+
+    Args:
+        folder: output folder of the run.
+        more_tokens: share of its tokens that a larger batch may take more, to the same loss.
+
+    Returns:
+        The answer, for `write` or as JSON; the changed recipe, None where no other batch is advised.
+
+    Raises:
+        UsageError: no folder of a run.
+    """
+    path = Path(folder)
+    if not (path / "metrics.jsonl").is_file() or not (path / "recipe.yaml").is_file():
+        raise UsageError(
+            f"{format_name(folder)} holds no metrics.jsonl and recipe.yaml: give the output folder of a run"
+        )
+    recipe = recipes.load(str(path / "recipe.yaml"))
+    file = path / "settings.json"
+    settings = read_json(file, format_name(file)) if file.is_file() else {}
+    steps = [line for line in read_lines(path / "metrics.jsonl") if "loss" in line]
+    noises = list(read_lines(path / "noise.jsonl"))
+    measurements = batch_size.read_measurements(steps)
+    answer: dict[str, Any] = {
+        "run": folder,
+        "recipe": recipe.name,
+        "unit": recipe.unit,
+        "global_batch_size": recipe.global_batch_size,
+        "num_steps": len(steps),
+        "num_measurements": len(measurements),
+        "more_tokens": more_tokens,
+    }
+    if len(measurements) < batch_size.MIN_MEASUREMENTS:
+        return answer | {"unknown": _explain_few(answer)}, None
+    windows = batch_size.split(measurements)
+    share = batch_size.find_signal_share(windows, recipe.global_batch_size)
+    answer["windows"] = [
+        {"steps": [window[0].step, window[-1].step]} | _describe(batch_size.estimate(window)) for window in windows
+    ]
+    answer["noise_scale"] = _describe(_find_noise_scale(share, recipe.global_batch_size, len(measurements)))
+    answer["targets_per_sample"] = _count_targets(noises)
+    answer["layers"] = _describe_layers(noises)
+    answer["signal_share"] = share._asdict()
+    if share.value <= 0 or share.high - share.value > MAX_HALF_WIDTH * share.value:
+        return answer | {"unknown": _explain_wide(answer, share)}, None
+    batch, answer["is_larger"] = _choose(recipe.global_batch_size, share.value, more_tokens)
+    hardware = answer["hardware"] = _describe_hardware(settings, noises, steps)
+    batch = _round_to_micro_batches(batch, recipe.global_batch_size, hardware)
+    answer["advised_batch_size"] = batch
+    batches = {round(factor * recipe.global_batch_size) for factor in FACTORS} | {batch}
+    answer["batches"] = [
+        _describe_batch(size, recipe.global_batch_size, share, hardware, steps) for size in sorted(batches) if size > 0
+    ]
+    if abs(batch / recipe.global_batch_size - 1) < MIN_CHANGE:
+        return answer | {"advised_batch_size": recipe.global_batch_size}, None
+    ratio = batch_size.tokens_ratio(share.value, batch / recipe.global_batch_size)
+    changed, answer["changes"] = change(recipe, batch, ratio, folder)
+    answer["command"] = _write_command(changed, hardware)
+    return answer, changed
+
+
+def _explain_few(answer: dict[str, Any]) -> str:
+    """Say that too few steps were measured, and what helps."""
+    number, least = answer["num_measurements"], batch_size.MIN_MEASUREMENTS
+    every = max(1, answer["num_steps"] // (4 * least))
+    if number == 0:
+        return f"no step's noise was measured: train it with --noise_scale_steps {every}"
+    return f"the noise of {number} steps was measured, fewer than {least}: train it with --noise_scale_steps {every}, or longer"
+
+
+def _explain_wide(answer: dict[str, Any], share: batch_size.SignalShare) -> str:
+    """Say that the interval is too wide, what is known none the less, and what helps."""
+    number = answer["num_measurements"]
+    relative = (share.high - share.value) / share.value if share.value > 0 else math.inf
+    wanted = math.ceil(number * (relative / MAX_HALF_WIDTH) ** 2) if relative < 10 else 10 * number
+    text = f"the interval of {number} measured steps is too wide: measure about {wanted:,} (--noise_scale_steps"
+    text += f" {max(1, answer['num_steps'] // wanted)}, or a longer run)"
+    batch = answer["global_batch_size"]
+    if 0 < share.high < 1:
+        least = batch / share.high - batch
+        safe = batch * batch_size.find_largest(share.high, answer["more_tokens"])
+        text += (
+            f". What is known: the noise scale is at least {batch_size.format_size(least)} samples, so a batch of up to "
+            f"{math.floor(safe):,} takes at most {100 * answer['more_tokens']:.3g} % more tokens"
+        )
+    return text
+
+
+def _describe(estimate: batch_size.Estimate) -> dict[str, Any]:
+    """Describe an estimate for JSON, which has no infinity."""
+    values = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _find_noise_scale(share: batch_size.SignalShare, batch: int, number: int) -> batch_size.Estimate:
+    """Find the noise scale that would give the mean share of the signal, and its interval."""
+    sizes = [batch / part - batch if part > 0 else math.inf for part in (share.value, share.high, share.low)]
+    return batch_size.Estimate(*sizes, number)
+
+
+def _count_targets(noises: list[dict[str, Any]]) -> dict[str, float]:
+    """Count the targets of each loss term in a sample, from the lines of noise.jsonl."""
+    samples = sum(line["samples"] for line in noises)
+    return {
+        name: sum(line["targets"][name] for line in noises) / samples
+        for name in (noises[0]["targets"] if noises else ())
+    }
+
+
+def _describe_layers(noises: list[dict[str, Any]]) -> dict[str, Any]:
+    """Estimate the noise scale of each layer over the second half of the measurements."""
+    noises = noises[len(noises) // 2 :]
+    layers = {}
+    for name in noises[0]["layers"] if noises else ():
+        lines = [line["layers"][name] | {"step": line["step"], "samples": line["samples"]} for line in noises]
+        if measurements := batch_size.read_measurements(lines):
+            layers[name] = _describe(batch_size.estimate(measurements))
+    return layers
+
+
+def _choose(batch: int, share: float, more_tokens: float) -> tuple[float, bool]:
+    """Choose a batch: the largest that `more_tokens` allows or, where most of the gradient is signal, the noise scale.
+
+    Returns:
+        the batch, and whether it is chosen because a larger one takes few more tokens.
+    """
+    if share > 0.5:
+        return batch / share - batch, False
+    return batch * batch_size.find_largest(share, more_tokens), True
+
+
+def _describe_hardware(
+    settings: dict[str, Any], noises: list[dict[str, Any]], steps: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Describe the processes of the run, and the samples that one of them computes at once."""
+    line = noises[-1] if noises else {}
+    size, max_tokens = (line.get(f"per_device_train_{name}") for name in ("batch_size", "tokens"))
+    lengths = [line["tokens"] / line["samples"] for line in steps if "tokens" in line and line["samples"]]
+    if max_tokens is not None and lengths:
+        size = min(size or math.inf, max(1, math.floor(max_tokens / fmean(lengths))))
+    names = "num_processes", "mixed_precision", "device"
+    return {name: settings.get(name) for name in names} | {"samples_at_once": size}
+
+
+def _count_micro_batches(batch: int, hardware: dict[str, Any]) -> int | None:
+    """Count the micro-batches of a process, k; None: the run does not say what fits."""
+    if not hardware["samples_at_once"]:
+        return None
+    return math.ceil(batch / ((hardware["num_processes"] or 1) * hardware["samples_at_once"]))
+
+
+def _round_to_micro_batches(batch: float, old_batch: int, hardware: dict[str, Any]) -> int:
+    """Round a batch down to full micro-batches of all processes, if that changes it by less than a tenth."""
+    whole = max(1, math.floor(batch))
+    if hardware["samples_at_once"]:
+        unit = (hardware["num_processes"] or 1) * hardware["samples_at_once"]
+        rounded = whole // unit * unit
+        if rounded > 0.9 * whole and (rounded - old_batch) * (whole - old_batch) > 0:
+            return rounded
+    return whole
+
+
+def _describe_batch(
+    batch: int,
+    old_batch: int,
+    share: batch_size.SignalShare,
+    hardware: dict[str, Any],
+    steps: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Describe what another batch takes to the same loss: tokens, steps, k, and seconds of this run's steps."""
+    kappa = batch / old_batch
+    value, *ends = (batch_size.tokens_ratio(part, kappa) for part in share)
+    seconds = [line["seconds"] for line in steps if "grad_signal" not in line and "seconds" in line]
+    old_k, k = (_count_micro_batches(size, hardware) for size in (old_batch, batch))
+    result = {"batch_size": batch, "tokens": value, "tokens_range": sorted(ends), "steps": value / kappa}
+    result |= {"gradient_accumulation_steps": k, "hours": None, "hours_without_accumulation": None}
+    if seconds:
+        hours = median(seconds) * len(steps) / 3600
+        # As many tokens per second as the run had; with k times as many devices, k micro-batches take the time of one
+        result["hours"] = hours * value
+        if k is not None:
+            result["hours_without_accumulation"] = hours * value / kappa / old_k
+    return result
+
+
+def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Recipe, dict[str, Any]]:
+    """Change a recipe for another batch.
+
+    Args:
+        recipe: as it was trained.
+        batch: the new batch.
+        tokens: times as many tokens that it takes to the same loss.
+        folder: the run that was measured.
+
+    Returns:
+        The recipe, and the fields that changed: [old, new].
+    """
+    old_batch, numbers = recipe.global_batch_size, recipe.scaled_hyperparameters()
+    kappa = batch / old_batch
+    is_adam = recipe.optimizer_name == "adamw"
+    rate_factor = math.sqrt(kappa) if is_adam else kappa
+    changes: dict[str, Any] = {
+        "global_batch_size": batch,
+        "learning_rate": _shorten(numbers.learning_rate * rate_factor),
+        "learning_rate_batch_size": batch,
+        "lr_scaling_rule": "none",
+        # lr * weight_decay = batch / (timescale * tokens): the timescale, as a share of the training, stays
+        "weight_decay": _shorten(recipe.weight_decay * kappa / rate_factor / tokens),
+    }
+    if is_adam:
+        changes |= {
+            "adam_beta1": numbers.adam_beta1,
+            "adam_beta2": _shorten(scaling.beta2_half_life(numbers, old_batch, batch).adam_beta2),
+            "adam_epsilon": numbers.adam_epsilon,
+        }
+    if numbers.warmup_epochs is not None:
+        changes["warmup_epochs"] = numbers.warmup_epochs
+    for name in ("max_train_steps", "lr_num_steps"):
+        if getattr(recipe, name) is not None:
+            changes[name] = math.ceil(getattr(recipe, name) * tokens / kappa)
+    if recipe.num_train_epochs is not None:
+        changes["num_train_epochs"] = float(f"{recipe.num_train_epochs * tokens:.4g}")
+    if recipe.num_warmup_steps is not None and numbers.warmup_epochs is None:
+        changes["num_warmup_steps"] = round(recipe.num_warmup_steps / kappa)
+    changes["lr_first_step"] = round(recipe.lr_first_step / kappa)
+    values = recipes.overlay(dataclasses.asdict(recipe), changes)
+    values |= {
+        "name": f"{recipe.name}_batch_{batch}",
+        "source": f"{recipe.name}, its batch changed from {old_batch} by the gradient noise of {Path(folder).name}",
+        "expect": "not measured with these values",
+    }
+    changed = type(recipe)(**values)
+    if problems := changed.problems():
+        raise UsageError(f"a batch of {batch} is advised, but {'; '.join(problems)}")
+    pairs = {name: [getattr(recipe, name), getattr(changed, name)] for name in changes}
+    return changed, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shorten(value: float) -> float:
+    """Round to four digits, those of 1 - value if that is small: 0.98051 stays 0.98051."""
+    digits = 4 if value < 0.9 or value >= 1 else 4 + math.floor(-math.log10(1 - value))
+    return float(f"{value:.{digits}g}")
+
+
+def _write_command(recipe: Recipe, hardware: dict[str, Any]) -> str | None:
+    """Write the command that trains a recipe, without its file, on the hardware of the run; None: it has no script."""
+    if recipe.parts.script is None:
+        return None
+    n, precision = hardware["num_processes"] or 1, hardware["mixed_precision"] or "no"
+    words = ["accelerate", "launch"]
+    if hardware["device"] == "cpu":
+        words += ["--config_file", f"accelerate_configs/{'cpu' if n == 1 else '2xcpu'}.yaml"]
+        words += ["--num_processes", str(n)] if n > 2 else []
+    else:
+        words += ["--multi_gpu", "--num_processes", str(n)] if n > 1 else ["--num_processes", "1"]
+    return shlex.join([*words, "--mixed_precision", precision, f"scripts/{recipe.parts.script}", "--recipe"])
+
+
+def write(answer: dict[str, Any], file: str | None) -> Iterator[str]:
+    """Write an answer as lines of text.
+
+    Args:
+        answer: of `advise`.
+        file: where the changed recipe was written; None: nowhere.
+    """
+    batch, unit = answer["global_batch_size"], answer["unit"]
+    yield (
+        f"{answer['run']}: {answer['recipe']}, {batch:,} samples per step, {answer['num_measurements']:,} of "
+        f"{answer['num_steps']:,} steps measured"
+    )
+    if "windows" in answer:
+        yield from _write_noise(answer)
+    if "unknown" in answer:
+        yield f"Not known: {answer['unknown']}"
+        return
+    yield from _write_batches(answer, unit)
+    advised = answer["advised_batch_size"]
+    if advised == batch:
+        yield f"Advice: keep the batch of {batch:,}; another would gain little."
+        yield LIMITS
+        return
+    row = next(row for row in answer["batches"] if row["batch_size"] == advised)
+    why = f"at most {100 * answer['more_tokens']:.3g} % more tokens" if answer["is_larger"] else "the noise scale"
+    yield f"Advice: {advised:,} samples per step, {why}: {row['tokens']:.3f} of the tokens, {row['steps']:.2f} of the steps."
+    yield "  field: of the run -> for this batch"
+    for name, (old, new) in answer["changes"].items():
+        yield f"  {name}: {old} -> {new}"
+    yield (
+        "  (learning rate by the square root of the batch for Adam, in proportion for SGD; beta2 by its half-life in tokens, "
+        "2507.07101; weight decay by its timescale, 2505.13738)"
+    )
+    if file is None:
+        yield "To write the recipe: the same command with --write_recipe FILE"
+    elif answer["command"] is None:
+        yield f"Wrote {file}"
+    else:
+        yield f"Wrote {file}. To train it:\n  {answer['command']} {shlex.quote(file)}"
+    yield LIMITS
+
+
+def _write_noise(answer: dict[str, Any]) -> Iterator[str]:
+    yield "Noise scale in samples (90 % interval):"
+    for window in answer["windows"]:
+        first, last = window["steps"]
+        yield f"  steps {first:,} to {last:,}: {_write_estimate(window)}"
+    text = f"  whole training: {_write_estimate(answer['noise_scale'])}"
+    value = answer["noise_scale"]["value"]
+    if value is not None and answer["targets_per_sample"]:
+        parts = [
+            f"{round_number(value * number)} {name} targets" for name, number in answer["targets_per_sample"].items()
+        ]
+        text += f"; that is {', '.join(parts)}"
+    yield text
+    known = [(layer["value"], name) for name, layer in answer["layers"].items() if layer["value"] is not None]
+    if len(known) > 1:
+        (low, first), (high, last) = min(known), max(known)
+        sizes = batch_size.format_size(low), batch_size.format_size(high)
+        yield f"  by layer, second half: from {sizes[0]} ({first}) to {sizes[1]} ({last})"
+
+
+def _write_estimate(values: dict[str, Any]) -> str:
+    value, low, high = (math.inf if values[name] is None else values[name] for name in ("value", "low", "high"))
+    return str(batch_size.Estimate(value, low, high, 2))
+
+
+def _write_batches(answer: dict[str, Any], unit: str) -> Iterator[str]:
+    hardware = answer["hardware"]
+    n, size = hardware["num_processes"] or 1, hardware["samples_at_once"]
+    place = f"{n} process{'es' if n > 1 else ''}"
+    at_once = f", {size:,} samples at once" if size else ""
+    yield f"To the same loss, on the hardware of the run ({place}{at_once}), over this run's:"
+    heads = "batch", f"{unit}s (90 % interval)", "steps", "k", "hours", "hours at k = 1*"
+    yield "  " + " ".join(f"{head:>{width}}" for head, width in zip(heads, WIDTHS, strict=True))
+    for row in answer["batches"]:
+        low, high = row["tokens_range"]
+        k, hours, fast = (row[name] for name in ("gradient_accumulation_steps", "hours", "hours_without_accumulation"))
+        mark = {answer["global_batch_size"]: " this run", answer["advised_batch_size"]: " <-"}.get(
+            row["batch_size"], ""
+        )
+        cells = [
+            f"{row['batch_size']:,}",
+            f"{row['tokens']:.2f} ({low:.2f}-{high:.2f})",
+            f"{row['steps']:.2f}",
+            k or "?",
+        ]
+        cells += ["?" if value is None else round_number(value) for value in (hours, fast)]
+        yield "  " + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)) + mark
+    yield "  * with k times as many devices, communication not counted"
