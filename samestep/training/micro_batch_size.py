@@ -41,6 +41,10 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     steps, accelerator, capacity = recovery.steps, recovery.accelerator, recovery.capacity
     if waits_in_forward(accelerator, recovery.model):
         return
+    # On a CPU, where one step's samples hardly ever exhaust memory, first speed: smaller micro-batches need no larger rehearsal
+    is_cpu = accelerator.device.type == "cpu"
+    if is_cpu:
+        _choose_fastest(recovery, forward_backward)
     if recovery.settings.per_device_train_batch_size is not None:
         capacity.fails = None  # a size that the user asks for is tried, whatever failed before
     target_size = steps.max_longest_samples
@@ -76,7 +80,8 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
         accelerator.print(
             f"{num_samples} of the largest samples ({_describe_sample(recovery)}) fit into memory at once: {steps.layout}"
         )
-    _choose_fastest(recovery, forward_backward)
+    if not is_cpu:
+        _choose_fastest(recovery, forward_backward)
 
 
 def _choose_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> None:
