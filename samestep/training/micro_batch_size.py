@@ -27,9 +27,9 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     """Lower the caps of `recovery.steps` to the largest that fit, and to the fastest, the same on every process. Called by all.
 
     The caps are tried as they are (without --per_device_train_batch_size all of a process's share), then halved until they fit,
-    then between, for the fewest micro-batches that fit. Sizes whose result is remembered are not tried again. Where forwards
-    wait for each other (sharded weights, synchronised batch normalisation) nothing is tried: a process that fails alone would
-    leave the others waiting.
+    then between, for the fewest micro-batches that fit; on a CPU the fastest caps are found first. Sizes whose result is
+    remembered are not tried again. Where forwards wait for each other (sharded weights, synchronised batch normalisation)
+    nothing is tried: a process that fails alone would leave the others waiting.
 
     Args:
         recovery: the run's; its `capacity` learns.
@@ -41,7 +41,7 @@ def fit(recovery: Recovery, forward_backward: ForwardBackward) -> None:
     steps, accelerator, capacity = recovery.steps, recovery.accelerator, recovery.capacity
     if waits_in_forward(accelerator, recovery.model):
         return
-    # On a CPU, where one step's samples hardly ever exhaust memory, first speed: smaller micro-batches need no larger rehearsal
+    # On a CPU speed is tried first, with one step's samples: then no larger micro-batch than the fastest is rehearsed
     is_cpu = accelerator.device.type == "cpu"
     if is_cpu:
         _choose_fastest(recovery, forward_backward)
