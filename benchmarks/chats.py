@@ -27,6 +27,7 @@ Results of workloads and precisions that are not run are kept from the old file.
 
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -51,6 +52,7 @@ from samestep.recipe.recipe import load
 WARM_UP, NUM_STEPS = 2, 4  # steps before the first round, and of each round
 NUM_CHATS, SEED = 800, 0
 MEDIAN_QUESTIONS, SIGMA, MOST_QUESTIONS = 4, 0.8, 32
+MOST_LOAD = 1.0  # programs that ran in the 15 minutes before, in the mean, above which results say so
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 1e-2}
 # Title -> words of peers/chat_trainers.py after the precision.
 PROGRAMS = {
@@ -259,8 +261,10 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS, help="beside ours")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
-    rows = harness.read_other_rows(arguments.output, "rows", "workload", [])  # all: precisions are told apart below
-    about = harness.about("make bench-chats", PACKAGES, arguments.threads)
+    rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
+    words = ["python", "benchmarks/chats.py", *sys.argv[1:]]
+    about = harness.about(shlex.join(words), PACKAGES, arguments.threads)
+    origin = {"command": about["command"], "machine": harness.provenance(about), "load": os.getloadavg()[2]}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         os.environ["HF_HOME"] = str(work / "home")  # nothing of earlier runs is remembered
@@ -268,12 +272,12 @@ def main() -> None:
         for name in arguments.only:
             for precision in (p for p in WORKLOADS[name].precisions if p in arguments.precisions):
                 titles = [title for title in WORKLOADS[name].programs if title == "ours" or title in arguments.programs]
-                row = measure(name, precision, titles, arguments.rounds, work, arguments.threads)
+                row = measure(name, precision, titles, arguments.rounds, work, arguments.threads) | origin
                 rows = [old for old in rows if (old["workload"], old["precision"]) != (name, precision)] + [row]
                 rows.sort(key=lambda row: (list(WORKLOADS).index(row["workload"]), row["precision"] != "no"))
-                results = {"about": about, "rows": rows}
+                results = {"rows": rows}
                 harness.write(arguments.output, results, markdown(results), is_last=False)
-                print(markdown({"about": about, "rows": [row]}), file=sys.stderr, flush=True)
+                print(markdown({"rows": [row]}), file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,17 +302,24 @@ def markdown(results: dict) -> str:
         described = [row["workload"], _describe(row["data"])]
         data += [described] if described not in data else []
     heads = ["workload", "precision", "ours"]
+    commands = "".join(dict.fromkeys(f"`{row['command']}`: {row['machine']}{_warn(row)}.\n" for row in rows))
+    num_rounds = " or ".join(map(str, sorted({len(row["rates"]["ours"]) for row in rows})))
     return harness.page(
         "Fine-tuning on ragged conversations, beside other trainers",
         "chats.py",
-        results["about"],
+        {"command": "make bench-chats"},
         "Trained tokens per second; ours / the other's, above 1 where ours is faster. Medians (smallest to largest) of "
-        f"{len(rows[0]['rates']['ours'])} rounds.\n\n"
+        f"{num_rounds} rounds.\n\n"
         f"{table([*heads, *(f'ours / {title}' for title in peers)], speed)}\n"
         "Memory from the first step on, beyond the built model's, GB (ours / the other's):\n\n"
         f"{table([*heads[:2], 'ours, first start', 'ours', *peers], memory)}\n"
-        f"{table('workload | sequences', data)}",
+        f"{table('workload | sequences', data)}\n{commands}",
     )
+
+
+def _warn(row: dict[str, Any]) -> str:
+    """Say so where other programs ran beside those that were measured."""
+    return f"; UNDER LOAD, {row['load']:.0f} other programs ran: a first look" if row["load"] > MOST_LOAD else ""
 
 
 def _describe(data: dict[str, Any]) -> str:

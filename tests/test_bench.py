@@ -399,8 +399,11 @@ def test_the_page_of_chats(module):
     row = {"workload": "sft_512", "precision": "no", "data": data | {"supervised": 0.28}, "first_memory": 0.3}
     row |= {"rates": {"ours": [100.0, 120.0, 90.0], "floor": [125.0, 120.0, 100.0], "Trainer": [50.0, 40.0, 60.0]}}
     row |= {"memory": {"ours": 0.1, "floor": 0.1, "Trainer": 0.4}}
-    page = chats.markdown({"about": {"command": "make bench-chats"}, "rows": [row]}).splitlines()
+    row |= {"command": "python benchmarks/chats.py", "machine": "some machine", "load": 7.0}
+    page = chats.markdown({"rows": [row]}).splitlines()
     assert "| workload | precision | ours | ours / floor | ours / Trainer |" in page
     assert "| sft_512 | no | 100 (90 to 120) | 0.90 (0.80 to 1.00) | 2.00 (1.50 to 3.00) |" in page
     assert "| sft_512 | no | 0.30 | 0.10 | 0.10 (1.00) | 0.40 (0.25) |" in page
     assert "3 rounds" in "\n".join(page)
+    assert "some machine; UNDER LOAD, 7 other programs ran" in page[-1]
+    assert "LOAD" not in chats.markdown({"rows": [row | {"load": 0.3}]})
