@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chats bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -123,6 +123,9 @@ bench-stability: venv ## results of CPU recipes over roundings and seeds: hours,
 
 bench-startup: venv ## seconds from the command to the end of the first step, by stages; writes benchmarks/results/startup.*
 	$(BIN)/python benchmarks/startup.py --precision $(PRECISION)
+
+bench-chats: venv ## speed and memory of fine-tuning beside TRL and Trainer: 15 minutes; FLAGS="--rounds 5"; writes benchmarks/results/chats.*
+	$(BIN)/python benchmarks/chats.py $(FLAGS)
 
 bench-noise: venv ## dropout by sample beside random numbers and torch's; FLAGS="--only cost"; writes benchmarks/results/noise.*
 	$(BIN)/python benchmarks/noise.py $(FLAGS)

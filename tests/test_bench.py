@@ -1,5 +1,6 @@
-"""benchmarks/run.py: the arithmetic of stamps and turns, what is written, and one step of every peer."""
+"""benchmarks/run.py and chats.py: the arithmetic of stamps and turns, what is written, and one step of peers."""
 
+import doctest
 import importlib
 import json
 import math
@@ -12,10 +13,11 @@ import torch
 from common import ROOT, TINIES, fresh_accelerator, load_script, task_of, tiny_argv
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep.cut.order import Order
 from samestep.data import sentence_pairs
 from samestep.data.ragged import make_micro_batch
 from samestep.data.steps import Steps
-from samestep.models import bert_pretraining, text_classification
+from samestep.models import bert_pretraining, causal_lm, text_classification
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import load
 from samestep.training import launch, report
@@ -330,3 +332,78 @@ def test_the_floor_takes_our_steps(module, folder, monkeypatch, precision):
     ]
     assert floor[0].loss == pytest.approx(ours[0].loss, rel=1e-5)
     assert floor[1].loss != pytest.approx(floor[0].loss, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# benchmarks/chats.py
+
+
+@pytest.fixture
+def chat_folder(module, tmp_path, monkeypatch):
+    """Write the data and the recipe of a workload of benchmarks/chats.py, with a tiny model."""
+    chats = module("chats")
+    monkeypatch.setattr(chats, "NUM_CHATS", 24)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
+    tiny = chats.SHAPE | shape | {"global_batch_size": 4}
+    monkeypatch.setitem(chats.WORKLOADS, "tiny", chats.Workload(tiny))
+    chats.write_data(tmp_path)
+    return chats.write_recipe("tiny", tmp_path)
+
+
+@pytest.mark.parametrize("num_micro_batches", ["1", "2"])
+def test_a_trainer_is_trained_on_our_samples(module, chat_folder, monkeypatch, num_micro_batches):
+    """The numbers of trained tokens and the losses of its first steps are ours."""
+    monkeypatch.chdir(chat_folder)
+    trainers, clock = module("chat_trainers"), module("clock")
+    data = trainers.prepare(chat_folder)
+    memory = trainers.Memory(chat_folder / "base")
+    trainers.train(
+        chat_folder, clock.Clock("stamps"), memory, "no", "trainer", "padded", num_micro_batches, num_steps=2
+    )
+    _, stamps = clock.read(chat_folder / "stamps")
+    assert [stamp.units for stamp in stamps] == data["first_steps"][:2]
+    recipe = load(str(chat_folder / "recipe.yaml"))
+    source, _ = recipe.parts.find("data")(recipe)
+    torch.manual_seed(recipe.seed)
+    model = causal_lm.CausalLmSums.from_recipe(recipe, None)
+    epochs, ids = Order(len(source), 4, recipe.seed, recipe.epoch_end).samples(0)
+    batch = source.collate([source.draw(*pair) for pair in zip(epochs.tolist(), ids.tolist(), strict=True)])
+    num_targets = batch.pop("counts")
+    sums, _ = model(**batch)
+    assert int(num_targets) == stamps[0].units
+    assert stamps[0].loss == pytest.approx(sums.item() / int(num_targets), rel=1e-5)
+
+    chats = module("chats")
+    seen = {"ours": stamps, "Trainer": stamps}
+    chats.check_same(seen, data["first_steps"][:2], "no")
+    others = [stamps[0]._replace(loss=1.001 * stamps[0].loss), stamps[1]]
+    for expected, series in (([1, 2], stamps), (data["first_steps"][:2], others)):
+        with pytest.raises(SystemExit):
+            chats.check_same(seen | {"Trainer": series}, expected, "no")
+    assert int((chat_folder / "base").read_text()) > 10_000
+
+
+def test_a_round_is_a_number_of_steps(module):
+    assert doctest.testmod(module("chats")).failed == 0
+
+
+def test_the_page_of_chats(module):
+    chats = module("chats")
+    data = {"samples": 800, "pieces": 446, "quantiles": [34, 106, 310, 681], "mean_length": 133.4, "padding": 0.424}
+    row = {"workload": "sft_512", "precision": "no", "data": data | {"supervised": 0.28}, "first_memory": 0.3}
+    row |= {"rates": {"ours": [100.0, 120.0, 90.0], "floor": [125.0, 120.0, 100.0], "Trainer": [50.0, 40.0, 60.0]}}
+    row |= {"memory": {"ours": 0.1, "floor": 0.1, "Trainer": 0.4}}
+    row |= {"command": "python benchmarks/chats.py", "machine": "some machine", "load": 7.0}
+    page = chats.markdown({"rows": [row]}).splitlines()
+    assert "| workload | precision | ours | ours / floor | ours / Trainer |" in page
+    assert "| sft_512 | no | 100 (90 to 120) | 0.90 (0.80 to 1.00) | 2.00 (1.50 to 3.00) |" in page
+    assert "| sft_512 | no | 0.30 | 0.10 | 0.10 (1.00) | 0.40 (0.25) |" in page
+    assert "3 rounds" in "\n".join(page)
+    assert "some machine; UNDER LOAD, 7 other programs ran" in page[-1]
+    assert "LOAD" not in chats.markdown({"rows": [row | {"load": 0.3}]})

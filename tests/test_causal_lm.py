@@ -20,7 +20,7 @@ from samestep.models import adapters, packing, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
 from samestep.recipe import recipe as recipes
 from samestep.recipe.run_settings import RunSettings
-from samestep.step import preferences
+from samestep.step import losses, preferences
 from samestep.step.noise import noise_by_sample
 from samestep.training import checkpoint, launch
 
@@ -657,3 +657,26 @@ def test_adapters_are_not_resumed_on_another_base(tmp_path):
     run.saver.save(1, 0, "")
     with pytest.raises(UsageError, match="fingerprint of the frozen weights"):
         AdapterRun(tmp_path, model_seed=1).load()
+
+
+@pytest.mark.parametrize(("architecture", "objective"), [("llama", "sft"), ("llama", "dpo"), ("gemma2", "sft")])
+def test_few_logits_exist_at_once(architecture, objective, monkeypatch):
+    """At most `CPU_LOGITS`, or `CPU_ROWS` rows of them, with the same loss and gradient."""
+    batch, log_softmax, sizes = collate(make_samples()), F.log_softmax, []
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        model = CausalLmSums(make_model(architecture).double(), objective, beta=0.1, terms=("one",))
+        sums, _ = model(**batch, reference=torch.zeros(len(LENGTHS)))
+        sums.sum().backward()
+        return sums, model.causal_lm.get_input_embeddings().weight.grad
+
+    whole = compute()
+    monkeypatch.setattr(losses, "CPU_LOGITS", 100)
+    monkeypatch.setattr(losses, "CPU_ROWS", 5)
+    monkeypatch.setattr(
+        F, "log_softmax", lambda x, *more, **options: sizes.append(x.shape) or log_softmax(x, *more, **options)
+    )
+    for ours, true in zip(compute(), whole, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-12)
+    assert len(sizes) > 4
+    assert {rows <= 5 and classes == 61 for rows, classes in sizes} == {True}

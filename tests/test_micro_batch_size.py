@@ -10,7 +10,7 @@ from compare import check, same_weights, untimed_metrics
 from faults import limit_memory
 
 from samestep.errors import RunError
-from samestep.training import capacity, launch, micro_batch_size
+from samestep.training import capacity, kernels, launch, micro_batch_size
 
 
 @pytest.fixture
@@ -79,6 +79,17 @@ def test_with_a_cap_on_tokens(train, scripts, monkeypatch, tries):
     with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: 8):
         assert largest_micro_batch(train("run", flags)) <= 8
     assert tries == [5]
+
+
+def test_no_more_than_the_fastest_size_is_rehearsed(train, monkeypatch, tries):
+    """On a CPU, where a rehearsal of all samples at once would be the largest memory of the run; nor a larger size than needed
+    for speed."""
+    monkeypatch.setattr(kernels, "_measure_fastest", lambda *arguments: next(iter(arguments[-1])))
+    seconds = {20: 1.0, 10: 0.99, 5: 1.01, 2: 1.2, 1: 1.5}
+    monkeypatch.setattr(kernels, "measure", lambda _, computations: {size: seconds[size] for size in computations})
+    output_dir = train("run", "--global_batch_size 20 --record_samples --speed auto", program="pretrain_gpt2")
+    assert tries == [5]
+    assert largest_micro_batch(output_dir) == 5
 
 
 def test_not_even_one_sample_fits(train, scripts, monkeypatch):

@@ -8,11 +8,13 @@ steps that hardly any is taken twice: a few whose sizes come again and again are
 
 import runpy
 import sys
+from collections.abc import Callable
 
 import torch
 from clock import Clock
+from ours import count_real
 
-from samestep.data.steps import Steps
+from samestep.data.steps import StepData, Steps
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import losses
 from samestep.training import launch
@@ -20,16 +22,27 @@ from samestep.training import launch
 NUM_STEPS, NUM_STEPS_OF_IMAGES, LEARNING_RATE = 500, 20, 1e-6
 
 
-def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
-    """Let the run of a recipe in this process take bare steps, `num_steps` of them or endlessly."""
-    prepare, objects = launch.prepare, {}
+def strip(
+    clock: Clock,
+    recipe: Recipe,
+    num_steps: int | None = None,
+    count: Callable[[StepData, str], int] = count_real,
+) -> None:
+    """Let the run of a recipe in this process take bare steps, `num_steps` of them or endlessly.
+
+    Args:
+        count: see `ours.stamp`.
+    """
+    prepare, prepare_steps, objects = launch.prepare, Steps.stream, {}
 
     def keep(accelerator, model, optimizer, *more):
         prepared = prepare(accelerator, model, optimizer, *more)
         objects.update(accelerator=accelerator, prepared=prepared)
         return prepared
 
-    def stream(steps: Steps, first: int, *_):
+    def stream(steps: Steps, first: int, *more):
+        if not objects:  # a reference model is computed first
+            return prepare_steps(steps, first, *more)
         accelerator, (prepared, optimizer) = objects["accelerator"], objects["prepared"]
         model, optimizer = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), optimizer.optimizer
         bf16 = torch.autocast("cpu", torch.bfloat16, enabled=accelerator.mixed_precision == "bf16")
@@ -48,7 +61,7 @@ def strip(clock: Clock, recipe: Recipe, num_steps: int | None = None) -> None:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            clock.collated(step.num_samples if is_image else step.num_tokens)
+            clock.collated(count(step, recipe.unit))
             clock.step(loss.item())
             number += 1
         return iter(())

@@ -2,20 +2,31 @@
 
 import runpy
 import sys
+from collections.abc import Callable
 
 import torch
 from clock import Clock
 
+from samestep.data.steps import StepData
 from samestep.training import report
 
 
-def stamp(clock: Clock) -> None:
-    """Let every run of this process tell the clock of its steps."""
+def count_real(data: StepData, unit: str) -> int:
+    """Count the tokens without padding, or the images, of a step."""
+    return data.num_samples if unit == "image" else data.num_tokens
+
+
+def stamp(clock: Clock, count: Callable[[StepData, str], int] = count_real) -> None:
+    """Let every run of this process tell the clock of its steps.
+
+    Args:
+        count: counts the units of a step; takes it, and the unit of its recipe.
+    """
     log_step = report.RunLog.step
 
     def step(log, data, sums, counts, *more):
         log_step(log, data, sums, counts, *more)
-        clock.collated(data.num_samples if log.recipe.unit == "image" else data.num_tokens)
+        clock.collated(count(data, log.recipe.unit))
         clock.step(log.compute_losses(torch.stack(list(sums)).sum(0), counts)["loss"])
 
     report.RunLog.step = step

@@ -19,7 +19,7 @@ from transformers import (
 
 from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import attention_kernel, can_set_attention, supports_sdpa
-from samestep.cut.layout import LOGITS_AT_ONCE, round_up
+from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
 from samestep.models import adapters, cpu_matmul, packing, sequences
 from samestep.models.pretrained import causal_attention, initial_model
@@ -294,7 +294,7 @@ class CausalLmSums(SummedLosses):
                 F.pad(labels, (0, num_spare), value=losses.IGNORED),
             )
             scales = None if scales is None else F.pad(scales, (0, num_spare))
-            return losses.linear_cross_entropy(hidden, weight, labels, scales=scales)
+            return losses.linear_cross_entropy(hidden, weight, labels, losses.choose_max_logits(weight), scales)
         parts = [
             (-log_p if scales is None else -log_p * scales[chunk], is_largest)
             for chunk, log_p, is_largest in self._log_probabilities(hidden, labels)
@@ -313,7 +313,10 @@ class CausalLmSums(SummedLosses):
     ) -> torch.Tensor:
         if self._has_plain_head:
             weight = self.causal_lm.get_output_embeddings().weight
-            return preferences.sequence_logps(self._scale(hidden), weight, labels, label_sequence, num_sequences)
+            max_logits = losses.choose_max_logits(weight)
+            return preferences.sequence_logps(
+                self._scale(hidden), weight, labels, label_sequence, num_sequences, max_logits
+            )
         log_p = self.token_log_probabilities(hidden, labels)
         sums = torch.zeros(num_sequences, dtype=torch.float64, device=log_p.device)
         return sums.index_add(0, label_sequence, log_p.double()).to(log_p.dtype)
@@ -335,7 +338,8 @@ class CausalLmSums(SummedLosses):
         self, hidden: torch.Tensor, labels: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield of each chunk its place, the log-probability of each label, and whether its logit is the largest."""
-        size = max(1, LOGITS_AT_ONCE // self.causal_lm.get_output_embeddings().weight.shape[0])
+        weight = self.causal_lm.get_output_embeddings().weight
+        size = max(1, losses.choose_max_logits(weight) // len(weight))
         for first in range(0, max(1, len(labels)), size):
             chunk = slice(first, first + size)
             yield chunk, *checkpoint(self._head, hidden[chunk], labels[chunk], use_reentrant=False)

@@ -12,9 +12,27 @@ targets.
 import torch
 import torch.nn.functional as F
 
+from samestep._internals.torch_tracing import is_fake
 from samestep.cut.layout import LOGITS_AT_ONCE
 
 IGNORED = -100  # label of a place where nothing is to be predicted
+CPU_LOGITS, CPU_ROWS = 2**23, 256
+"""Logits that exist at once on a CPU, whose caches hold few; and rows of them at least, so that adding up the gradient of the
+weights, once for every chunk, takes little time beside the products."""
+
+
+def choose_max_logits(weight: torch.Tensor) -> int:
+    """Choose the largest number of logits at once, for `linear_cross_entropy` and the like.
+
+    Args:
+        weight: of the head, [classes, width].
+
+    >>> choose_max_logits(torch.empty(512, 2)), choose_max_logits(torch.empty(2**16, 2))
+    (8388608, 16777216)
+    """
+    if weight.device.type != "cpu" or is_fake(weight):
+        return LOGITS_AT_ONCE
+    return min(LOGITS_AT_ONCE, max(CPU_LOGITS, CPU_ROWS * len(weight)))
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
