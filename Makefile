@@ -8,15 +8,18 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chats bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-sharding bench-chats bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@echo "Measurements for those who change something:"
+	@grep -hE '^bench[a-z0-9-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 venv: .venv/installed ## build .venv from requirements.txt
 
 .venv/installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("ERROR: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "Building .venv: 2 GB of packages (several more where torch brings CUDA), some minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
@@ -105,6 +108,9 @@ bench-memory: venv ## compare planned with traced memory, every model of the cat
 
 bench-language: venv ## plan published trainings of language models; writes benchmarks/results/language_models.*
 	$(BIN)/python benchmarks/language_models.py
+
+bench-sharding: venv ## gradients and memory of sharded weights on two and three processes; writes benchmarks/results/sharding.*
+	$(BIN)/python benchmarks/sharding.py
 
 bench-accumulation: venv ## memory and time of accumulation in the optimizer; writes benchmarks/results/accumulation.*
 	$(BIN)/python benchmarks/accumulation.py

@@ -45,7 +45,7 @@ from samestep.planner.workload import Workload, format_flags, from_model, from_r
 from samestep.recipe import pretrained_shape, run_settings, scaling
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
-from samestep.recipe.reading import format_name, read_yaml
+from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES, Hyperparameters
 from samestep.recipe.settings import (
@@ -259,7 +259,7 @@ class ShowDataSettings:
 
 
 EXAMPLES = {
-    "list": "list",
+    "list": "list\nlist bert wikipedia",
     "plan": """plan bert_large_2080ti --on 1x2080ti
 plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
 plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5 --sort time
@@ -290,7 +290,8 @@ SUMMARIES = {
 USAGES = {"plan": "[--on HARDWARE]", "scale": "--on DEVICE", "show-data": "[--num_samples 3]"}
 USAGES |= {"launch": "--on ENGINE:HARDWARE"}
 DESCRIPTIONS = {
-    "list": "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains.",
+    "list": """Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains.
+With words, those that have all of them in this line.""",
     "plan": """Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is cut, memory,
 seconds per step, learning rate, the command to paste. Needs no GPU and no torch.""",
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
@@ -329,11 +330,19 @@ def _make_overview() -> Parser:
 
 
 def list_recipes(argv: list[str]) -> None:
-    parser = Parser(f"{program_name()} list", description=DESCRIPTIONS["list"], epilog=_epilog("list"))
-    parser.parse(argv)
+    parser = Parser(f"{program_name()} list", "[WORD ...]", description=DESCRIPTIONS["list"], epilog=_epilog("list"))
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    parser.parse(argv[len(words) :])
+    lines = []
     for name in recipes.catalog_names():
         recipe = recipes.load(name)
-        print(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
+        lines.append(f"{name:26} B {recipe.global_batch_size:<6} {recipe.description}")
+    lines = [line for line in lines if all(word.lower() in line.lower() for word in words)]
+    if not lines:
+        raise UsageError(
+            f"no recipe has {format_value(' '.join(words))} in its line: {parser.prog} without words shows all"
+        )
+    print(*lines, sep="\n")
 
 
 def plan(name: str, argv: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Scaling with the batch: the published numbers, the identities behind them, and what is refused."""
 
 import math
+import re
 from dataclasses import astuple, replace
 
 import pytest
@@ -80,8 +81,19 @@ def test_sqrt_stops_just_below_kappa_times_one_minus_beta_of_one():
     with pytest.raises(UsageError) as error:
         scale("sqrt", ADAM, 256, 2560)
     (problem,) = error.value.problems
-    for part in ("global_batch_size 2560", "adam_beta1 0.9", "tuned at 256", "2559 or less", "another scaling rule"):
+    for part in ("global_batch_size 2560", "adam_beta1 0.9", "tuned at 256", "2559 or less", "0.1, times 10,"):
         assert part in problem
+
+
+@pytest.mark.parametrize(("rule", "reach"), [("sqrt", 2559), ("conservative", 4096)])
+def test_a_batch_beyond_a_rule_names_rules_that_reach_it(rule, reach):
+    with pytest.raises(UsageError) as error:
+        scale(rule, ADAM, 256, reach + 1)
+    (problem,) = error.value.problems
+    others = re.findall(r"\w+", problem.split("--lr_scaling_rule ")[1].replace(" or ", " "))
+    assert others
+    for other in others:
+        scale(other, ADAM, 256, reach + 1)
 
 
 def test_sqrt_names_both_moments_each_with_its_own_largest_batch():

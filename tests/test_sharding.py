@@ -6,11 +6,8 @@ import statistics
 import pytest
 import torch
 from common import ROOT, launch_environment
-from run_sharded import NUM_SAMPLES
-from small_models import small
+from run_sharded import plan_more
 
-from samestep.cut.layout import solve_layout
-from samestep.planner.memory import model_from_recipe, planned_memory
 from samestep.recipe import run_settings
 
 SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
@@ -127,21 +124,7 @@ def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_float32(sharded):
 @pytest.mark.timeout(300)
 def test_a_process_needs_the_memory_that_is_planned(sharded):
     for name, case in name_cases(len(sharded)).items():
-        layout = solve_layout(
-            num_processes=len(sharded), global_batch_size=NUM_SAMPLES, gradient_accumulation_steps=case["k"]
-        )
-        recipe = small(case["kind"], case["shape"]["num_layers"], vocab_size=case["shape"]["vocab_size"])
-        planned = planned_memory(
-            model_from_recipe(recipe),
-            layout,
-            mixed_precision=case["precision"],
-            gradient_checkpointing=case["recomputed"],
-            sharded=True,
-            fsdp_gather=case["gather"],
-        )
+        more = plan_more(len(sharded), **case)
         measured = max(result[name]["peak"] for result in sharded)
-        # Parameters, gradients and moments are there before the micro-batch
-        more = planned.autocast_cache + planned.gathered + planned.activations + planned.head
         print(f"{name}, {len(sharded)} processes: planned {more / 1e6:.2f} MB, measured {measured / 1e6:.2f}")
         assert more == pytest.approx(measured, rel=0.07)
-        assert (planned.autocast_cache > 0) == name.endswith("bf16 fp32")

@@ -71,6 +71,7 @@ CONSERVATIVE_RANGES = {
 
 def kappa(tuned_batch_size: int, global_batch_size: int) -> Fraction:
     """Compute the ratio of the batch in use to the batch of the tuning, exactly.
+
     Args:
         tuned_batch_size: samples per step at which the numbers were tuned.
         global_batch_size: samples per step now.
@@ -137,8 +138,8 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     largest = {name: max(tuned_batch_size, math.ceil(tuned_batch_size / rate) - 1) for name, rate in rates.items()}
     if problems := [
         f"global_batch_size {global_batch_size} is too large for sqrt scaling of {name} {getattr(tuned, name)} "
-        f"tuned at {tuned_batch_size}: kappa * (1 - {name}) must stay below 1. "
-        f"Use a batch of {size} or less, or another scaling rule."
+        f"tuned at {tuned_batch_size}: 1 - {name} = {float(rates[name]):g}, times {float(ratio):g}, by which the batch "
+        f"is larger, must stay below 1. Use a batch of {size} or less, or --lr_scaling_rule none, linear or beta2_half_life."
         for name, size in largest.items()
         if global_batch_size > size
     ]:
@@ -186,7 +187,8 @@ def conservative(tuned: Hyperparameters, tuned_batch_size: int, global_batch_siz
         raise UsageError(
             f"global_batch_size {global_batch_size} is {float(ratio):g} times the tuned {tuned_batch_size}, "
             f"but conservative scaling knows 1 to {max(CONSERVATIVE_RANGES)} times. "
-            f"Use a batch from {tuned_batch_size} to {max(CONSERVATIVE_RANGES) * tuned_batch_size}, or another rule."
+            f"Use a batch from {tuned_batch_size} to {max(CONSERVATIVE_RANGES) * tuned_batch_size}, or "
+            "--lr_scaling_rule none or linear."
         )
     if ratio == 1:
         return tuned

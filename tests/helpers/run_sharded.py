@@ -13,9 +13,11 @@ from common import fresh_accelerator, launch_environment
 from small_models import peak, small
 from torch.distributed.tensor import DTensor
 
+from samestep.cut.layout import solve_layout
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.errors import exit_code
 from samestep.models import bert_pretraining, gpt2_pretraining
+from samestep.planner.memory import model_from_recipe, planned_memory
 from samestep.step import accumulate, losses
 from samestep.training import launch
 
@@ -111,6 +113,23 @@ def measure(
     if gather != "whole":
         largest = min(peak(lambda: run(micro_batches[0]), folder) for _ in range(2))
     return {"gradient": gradients, "norm": norm, "peak": largest, "sent": dict(numbers)}
+
+
+def plan_more(
+    num_processes: int, *, kind: str, precision: str, gather: str, k: int, shape: dict, recomputed: bool = False
+) -> int:
+    """Plan what `measure` calls peak: the bytes of a micro-batch, over parameters, gradients and moments."""
+    layout = solve_layout(num_processes=num_processes, global_batch_size=NUM_SAMPLES, gradient_accumulation_steps=k)
+    planned = planned_memory(
+        model_from_recipe(small(kind, shape["num_layers"], vocab_size=shape["vocab_size"])),
+        layout,
+        mixed_precision=precision,
+        gradient_checkpointing=recomputed,
+        sharded=True,
+        fsdp_gather=gather,
+    )
+    assert (planned.autocast_cache > 0) == (precision == "bf16" and gather == "fp32")
+    return planned.autocast_cache + planned.gathered + planned.activations + planned.head
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

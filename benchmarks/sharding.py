@@ -1,0 +1,144 @@
+"""Sharded weights (FSDP2) beside whole ones, on two and three CPU processes: the gradient, and the memory beside its plan.
+
+    make bench-sharding
+
+- gradient: of one step of 12 samples of 128 tokens, in micro-batches, as the scripts take it; its distance from the gradient of
+  whole weights in float32, relative to it. Biases of keys are left out: attention does not depend on them, so that their
+  gradients are rounding. Under bf16 the measure is how far whole weights are from float32 there, the mean of one and of three
+  micro-batches.
+- memory: the most that a micro-batch's forward and backward allocate over what is there before them (parameters, gradients and
+  moments), from torch's profiler, without gloo's own copies; the process that needs most, beside samestep/planner/memory.py.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+import torch
+
+sys.path.insert(0, str(harness.ROOT / "tests" / "helpers"))
+
+from common import launch_environment
+from forked import Server
+from run_sharded import plan_more
+
+PROMISED = 0.07  # largest error of the plan
+TIMEOUT = 3000  # seconds of all cases on one number of processes
+SHAPES = {
+    "gpt2": ({"num_layers": 5, "vocab_size": 1000}, {"num_layers": 16, "vocab_size": 4000}),
+    "bert": ({"num_layers": 5, "vocab_size": 4000}, {"num_layers": 16, "vocab_size": 8000}),
+}
+WAYS = [("no", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
+"""Precision, type in which weights are gathered."""
+
+
+def make_cases(num_processes: int) -> dict[str, dict]:
+    """Map names to the arguments of `run_sharded.measure`; of one process: whole weights."""
+    cases = {}
+    for kind, shapes in SHAPES.items():
+        for shape in shapes:
+            start = f"{kind} {shape['num_layers']}"
+            if num_processes == 1:
+                for precision, k in (("no", 1), ("bf16", 1), ("bf16", 3)):
+                    case = {"kind": kind, "precision": precision, "gather": "whole", "k": k, "shape": shape}
+                    cases[f"{start} {precision} {k}"] = case
+                continue
+            for precision, gather in WAYS:
+                for recomputed in (False, True):
+                    case = {"kind": kind, "precision": precision, "gather": gather, "k": 2, "shape": shape}
+                    cases[f"{start} {precision} {gather} {recomputed}"] = case | {"recomputed": recomputed}
+    return cases
+
+
+def flatten(result: dict) -> torch.Tensor:
+    """Join a gradient's tensors, but for keys' biases."""
+    gradients = result["gradient"]
+    return torch.cat(
+        [gradients[name].double().flatten() for name in sorted(gradients) if not name.endswith("key.bias")]
+    )
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def compare(whole: dict[str, dict], sharded: list[dict[str, dict]]) -> list[dict]:
+    """Make a row of each case: distances of the gradient, bytes planned and measured."""
+    rows = []
+    for name, case in make_cases(len(sharded)).items():
+        start = f"{case['kind']} {case['shape']['num_layers']}"
+        exact = flatten(whole[f"{start} no 1"])
+        usual = [distance(flatten(whole[f"{start} bf16 {k}"]), exact) for k in (1, 3)]
+        planned = plan_more(len(sharded), **case)
+        measured = max(results[name]["peak"] for results in sharded)
+        rows.append(
+            {
+                **{key: value for key, value in case.items() if key not in ("shape", "k")},
+                **case["shape"],
+                "num_processes": len(sharded),
+                "distance": distance(flatten(sharded[0][name]), exact),
+                "distance_of_whole": statistics.mean(usual) if case["precision"] == "bf16" else None,
+                "planned": planned,
+                "measured": measured,
+                "error": planned / measured - 1,
+            }
+        )
+    return rows
+
+
+def markdown(results: dict) -> str:
+    rows, lines = results["rows"], []
+    for row in rows:
+        cells = [
+            f"{row['kind']}, {row['num_layers']} layers",
+            row["num_processes"],
+            row["precision"].replace("no", "fp32"),
+        ]
+        cells += [row["gather"], "yes" if row["recomputed"] else "no", f"{row['distance']:.1e}"]
+        cells += [f"{row['distance_of_whole']:.1e}" if row["distance_of_whole"] else "-"]
+        cells += [f"{row['planned'] / 1e6:.2f}", f"{row['measured'] / 1e6:.2f}", f"{row['error']:+.1%}"]
+        lines.append(cells)
+    whole = [row for row in rows if row["distance_of_whole"] is None]
+    half = [row["distance"] / row["distance_of_whole"] for row in rows if row["distance_of_whole"]]
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    return harness.page(
+        "Sharded beside whole weights",
+        "sharding.py",
+        results["about"],
+        f"**In float32 the gradient is that of whole weights to {max(row['distance'] for row in whole):.0e}. Under bf16 it is "
+        f"{min(half):.2f} to {max(half):.2f} times as far from float32's as whole weights under bf16 are. The plan of a "
+        f"process's memory errs by {statistics.median(abs(row['error']) for row in rows):.1%} in the median, "
+        f"{abs(worst['error']):.1%} at the worst.**\n\n"
+        "Gradient: distance from that of whole weights in float32; whole: the distance of whole weights under bf16. MB are 1e6 "
+        "bytes, of what a micro-batch needs over parameters, gradients and moments.\n\n"
+        + harness.table(
+            "model | processes | precision | gathered | recomputed | gradient | whole | planned MB | measured MB | error",
+            lines,
+        ),
+    )
+
+
+def main() -> None:
+    arguments = harness.flags("sharding", __doc__).parse_args()
+    environment = launch_environment(harness.ROOT / "accelerate_configs" / "2xcpu.yaml")
+    measured = {}
+    with tempfile.TemporaryDirectory() as name, Server("run_sharded", libraries=(), is_cpu=False) as server:
+        for num_processes in (1, 2, 3):
+            folder = Path(name) / str(num_processes)
+            folder.mkdir()
+            words = [str(folder), json.dumps(make_cases(num_processes))]
+            server.run(words, num_processes, timeout=TIMEOUT, environment=environment)
+            measured[num_processes] = [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
+    rows = [row for n in (2, 3) for row in compare(measured[1][0], measured[n])]
+    about = harness.about("make bench-sharding", ("torch", "accelerate", "transformers"), threads=1)
+    results = {"about": about, "rows": rows}
+    harness.write(arguments.output, results, markdown(results))
+    if (worst := max(abs(row["error"]) for row in rows)) > PROMISED:
+        raise SystemExit(f"the plan is off by {worst:.1%}, more than {PROMISED:.0%}")
+
+
+if __name__ == "__main__":
+    main()
