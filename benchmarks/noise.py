@@ -59,7 +59,7 @@ def draw(samples: range, places: int = PLACES, *, seed: int = 0, epoch: int = 0,
     source.set_samples([(epoch, sample) for sample in samples])
     keys = source.row_keys(torch.Size([len(samples), places]), torch.device("cpu")).view(torch.int32).view(-1, 2)
     columns = noise.Dropout(0.5, source, module)._column_keys(torch.empty(1, FEATURES))
-    draws = noise._hash(keys[:, :1], keys[:, 1:], columns).view(torch.int16)
+    draws = noise._hash(keys[:, :1], keys[:, 1:], columns, noise._shift_on_cpu).view(torch.int16)
     return draws.view(len(samples), places, FEATURES).int() + 2**15
 
 

@@ -2,12 +2,17 @@
 
     make bench-reproducible        # about an hour on 2 cores; nothing else should run while costs are measured
     python benchmarks/reproducible.py --only cost
+    python benchmarks/reproducible.py --only grid    # minutes; timings of others do not matter
 
 - Sweep: tiny models of every program with dropout 0.1, or exact batch normalisation, take 30 steps by --reproducible on 1, 2,
   3, 4 and 5 processes, and once per seed in three sessions that end at random steps and go on on random numbers of processes.
   SHA-256 of all parameters, of all moments and of all metrics (but the times) must be those of the run on one process.
 - Moved: digests of each step (--digest_steps) of a run that moves from 1 to 3 and then to 2 processes, beside those of a run
   on one process; and of the same two runs without --reproducible. Makes docs/reproducible.png.
+- Grid: tiny models with dropout 0.1 take 10 steps of AdamW without --reproducible, cut in every way: micro-batches of 1 to B
+  samples or of so many tokens, on 1 to 4 processes. Losses, gradients and parameters must be those of whole batches on one
+  process, to 1e-12 in float64 and 1e-5 in float32. Key biases are left out of the parameters' rule: attention does not depend
+  on them, so that their gradient is rounding alone, which AdamW divides by its own size. They stand in a column of their own.
 - Cost: seconds per step by --reproducible over seconds per step of the same micro-batches without, one process and one thread,
   whole programs in turns; medians of the steps after the first two. Seconds of a digest of the parameters of GPT-2 124M.
 """
@@ -28,10 +33,11 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import harness
 import torch
-from common import TINIES, all_metrics, launch_environment, tiny_argv, write_corpus
+from common import TINIES, all_metrics, launch_environment, metrics, tiny_argv, write_corpus
 from compare import hash_run
 from forked import Server
 
+from samestep.training.checkpoint import checkpoints, read
 from samestep.training.digest import digest_tensor
 
 PICTURE = ROOT / "docs" / "reproducible.png"
@@ -48,6 +54,11 @@ WORKLOADS = {
     "train_captcha": "",
     "train_image_classifier": BATCH_NORM,
 }
+GRID_BATCH, GRID_PROCESSES, GRID_STEPS = 6, 4, 10
+GRID_TOKENS = (100,)
+"""Largest numbers of tokens of a micro-batch, of samples of up to 48."""
+GRID = {name: flags for name, flags in WORKLOADS.items() if "dropout" in flags or "pdrop" in flags}
+BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 MOVES = ((1, 10), (3, 20), (2, NUM_STEPS))
 """Processes of each session of the run that moves, and its last step."""
 FLAGS = f"--reproducible 4 --global_batch_size 24 --max_train_steps {NUM_STEPS} --eval_steps 10"
@@ -87,10 +98,15 @@ def train(
         [program, *tiny_argv(program, corpus, folder / program, f"{WORKLOADS[program]} {flags}")]
         for program in programs
     ]
+    start(server, folder, num_processes, precision, calls)
+
+
+def start(server: Server, folder: Path, num_processes: int, precision: str, calls: list[list[str]]) -> None:
+    """Train one after the other on N processes, in which imports are not waited for; FOLDER has what they print."""
     words = ["--num_processes", str(num_processes), "--mixed_precision", precision]
     environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml", *words)
     folder.mkdir(parents=True, exist_ok=True)
-    server.run([str(folder), json.dumps(calls)], num_processes, timeout=900, environment=environment)
+    server.run([str(folder), json.dumps(calls)], num_processes, timeout=3600, environment=environment)
 
 
 def sweep(work: Path, num_seeds: int, precisions: Iterable[str]) -> list[dict[str, Any]]:
@@ -173,6 +189,126 @@ def draw(digests: dict[str, list[str]], path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Grid
+
+
+def list_cuts(batch: int, max_processes: int, tokens: Iterable[int]) -> list[tuple[int, str]]:
+    """List the ways to cut a step: processes, and flags. The first is the whole batch.
+
+    >>> list_cuts(3, 2, [50])  # doctest: +NORMALIZE_WHITESPACE
+    [(1, '--per_device_train_batch_size 3'), (1, '--per_device_train_batch_size 2'), (1, '--per_device_train_batch_size 1'),
+     (1, '--per_device_train_batch_size 3 --per_device_train_tokens 50'),
+     (2, '--per_device_train_batch_size 2'), (2, '--per_device_train_batch_size 1'),
+     (2, '--per_device_train_batch_size 2 --per_device_train_tokens 50')]
+    """
+    cuts = []
+    for num_processes in range(1, max_processes + 1):
+        share = -(-batch // num_processes)
+        sizes = [f"--per_device_train_batch_size {size}" for size in range(share, 0, -1)]
+        sizes += [f"{sizes[0]} --per_device_train_tokens {cap}" for cap in tokens]
+        cuts += [(num_processes, size) for size in sizes]
+    return cuts
+
+
+def read_end(folder: Path) -> dict[str, Any]:
+    """Read a run's losses and gradient norms, the average of its gradients (AdamW's first moment), and its parameters."""
+    lines, checkpoint = metrics(folder), checkpoints(folder)[-1]
+    assert len(lines) == GRID_STEPS
+    moments, mean = read(checkpoint, "optimizer"), "/exp_avg"
+    return {
+        "loss": torch.tensor([line["loss"] for line in lines], dtype=torch.float64),
+        "norm": torch.tensor([line["grad_norm"] for line in lines], dtype=torch.float64),
+        "gradient": {name.removesuffix(mean): moments[name] for name in moments if name.endswith(mean)},
+        "parameters": read(checkpoint, "model"),
+    }
+
+
+def split_key_biases(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join parameters, but biases of attention's keys; and those."""
+    others, keys = [], []
+    for name in sorted(tensors):
+        value = tensors[name].double()
+        if name.endswith("c_attn.bias"):  # of queries, keys and values
+            query, key, value_bias = value.chunk(3)
+            keys.append(key)
+            others += [query, value_bias]
+        else:
+            (keys if name.endswith("key.bias") else others).append(value.flatten())
+    return torch.cat(others), torch.cat(keys)
+
+
+def compare_ends(ours: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
+    """Compute relative differences: the largest of a step, or of norms over all numbers."""
+    errors = {name: (ours[name] / whole[name] - 1).abs().max().item() for name in ("loss", "norm")}
+    for name in ("gradient", "parameters"):
+        (others, keys), (true_others, true_keys) = split_key_biases(ours[name]), split_key_biases(whole[name])
+        size = torch.cat([true_others, true_keys]).norm()
+        errors[name] = ((others - true_others).norm() / size).item()
+        if name == "parameters":
+            errors["key biases"] = ((keys - true_keys).norm() / size).item()
+    return errors
+
+
+def measure_grid(work: Path) -> list[dict[str, Any]]:
+    """Train on whole batches and by every cut; a row for each program and type, with the largest difference of any cut."""
+    corpus, cuts = write_corpus(work), list_cuts(GRID_BATCH, GRID_PROCESSES, GRID_TOKENS)
+    cases = [(program, dtype) for program in GRID for dtype in BOUNDS]
+    common = f"--global_batch_size {GRID_BATCH} --max_train_steps {GRID_STEPS}"
+    largest: dict[tuple[str, str], dict[str, float]] = {case: {} for case in cases}
+    whole = {}
+    with Server("run_layouts", libraries=(), is_cpu=False) as server:
+        for num_processes, size in cuts:
+            folder, calls = work / "cut", []
+            for program, dtype in cases:
+                flags = f"{GRID[program]} {common} {size} --dtype {dtype}"
+                calls.append([program, *tiny_argv(program, corpus, folder / f"{program}-{dtype}", flags)])
+            start(server, folder, num_processes, "no", calls)
+            ends = {case: read_end(folder / "-".join(case)) for case in cases}
+            whole = whole or ends  # the first cut is the whole batch
+            for case, end in ends.items():
+                for name, error in compare_ends(end, whole[case]).items():
+                    largest[case][name] = max(error, largest[case].get(name, 0.0))
+            shutil.rmtree(folder)
+            print(f"{num_processes} processes, {size}: {largest}", file=sys.stderr, flush=True)
+    return [
+        {"program": program, "dtype": dtype, "cuts": len(cuts) - 1} | largest[program, dtype]
+        for program, dtype in cases
+    ]
+
+
+def find_breaks(rows: list[dict[str, Any]]) -> list[str]:
+    """Find what breaks the grid's rule."""
+    names = ("loss", "norm", "gradient", "parameters")
+    return [
+        f"{row['program']}, {row['dtype']}: {name}"
+        for row in rows
+        for name in names
+        if not row[name] < BOUNDS[row["dtype"]]
+    ]
+
+
+def describe_grid(results: dict[str, Any]) -> str:
+    """Make the table of the grid, which docs/exactness.md shows, too."""
+    rows, breaks = results["grid"]["rows"], find_breaks(results["grid"]["rows"])
+    lines = [
+        [row["program"], row["dtype"], row["cuts"]]
+        + [f"{row[name]:.1e}" for name in ("loss", "norm", "gradient", "parameters", "key biases")]
+        for row in rows
+    ]
+    verdict = "holds" if not breaks else f"**is broken** by {'; '.join(breaks)}"
+    body = (
+        "Largest relative difference of any cut from whole batches on one process, dropout 0.1: of losses and gradient\n"
+        f"norms of {GRID_STEPS} steps of AdamW, of the average of gradients (AdamW's first moment) and of parameters after "
+        f"them.\n{GRID_BATCH} samples per step, in micro-batches of 1 to {GRID_BATCH} samples, or of {GRID_TOKENS[0]} tokens, "
+        f"on 1 to {GRID_PROCESSES} processes.\nThe rule, below 1e-5 in float32 and below 1e-12 in float64, {verdict}.\n\n"
+        f"{harness.table('program | type | cuts | loss | norm | gradient | parameters | key biases', lines)}\n"
+        "Key biases: their part of the parameters' difference, which is not in the column before. Attention does not\n"
+        "depend on them; their gradient is rounding, which AdamW divides by its own size.\n"
+    )
+    return harness.part("reproducible.py", results["grid"]["about"], body)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Cost
 
 
@@ -244,6 +380,8 @@ def markdown(results: dict[str, Any]) -> str:
         body += (
             f"\nDigest of 124M float32 parameters: {harness.spread([1000 * value for value in digests], '.0f')} ms.\n"
         )
+    if results.get("grid"):
+        body += f"\n## Any cut, without --reproducible\n\n{describe_grid(results)}"
     return harness.page("Reproducible runs", "reproducible.py", results["about"], body)
 
 
@@ -254,7 +392,7 @@ def _find_parting(digests: list[str], others: list[str]) -> str:
 
 
 def main() -> None:
-    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "moved", "cost"), precisions=True)
+    parser = harness.flags("reproducible", __doc__, rounds=5, only=("sweep", "moved", "grid", "cost"), precisions=True)
     parser.add_argument("--seeds", type=harness.positive, default=NUM_SEEDS, help=f"of restarts [{NUM_SEEDS}]")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "reproducible", help="folder of the runs")
     args = parser.parse_args()
@@ -262,13 +400,19 @@ def main() -> None:
     args.work.mkdir(parents=True)
     file = args.output.with_suffix(".json")
     results = json.loads(file.read_text()) if file.exists() else {"sweep": [], "moved": {}, "cost": []}
-    results["about"] = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
+    about = harness.about("make bench-reproducible", ("torch", "accelerate", "transformers"), 1)
+    if args.only != ["grid"]:
+        results["about"] = about
     if "sweep" in args.only:
         rows = harness.read_other_rows(args.output, "sweep", "precision", args.precisions)
         results["sweep"] = rows + sweep(args.work, args.seeds, args.precisions)
     if "moved" in args.only:
         results["moved"] = move(args.work)
         draw(results["moved"], PICTURE)
+    if "grid" in args.only:
+        results["grid"] = {"about": about, "rows": measure_grid(args.work)}
+        if args.output == harness.RESULTS / "reproducible":
+            harness.write_part(ROOT / "docs" / "exactness.md", "grid", describe_grid(results))
     if "cost" in args.only:
         results["cost"] = [measure_cost(name, args.work, args.rounds) for name in COSTS]
         results["digest"] = measure_digest(args.rounds)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from common import ROOT, load_benchmark
 
 from samestep.recipe.recipe import load
@@ -18,6 +19,7 @@ FILES = {"bench": "run"}  # results -> program, where they have two names
 PARTS = {
     "audit": ("README.md", "audit", "overview"),
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
+    "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),
     "stability": ("README.md", "stability", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
@@ -57,6 +59,36 @@ def test_the_causes_in_the_guide_are_generated(programs):
 def test_their_examples(programs):
     assert doctest.testmod(harness).failed == 0
     assert doctest.testmod(programs["stability"]).failed == 0
+    assert doctest.testmod(programs["reproducible"]).failed == 0
+
+
+def test_every_cut_keeps_the_rule_of_the_grid(programs):
+    """As committed; and a difference in any column breaks it, but one of key biases, which is told apart by name."""
+    reproducible = programs["reproducible"]
+    rows = read_results("reproducible")["grid"]["rows"]
+    num_cuts = len(
+        reproducible.list_cuts(reproducible.GRID_BATCH, reproducible.GRID_PROCESSES, reproducible.GRID_TOKENS)
+    )
+    assert [row["cuts"] for row in rows] == [num_cuts - 1] * len(reproducible.GRID) * 2
+    assert reproducible.find_breaks(rows) == []
+    names = ["a.c_attn.bias", "b.self.key.bias", "b.self.value.bias"]
+    whole = {name: torch.ones(6) for name in names}
+    for place, kind in ((0, "parameters"), (2, "key biases"), (5, "parameters")):
+        changed = whole | {names[0]: whole[names[0]] + 0.5 * (torch.arange(6) == place)}
+        ours, theirs = (
+            {"loss": torch.ones(2), "norm": torch.ones(2), "gradient": whole, "parameters": each}
+            for each in (changed, whole)
+        )
+        errors = reproducible.compare_ends(ours, theirs)
+        assert {name for name, error in errors.items() if error} == {kind}
+        assert errors[kind] == pytest.approx(0.5 / 18**0.5)
+        row = {"program": "some", "dtype": "float64"} | errors
+        assert reproducible.find_breaks([row]) == (["some, float64: parameters"] if kind == "parameters" else [])
+    keys = whole | {names[1]: 3 * whole[names[1]]}
+    errors = reproducible.compare_ends(theirs | {"parameters": keys, "loss": torch.tensor([1.0, 0.9])}, theirs)
+    assert errors["parameters"] == 0
+    assert errors["key biases"] > 0
+    assert errors["loss"] == pytest.approx(0.1)
 
 
 def test_turns_rotate_and_warm_up_is_not_listed():

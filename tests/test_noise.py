@@ -69,9 +69,9 @@ def test_neighbours_are_independent():
         assert abs(correlation) < 4 / math.sqrt(x.numel()), name
 
 
-def one_round(first, second, columns):
+def one_round(first, second, columns, shift):
     x = ((first ^ columns) + second) * signed(ROUND_2, 32)
-    return x ^ ((x >> 16) & 0xFFFF)
+    return x ^ shift(x, 16)
 
 
 BAD = {
@@ -169,6 +169,32 @@ def test_the_kernel_of_gpus_drops_the_same_numbers(features):
         x, keys.view(torch.int32).view(-1, 2), dropout._column_keys(x), dropout.threshold, dropout.scale
     )
     assert torch.equal(at_once, dropout(x))
+
+
+@pytest.mark.parametrize("chunk", [64, 2**17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_backward_takes_the_bits_of_the_forward(monkeypatch, dtype, chunk):
+    """Of an odd number of features, in parts and at once; also infinite numbers and zeros of both signs."""
+    monkeypatch.setattr(noise_module, "CHUNK", chunk)
+    noise = Noise(0)
+    dropout = Dropout(0.3, noise, "x").train()
+    x = torch.randn(50, 7).to(dtype)
+    x[:4, 0] = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
+    x.requires_grad_()
+    kept = dropout(torch.ones(50, 7)) > 0
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = dropout(x)
+    assert [(tensor.dtype, tensor.numel()) for tensor in saved] == [(torch.uint8, 44)]  # 350 bits
+    monkeypatch.setattr(noise_module, "_hash", None)
+    (gradient,) = torch.autograd.grad(y, x, x.detach())
+    dropped = x.detach() * 0 if dtype != torch.bfloat16 else torch.zeros_like(x)  # 16 bits are dropped as bits
+    expected = torch.where(kept, x.detach() * dropout.scale, dropped * dropout.scale)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    for result in (y, gradient):
+        is_number = ~expected.isnan()
+        assert torch.equal(result.isnan(), ~is_number)
+        assert torch.equal(result.detach().view(bits)[is_number], expected.view(bits)[is_number])
 
 
 def test_rows_last_as_long_as_their_micro_batch_also_in_rehearsals():

@@ -67,7 +67,8 @@ class Transformer:
         num_queries: tokens of a sample for which the last layer is computed, that is, queries of its attention, in
             `samestep.models.attention`; None: all, in transformers' own forward.
         context_bytes: bytes that the last layer keeps of each other token, in float32 and under autocast.
-        keeps_masks: whether dropout keeps a mask, a byte per number, as torch's does; `samestep.step.noise` draws it again.
+        keeps_masks: whether dropout keeps a mask, a byte per number, as torch's does on a GPU; `samestep.step.noise` draws it
+            again there, and on a CPU keeps bits, which are left out.
     """
 
     vocab_size: int
@@ -116,7 +117,7 @@ class Transformer:
 
         Eager attention saves per head and pair of tokens its probabilities (4), under autocast their cast (2), and with dropout
         in float32 the probabilities after dropout (4), and a mask (1) if masks are kept. Left out everywhere: statistics of the
-        normalisations and of attention, below 1 %.
+        normalisations and of attention, below 1 %, and on a CPU dropout's bits (1/8), at most 2 %.
         """
         probabilities = 6 if autocast else 4 + 4 * self.attention_dropout
         probabilities += self.attention_dropout and self.keeps_masks

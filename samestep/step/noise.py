@@ -2,10 +2,10 @@
 
 Torch draws dropout from a generator, so that the noise of a sample depends on what was drawn before: on the micro-batch, the
 padding, the process. Here an integer hash of (seed, epoch, sample id, module, place in the sample, feature) says whether a
-number is kept. So the noise is the same for every cut of a step, after a restart, and when activations are recomputed. Nothing
-is kept for the backward: it hashes again.
+number is kept. So the noise is the same for every cut of a step, after a restart, and when activations are recomputed. For the
+backward a CPU keeps a bit per number; a GPU, whose kernel hashes for less than it reads, keeps nothing and hashes again.
 
-The hash works in three levels, so that a number costs eleven operations on half a 32-bit integer:
+The hash works in three levels, so that a number costs eight operations on half a 32-bit integer:
 
 - 64 bits of (seed, epoch, sample id), on the host, by splitmix64 (Steele, Lea, Flood 2014).
 - 64 bits of a row, a sample's place, by the same function: the key of all features of a token, or of a query's probabilities.
@@ -24,12 +24,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from samestep._internals.torch_tracing import is_fake
 from samestep.errors import UsageError
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 ROUND_1, ROUND_2 = 0x7FEB352D, 0x846CA68B
 CHUNK = 2**17
 """Hashes at once on a CPU, 512 KiB: they stay in its cache. A GPU's are computed by one kernel, and stored nowhere."""
+
+MINUS_ZERO = torch.tensor(-0.0)
+"""Its sum with any number has that number's bits."""
 
 
 def signed(value: int, bits: int) -> int:
@@ -55,7 +59,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
     """Shift right and fill with zeros: torch's shift fills with the sign."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+    return (x >> places) & ((1 << (8 * x.element_size() - places)) - 1)
 
 
 class Noise:
@@ -131,7 +135,7 @@ class Noise:
         keys = self._sample_keys(shape[0], device)
         for size in shape[1:] or (1,):
             keys = mix(keys[..., None] + torch.arange(size, device=device))
-        return keys.view(shape)
+        return self.rows.setdefault(tuple(shape), keys.view(shape))
 
     def _sample_keys(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Return a key per sample, [num_samples], also for samples that fill a micro-batch up and are none.
@@ -193,7 +197,7 @@ class Dropout(nn.Dropout):
             return self.drop(x[:, None], keys)[:, 0]
         if keys is None:
             keys = self.noise.row_keys(x.shape[:-1], x.device)
-        return _Drop.apply(x, keys.reshape(-1), self._column_keys(x), self.threshold, self.scale)
+        return _Drop.apply(x, keys.reshape(-1), self._column_keys(x), None, self.threshold, self.scale)
 
     def _column_keys(self, x: torch.Tensor) -> torch.Tensor:
         """Return a key for each pair of features of this module, int32 [ceil(features / 2)]."""
@@ -206,41 +210,66 @@ class Dropout(nn.Dropout):
 
 class _Drop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, keys, columns, threshold, scale):
-        ctx.save_for_backward(keys, columns)
+    def forward(ctx, x, keys, columns, bits, threshold, scale):
+        rows = x.reshape(-1, x.shape[-1])
+        if is_fake(x):  # traced for a GPU, as which one kernel counts
+            result = rows * scale
+        elif x.device.type == "cuda":
+            result = _compile_kernel()(rows, keys.view(torch.int32).view(-1, 2), columns, threshold, scale)
+        else:
+            result, bits = _keep(rows, keys, columns, bits, threshold, scale)
+            keys = columns = None
+        ctx.save_for_backward(keys, columns, bits)
         ctx.constants = threshold, scale
-        return _keep(x, keys, columns, threshold, scale)
+        return result.view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _Drop.apply(gradient, *ctx.saved_tensors, *ctx.constants), None, None, None, None
+        return _Drop.apply(gradient, *ctx.saved_tensors, *ctx.constants), *[None] * 5
 
 
-def _keep(x: torch.Tensor, keys: torch.Tensor, columns: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
-    """Compute `scale` x where it is kept, else 0.
+def _keep(
+    rows: torch.Tensor,
+    keys: torch.Tensor | None,
+    columns: torch.Tensor | None,
+    bits: torch.Tensor | None,
+    threshold: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `scale` x where a number x is kept, else 0, on a CPU.
 
     Args:
-        x: floating [..., features].
-        keys: int64 [rows].
-        columns: int32 [ceil(features / 2)].
+        rows: floating [r, features].
+        keys, columns: int64 [r], int32 [ceil(features / 2)]; None if there are bits.
+        bits: what a former call returned for the same numbers; None: they are drawn.
         threshold: draws below it, int16, keep a number.
+
+    Returns:
+        The numbers, [r, features], and a bit for each, 1 if it is kept: uint8 [ceil(r features / 8)].
     """
-    rows = x.reshape(-1, x.shape[-1])
-    halves = keys.view(torch.int32).view(-1, 2)
-    if x.device.type == "cuda":
-        return _compile_kernel()(rows, halves, columns, threshold, scale).view(x.shape)
+    features, is_drawn = rows.shape[1], bits is None
+    size = 8 * max(1, CHUNK // (4 * max(1, features)))  # rows at once; their bits fill bytes
+    halves = keys.view(torch.int32).view(-1, 2) if is_drawn else None
     result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    size = max(1, CHUNK // len(columns))
+    drawn = [np.empty(0, np.uint8)]
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        draws = _hash(halves[part, :1], halves[part, 1:], columns).view(torch.int16)  # [r, 2 c]
-        kept = draws[:, : x.shape[-1]].lt_(threshold)  # 1 or 0, int16: bool would take longer than the hash
-        if x.element_size() == 2:
-            torch.mul(rows[part].view(torch.int16), kept, out=result[part].view(torch.int16))  # of bits: x or 0
+        to, values = result[part], rows[part]
+        # numpy has bool, bits and shifts of unsigned integers; torch takes longer for them than for the hash
+        if is_drawn:
+            draws = _hash(halves[part, :1], halves[part, 1:], columns, _shift_on_cpu).view(torch.int16)  # [r, 2 c]
+            kept = np.less(draws.numpy()[:, :features], threshold)
+            drawn.append(np.packbits(kept))
         else:
-            result[part].copy_(kept).mul_(rows[part])
-        result[part].mul_(scale)
-    return result.view(x.shape)
+            kept = np.unpackbits(bits.numpy()[start * features // 8 :], count=to.numel())
+        kept = torch.from_numpy(kept.view(np.int8)).view(to.shape)  # 1 or 0
+        if rows.element_size() == 2:
+            words = to.view(torch.int16).copy_(kept)
+            words *= values.view(torch.int16)  # of bits: x or 0
+            to *= scale
+        else:
+            torch.addcmul(MINUS_ZERO, to.copy_(kept), values, value=scale, out=to)
+    return result, torch.from_numpy(np.concatenate(drawn)) if is_drawn else bits
 
 
 def _keep_at_once(
@@ -248,7 +277,7 @@ def _keep_at_once(
 ) -> torch.Tensor:
     """Compute what `_keep` does with operations that torch.compile makes one kernel of: each feature's pair is hashed anew."""
     feature = torch.arange(rows.shape[1], device=rows.device)
-    hashed = _hash(halves[:, :1], halves[:, 1:], columns[feature // 2])  # int32 [r, features]
+    hashed = _hash(halves[:, :1], halves[:, 1:], columns[feature // 2], _shift)  # int32 [r, features]
     # Of a pair the first draw is the lower half, as where int32 is viewed as int16; 2^15 makes both sides unsigned
     draws = ((hashed >> (16 * (feature % 2)).to(torch.int32)) + 2**15) & 0xFFFF
     return rows * (draws < threshold + 2**15) * scale
@@ -259,19 +288,22 @@ def _compile_kernel() -> Callable[..., torch.Tensor]:
     return torch.compile(_keep_at_once, dynamic=True)
 
 
-def _hash(first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _hash(
+    first: torch.Tensor, second: torch.Tensor, columns: torch.Tensor, shift: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
     """Hash rows and pairs of features: int32 [r, 1], [r, 1] and [c] -> [r, c], two draws of 16 bits each."""
     x = first ^ columns
     x *= signed(ROUND_1, 32)
-    y = x >> 15
-    y &= 0x1FFFF
-    x ^= y
+    x ^= shift(x, 15)
     x += second
     x *= signed(ROUND_2, 32)
-    torch.bitwise_right_shift(x, 16, out=y)
-    y &= 0xFFFF
-    x ^= y
+    x ^= shift(x, 16)
     return x
+
+
+def _shift_on_cpu(x: torch.Tensor, places: int) -> torch.Tensor:
+    """Compute `_shift` of int32 in one pass: numpy, unlike torch, shifts unsigned integers."""
+    return torch.from_numpy(np.right_shift(x.numpy().view(np.uint32), np.uint32(places)).view(np.int32))
 
 
 def noise_by_sample(model: nn.Module, seed: int) -> Noise:
