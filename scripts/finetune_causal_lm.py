@@ -6,7 +6,6 @@ The recipe decides the optimizer's steps; the launch file and --per_device_train
 """
 
 import gc
-import shutil
 import sys
 
 gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
@@ -22,15 +21,6 @@ from samestep.errors import exit_code
 from samestep.models.causal_lm import CausalLmSums
 from samestep.training import evaluation, generation, reference
 from samestep.training.run import Run
-
-USAGE = """\
-from transformers import pipeline
-chat = pipeline("text-generation", model="OUTPUT_DIR")
-chat([{"role": "user", "content": "a question"}], do_sample=False)"""
-REWARD_USAGE = """\
-from transformers import pipeline
-judge = pipeline("text-classification", model="OUTPUT_DIR", function_to_apply="none")
-judge("a conversation, rendered by the chat template")"""
 
 
 def main(argv: list[str]) -> int:
@@ -80,15 +70,12 @@ def main(argv: list[str]) -> int:
                     optimizer.zero_grad()
 
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
-    trained_model, best_step = run.finish(evaluate), None
+    trained_model, best, best_step = run.finish(evaluate), None, None
     if trained_model is not None:
         if settings.load_best_model_at_end and held_out is not None:
-            best_step = evaluation.find_best(run.log.evaluations, metric)[0]
-            shutil.copytree(run.output_dir / "best", run.output_dir, dirs_exist_ok=True)
-        else:
-            trained_model.model.save_pretrained(run.output_dir)
-            train.tokenizer.save_pretrained(run.output_dir)
-        run.publish(REWARD_USAGE if recipe.objective == "reward" else USAGE, best_step)
+            best, best_step = run.output_dir / "best", evaluation.find_best(run.log.evaluations, metric)[0]
+        usage, facts, problem = trained_model.save(run.output_dir, recipe, settings, train, held_out, best)
+        run.publish(usage, best_step, facts, problem)
     return run.close()
 
 

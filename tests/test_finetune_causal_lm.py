@@ -18,6 +18,7 @@ from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import CausalLmFineTuning, load
 from samestep.training import generation
+from samestep.training.checkpoint import read
 
 PROGRAM = "finetune_causal_lm"
 PAIRS = " --dataset_name builtin/drawn_pairs --train_on completions --objective "
@@ -86,6 +87,30 @@ def test_every_cut_in_space_is_the_same_step(reference, train_on):
     folder = train_on(2, runs)
     for name, dtype in cases:
         check(folder / PROGRAM / f"{name}-{dtype}", reference(name, dtype), dtype)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
+    """FSDP2 on two processes: DPO with its reference, adapters; from one process's checkpoint and to it."""
+    cut, name = flags(10, 3, "float64"), f"{PROGRAM}/lora"
+    lora = cut + WORKLOADS["lora"] + " --lora_dropout 0.1 --eval_steps 5"
+    whole = finetune("whole", lora)
+    finetune(name, f"{lora} --stop_after_step 4")
+    runs = {
+        f"{PROGRAM}/dpo": cut + WORKLOADS["dpo"],
+        name: f"{lora} --stop_after_step 7 --resume_from_checkpoint latest",
+    }
+    folder = train_on(2, runs, "fsdp2_2xcpu") / PROGRAM
+    check(folder / "dpo", reference("dpo", "float64"), "float64")
+    saved = folder / "lora" / "checkpoint-7"
+    assert (saved / "model-00002-of-00002.safetensors").exists()
+    tensors = read(saved, "model")
+    assert tensors
+    assert all("lora" in name for name in tensors)
+    check(finetune(name, f"{lora} --resume_from_checkpoint latest"), whole, "float64")
+    answers = [(path / generation.FILE).read_text() for path in (folder / "lora", whole)]
+    assert answers[0] == answers[1]
 
 
 def test_the_mean_of_means_fails_the_same_check(finetune, reference, monkeypatch):
@@ -201,9 +226,56 @@ def test_answers_are_those_of_single_prompts():
     assert stopped == together[0][: together[0].index(end)]
 
 
+def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, capsys):
+    """Into a base whose files are in bfloat16; in float32 it is written. The run is the same one, resumed at its end."""
+    start = finetune("start", f"{SMALL} --max_train_steps 1")
+    AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(start)
+    flags = f"{SMALL} {WEIGHTS}{start} --lora_rank 4 --lora_alpha 8 --learning_rate 1e-5"
+    with pytest.raises(
+        UsageError, match=r"merged weights in bfloat16 lose \d+.*more than max_merge_loss 0.01, .*set merge_dtype"
+    ):
+        finetune("run", f"{flags} --merge_adapter")
+    capsys.readouterr()
+    output_dir = finetune("run", f"{flags} --merge_adapter --merge_dtype float32 --resume_from_checkpoint latest")
+    printed, results = capsys.readouterr().out, json.loads((output_dir / "all_results.json").read_text())
+    assert f"merged weights in float32 lose {results['merge_loss']:.2%} of what the adapter does" in printed
+    assert results["merge_loss"] < 0.01
+    assert "| merge_loss |" in (output_dir / "README.md").read_text()
+    assert not list(output_dir.glob("adapter_*"))
+    assert AutoModelForCausalLM.from_pretrained(output_dir).dtype == torch.float32
+    bf16 = finetune("allowed", f"{flags} --merge_adapter --max_merge_loss 1")
+    assert AutoModelForCausalLM.from_pretrained(bf16).dtype == torch.bfloat16
+
+
+def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
+    peft = pytest.importorskip("peft")
+    flags = f"{SMALL}{WORKLOADS['lora']} --eval_steps 5 --load_best_model_at_end"
+    output_dir = finetune("run", flags)
+    base = AutoModelForCausalLM.from_pretrained(output_dir, subfolder="base")
+    assert 'subfolder="base"' in (output_dir / "README.md").read_text()
+    model, tokenizer = peft.PeftModel.from_pretrained(base, output_dir), AutoTokenizer.from_pretrained(output_dir)
+    recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
+    _, held_out = conversations.build(recipe)
+    for place, line in enumerate((output_dir / generation.FILE).read_text().splitlines()):
+        prompt = torch.from_numpy(held_out.find_question(place)[0]).long()[None]
+        tokens = model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+        assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == json.loads(line)["answer"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--merge_adapter", "merge_adapter is true, but lora_rank is null"),
+        ("--optimizer adamw_8bit --dtype float64", "dtype is float64, but optimizer is adamw_8bit"),
+        (
+            "--optimizer adamw_8bit --accumulation optimizer --second_moment none",
+            "accumulation is optimizer, but optimizer is adamw_8bit",
+        ),
+        ("--base_quantization nf4", "base_quantization is nf4, but lora_rank is null"),
+        (
+            "--base_quantization nf4 --lora_rank 8 --lora_alpha 8 --use_dora",
+            "use_dora is true, but base_quantization is nf4",
+        ),
         ("--num_train_samples none", "num_train_samples is None, but with builtin/drawn_chats it must be a number"),
         ("--objective dpo", "objective is dpo, but dataset_name is builtin/drawn_chats, which has no such samples"),
         (f"{PAIRS}dpo --loss_weighting sample", "loss_weighting is sample, but objective is dpo"),

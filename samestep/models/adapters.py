@@ -1,17 +1,23 @@
-"""Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft; all other weights are frozen."""
+"""Add adapters of low rank to a model (LoRA, Hu et al. 2021, 2106.09685), by peft, and save them; other weights are frozen."""
 
 import contextlib
 import warnings
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import safetensors.torch
+import torch
+from transformers import AutoConfig, PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, reason
+from samestep.models import quantization
 from samestep.recipe import extras
 from samestep.recipe.recipe import Recipe
 
 ALL_LINEAR = "all-linear"
+BASE = "base"
+"""Folder of a base that is nowhere else, beside its adapter."""
 
 
 def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
@@ -59,3 +65,37 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
             f"lora_targets {', '.join(targets)} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "
             f"layers of {type(model).__name__}"
         ) from None
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Give a model of `add_lora` the adapter that was saved in a folder."""
+    import peft
+
+    peft.set_peft_model_state_dict(model, safetensors.torch.load_file(str(folder / "adapter_model.safetensors")))
+
+
+def save_adapter(model: Any, tokenizer: Any, folder: Path, has_base: bool) -> None:
+    """Save an adapter. A base of random weights is nowhere else, so it is saved beside it, in `base/`.
+
+    Args:
+        model: of `add_lora`; without a base of its own, the adapter is taken off.
+        tokenizer: of transformers.
+        folder: gets the adapter and the tokenizer.
+        has_base: whether the base is a folder's, or the hub's.
+    """
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if not has_base:
+        config = model.peft_config[model.active_adapter]
+        config.base_model_name_or_path, config.inference_mode = str(folder / BASE), True
+        config.save_pretrained(folder)
+        quantization.dequantize_base(model)
+        model.unload().save_pretrained(folder / BASE)
+        tokenizer.save_pretrained(folder / BASE)
+
+
+def find_base_dtype(recipe: Recipe) -> torch.dtype:
+    """Find the type in which a recipe's base is saved, as its config says; float32 for random weights."""
+    if recipe.model_name_or_path is None:
+        return torch.float32
+    return AutoConfig.from_pretrained(recipe.model_name_or_path).dtype or torch.float32

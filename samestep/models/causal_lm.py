@@ -1,8 +1,11 @@
 """Fine-tune a causal language model of transformers on sequences without padding: losses summed over a micro-batch."""
 
 import contextlib
+import copy
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -21,12 +24,12 @@ from samestep._internals.torch_tracing import is_fake
 from samestep._internals.transformers_models import attention_kernel, can_set_attention, supports_sdpa
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
-from samestep.models import adapters, cpu_matmul, packing, sequences
+from samestep.models import adapters, cpu_matmul, packing, quantization, sequences
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.recipe.run_settings import CausalLmFineTuningSettings, LanguageModelSettings
 from samestep.step import losses, noise, preferences
 
 SHAPE = (
@@ -37,8 +40,22 @@ SHAPE = (
 OTHER_NAMES = {"intermediate_size": "n_inner"}
 """Field -> its name in configs that have no such field, and no alias of it."""
 
-MOST_LOST = 0.01
-"""Largest share of an adapter's effect on logits that a merge may lose."""
+MERGED_SEQUENCES, MERGED_TOKENS = 8, 128
+"""Sequences, and tokens of each, with which a merge is measured."""
+USAGE = """\
+from transformers import pipeline
+chat = pipeline("text-generation", model="OUTPUT_DIR")
+chat([{"role": "user", "content": "a question"}], do_sample=False)"""
+REWARD_USAGE = """\
+from transformers import pipeline
+judge = pipeline("text-classification", model="OUTPUT_DIR", function_to_apply="none")
+judge("a conversation, rendered by the chat template")"""
+ADAPTER_USAGE = """\
+from peft import PeftModel
+from transformers import CLASS, AutoTokenizer
+base = CLASS.from_pretrained(BASE)
+model = PeftModel.from_pretrained(base, "OUTPUT_DIR")
+tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
@@ -192,14 +209,18 @@ class CausalLmSums(SummedLosses):
         Args:
             recipe: with model_name_or_path, or architecture, vocab_size and the fields of `SHAPE`; objective, loss_weighting,
                 loss_weights, preference_beta, preference_margin; lora_rank (None: all weights are trained) and the fields of
-                `adapters.add_lora`.
+                `adapters.add_lora`; base_quantization, nf4 or None.
             source: with a tokenizer; None: the recipe decides.
         """
-        model = build_model(recipe, source)
+        model, notes = build_model(recipe, source), []
+        if recipe.base_quantization is not None and not is_fake(next(model.parameters())):
+            notes.append(quantization.quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
         objective, terms = recipe.objective, recipe.loss_weights
-        return cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
+        sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
+        sums.notes += notes
+        return sums
 
     @classmethod
     def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
@@ -400,40 +421,96 @@ class CausalLmSums(SummedLosses):
 
     @torch.no_grad()
     def merge_adapter(self, held_out: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> float:
-        """Merge the adapters into the weights, in place: W + s B A, computed in the dtype of W and then rounded to `dtype`.
+        """Merge the adapters into the weights, in place: W + s B A, computed in the dtype of W and rounded to `dtype`.
 
-        What a merge loses is measured by the logits of held-out sequences: |merged - adapted| / |adapted - base|. Small
-        adapters vanish where weights have few bits: merged into bfloat16 they may lose most of what they do.
+        What a merge loses is measured by the logits of held-out sequences: |merged - adapted| / |adapted - base|, all computed
+        in the dtype of W. Small adapters vanish where weights have few bits: rounded to bfloat16 they may lose most of what
+        they do. A base in 4 bits gets the weights back that it computes with, in float32, before adapters are merged into them.
 
         Args:
             held_out: token ids of some sequences, int64 [tokens] each.
-            dtype: of the merged weights.
+            dtype: in which the weights are to be saved.
 
         Returns:
-            The share that is lost.
-
-        Raises:
-            UsageError: it is more than `MOST_LOST`, or not finite; the model is merged nevertheless, and not to be used.
+            The share that is lost; not finite where the adapter does nothing.
         """
 
         def compute(model: PreTrainedModel) -> torch.Tensor:
-            logits = [model(input_ids=tokens[None], use_cache=False).logits.flatten() for tokens in held_out]
-            return torch.cat(logits).float()
+            logits = [model(input_ids=tokens[None], use_cache=False).logits.flatten().cpu() for tokens in held_out]
+            return torch.cat(logits)
 
         self.eval()
         with self.own_attention() as adapted:
             target = compute(adapted)
             with self.model.disable_adapter():
                 effect = (target - compute(adapted)).norm()
-        self.model = self.model.merge_and_unload().to(dtype)
+        quantization.dequantize_base(self.model)
+        own_dtype = target.dtype
+        self.model = self.model.merge_and_unload().to(dtype).to(own_dtype)
         with self.own_attention() as merged:
-            lost = ((compute(merged) - target).norm() / effect).item()
-        if not lost <= MOST_LOST:
-            raise UsageError(
-                f"merge_adapter is true, but merged weights in {str(dtype).removeprefix('torch.')} lose {lost:.1%} of what the "
-                f"adapter does, more than {MOST_LOST:.0%}: keep the adapter apart, or save float32 weights"
-            )
-        return lost
+            return ((compute(merged) - target).norm() / effect).item()
+
+    def save(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        settings: CausalLmFineTuningSettings,
+        train: Any,
+        held_out: Any = None,
+        best: Path | None = None,
+    ) -> tuple[str, dict[str, float], str | None]:
+        """Save what was trained, for `from_pretrained`, and the tokenizer: all weights, the adapter, or the adapter merged.
+
+        Args:
+            folder: gets the files.
+            recipe, settings: the run's.
+            train, held_out: sources of the samples; a merge is measured with some of the held-out ones, if there are any.
+            best: folder of the best model of `Run.save_best`, which is saved instead; None: this one.
+
+        Returns:
+            Lines of Python that load the model, OUTPUT_DIR standing for the folder; merge_loss, if a merge was measured; why it
+            was not written (the adapter is then), or None.
+        """
+        usage = REWARD_USAGE if recipe.objective == "reward" else USAGE
+        if recipe.lora_rank is None:
+            if best is not None:
+                shutil.copytree(best, folder, dirs_exist_ok=True)
+            else:
+                self.model.save_pretrained(folder)
+                train.tokenizer.save_pretrained(folder)
+            return usage, {}, None
+        if best is not None:
+            adapters.load_adapter(self.model, best)
+        has_base = recipe.model_name_or_path is not None
+        if not settings.merge_adapter:
+            adapters.save_adapter(self.model, train.tokenizer, folder, has_base)
+            return _find_adapter_usage(recipe, usage), {}, None
+        dtype = adapters.find_base_dtype(recipe) if settings.merge_dtype == "base" else torch.float32
+        name, limit = str(dtype).removeprefix("torch."), settings.max_merge_loss
+        self.model.save_pretrained(folder)  # in case the merge is refused
+        spare = None if has_base else copy.deepcopy(self.model)
+        lost = self.merge_adapter(_choose_sequences(held_out or train, self.causal_lm.device), dtype)
+        logits = "training logits" if held_out is None else "held-out logits"
+        text = f"merged weights in {name} lose {lost:.2%} of what the adapter does to {logits}"
+        facts = {"merge_loss": lost}
+        if lost <= limit:
+            print(text)
+            for path in folder.glob("adapter_*"):
+                path.unlink()
+            self.model.to(dtype).save_pretrained(folder)
+            train.tokenizer.save_pretrained(folder)
+            return usage, facts, None
+        train.tokenizer.save_pretrained(folder)
+        if spare is not None:
+            adapters.save_adapter(spare, train.tokenizer, folder, has_base)
+        remedy = f"set merge_dtype to float32 or max_merge_loss to more than {lost:.2g}"
+        if dtype == torch.float32:
+            remedy = "leave merge_adapter out"
+        problem = (
+            f"merge_adapter is true, but {text}, more than max_merge_loss {limit:g}, so the adapter is apart in {folder}: "
+            f"to merge it, {remedy}, and resume from the latest checkpoint"
+        )
+        return _find_adapter_usage(recipe, usage), facts, problem
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[PreTrainedModel]:
@@ -447,6 +524,31 @@ class CausalLmSums(SummedLosses):
         finally:
             if not self.is_padded:
                 model.set_attn_implementation(kernel)
+
+
+def _find_adapter_usage(recipe: Recipe, usage: str) -> str:
+    """Write the lines of Python that load an adapter: those of a whole model, unless its base needs more to be said."""
+    if recipe.model_name_or_path is not None and recipe.base_quantization is None:
+        return usage
+    base = '"OUTPUT_DIR", subfolder="base"'
+    if recipe.model_name_or_path is not None:
+        base = f'"{recipe.model_name_or_path}", quantization_config=config'
+    head = "AutoModelForCausalLM"
+    if recipe.objective == "reward":
+        head, base = "AutoModelForSequenceClassification", f"{base}, num_labels=1"
+    lines = ADAPTER_USAGE.replace("CLASS", head).replace("BASE", base)
+    if "quantization_config" in base:
+        config = (
+            'config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
+        )
+        lines = lines.replace("AutoTokenizer\n", f"AutoTokenizer, BitsAndBytesConfig\n{config}\n", 1)
+    return lines
+
+
+def _choose_sequences(source: Any, device: torch.device) -> list[torch.Tensor]:
+    """Choose the beginnings of a source's first sequences, int64 [tokens] each."""
+    batches = [source.collate([source.draw(0, place)]) for place in range(min(MERGED_SEQUENCES, len(source)))]
+    return [batch["input_ids"][0, : min(MERGED_TOKENS, int(batch["ends"][1]))].to(device) for batch in batches]
 
 
 def _has_attention_dropout(model: nn.Module) -> bool:

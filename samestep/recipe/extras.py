@@ -11,6 +11,7 @@ EXTRAS = {
     "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
     "plots": ("matplotlib",),
     "adapters": ("peft",),
+    "quantized": ("bitsandbytes",),
 }
 """Extra -> the packages that it brings, by the names under which they are imported."""
 

@@ -27,6 +27,8 @@ def find_refusal(
     is_reproducible: bool = False,
     digest_steps: int | None = None,
     noise_scale_steps: int | None = None,
+    optimizer: str = "adamw",
+    base_quantization: str | None = None,
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -37,6 +39,8 @@ def find_refusal(
         accumulation: the recipe's: gradient or optimizer.
         is_reproducible: whether the run is to be bit-identical on any number of processes (--reproducible).
         digest_steps, noise_scale_steps: the run's settings.
+        optimizer: the recipe's.
+        base_quantization: the recipe's, of the weights below adapters.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
@@ -57,6 +61,18 @@ def find_refusal(
             f"noise_scale_steps is {noise_scale_steps}, but the launch file shards weights (FSDP), whose gradients are reduced "
             "before hooks see them",
             "leave it out, or launch with distributed_type MULTI_GPU",
+        )
+    if optimizer == "adamw_8bit" and is_sharded:
+        return Refusal(
+            "optimizer is adamw_8bit, but the launch file shards weights (FSDP), so that the rounding of moments "
+            "would depend on the number of processes",
+            "set it to adamw, or launch with distributed_type MULTI_GPU",
+        )
+    if base_quantization is not None and is_sharded:
+        return Refusal(
+            f"base_quantization is {base_quantization}, but the launch file shards weights (FSDP), which cannot hold rows of "
+            "packed weights",
+            "launch with distributed_type MULTI_GPU, or set it to null",
         )
     if accumulation == "optimizer" and is_sharded:
         return Refusal(

@@ -207,7 +207,7 @@ class Recipe:
 
     @property
     def optimizer_name(self) -> str:
-        """Name of the optimizer: adamw or sgd."""
+        """Name of the optimizer: adamw, adamw_8bit or sgd."""
         return getattr(self, "optimizer", "adamw")
 
     @property
@@ -499,6 +499,13 @@ class CausalLmFineTuning(Recipe):
 
     extra: ClassVar[str | None] = "text"
 
+    # Optimizer
+    optimizer: str = setting(
+        "adamw, or adamw_8bit: its moments are rounded to 8 bits in blocks of 256, so it is another optimizer than AdamW; 2 "
+        "bytes per trained parameter instead of 8",
+        choice("adamw", "adamw_8bit"),
+    )
+
     # Data
     train_file: tuple[str, ...] | None = setting("conversations or pairs: jsonl, csv, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out ones; null: validation_fraction", decides=False)
@@ -567,6 +574,11 @@ class CausalLmFineTuning(Recipe):
     max_position_embeddings: int | None = setting("positions; at least max_seq_length", LENGTH)
     tie_word_embeddings: bool | None = setting("whether the head is the embedding's matrix")
     initializer_range: float | None = setting("standard deviation of the initial weights", POSITIVE)
+    base_quantization: str | None = setting(
+        "nf4: the linear layers below adapters in 4 bits, with double quantisation (QLoRA, 2305.14314), so another base; null: "
+        "as they are",
+        choice("nf4"),
+    )
 
     # Adapters
     lora_rank: int | None = setting(
@@ -592,7 +604,21 @@ class CausalLmFineTuning(Recipe):
     """Fields of `shape`."""
 
     def problems(self) -> list[str]:
-        return super().problems() + self._problems_of_data() + self._problems_of_shape() + self._problems_of_adapters()
+        return (
+            super().problems()
+            + self._problems_of_optimizer()
+            + self._problems_of_data()
+            + self._problems_of_shape()
+            + self._problems_of_adapters()
+        )
+
+    def _problems_of_optimizer(self) -> list[str]:
+        if self.optimizer == "adamw_8bit" and self.accumulation == "optimizer":
+            return [
+                "accumulation is optimizer, but optimizer is adamw_8bit, whose moments would be rounded in every micro-batch: "
+                "set accumulation to gradient, or optimizer to adamw"
+            ]
+        return []
 
     def _problems_of_data(self) -> list[str]:
         problems, drawn, names = [], find_drawn(self.dataset_name), self.dataset_name or ()
@@ -684,8 +710,14 @@ class CausalLmFineTuning(Recipe):
                 )
             if not self.lora_targets or ("all-linear" in self.lora_targets and len(self.lora_targets) > 1):
                 problems.append(f"lora_targets is {list(self.lora_targets)}: give all-linear alone, or names of layers")
+            if self.use_dora and self.base_quantization is not None:
+                problems.append(
+                    f"use_dora is true, but base_quantization is {self.base_quantization}, whose weights have no norms: "
+                    "set use_dora to false, or base_quantization to null"
+                )
             return problems
         values = {
+            "base_quantization": None,
             "lora_alpha": None,
             "lora_dropout": 0.0,
             "use_rslora": False,

@@ -17,6 +17,7 @@ from samestep.recipe.settings import (
     BATCH,
     LENGTH,
     POSITIVE,
+    PROBABILITY,
     SECONDS,
     WORKERS,
     Parser,
@@ -264,6 +265,8 @@ class FineTuningSettings(BestModelSettings):
 class CausalLmFineTuningSettings(BestModelSettings):
     """Settings of one run that fine-tunes a causal language model."""
 
+    may_shard: ClassVar[bool] = True
+
     metric_for_best_model: str | None = setting(
         "which evaluation is the best one, by what it has of these; none: loss",
         choice("loss", "perplexity", "accuracy", "margin", "exact_match"),
@@ -275,6 +278,21 @@ class CausalLmFineTuningSettings(BestModelSettings):
         default=100,
     )
     generation_length: int = setting("tokens of an answer, at most", LENGTH, default=64)
+    merge_adapter: bool = setting(
+        "merge the adapter into the base's weights at the end, in float32, and measure on held-out logits what is lost when "
+        "they are saved",
+        default=False,
+    )
+    merge_dtype: str = setting(
+        "type in which merged weights are saved: base, the one of the base's files, or float32",
+        choice("base", "float32"),
+        default="base",
+    )
+    max_merge_loss: float = setting(
+        "largest share of what the adapter does to logits that a merge may lose; a merge that loses more is not written",
+        PROBABILITY,
+        default=0.01,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,6 +360,8 @@ def parse(
         )
     if run.noise_scale_steps is not None and (problem := _find_what_has_no_noise_scale(recipe)):
         raise UsageError(f"noise_scale_steps is {run.noise_scale_steps}, but {problem}")
+    if problems := _find_conflicts(recipe, run):
+        raise UsageError(problems)
     if run.reproducible is not None:
         if problems := _find_what_depends_on_the_cut(recipe, flags):
             raise UsageError(problems)
@@ -366,6 +386,20 @@ def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
             "normalization to group or frozen"
         )
     return ""
+
+
+def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
+    """Find what a recipe and the settings of its run exclude of each other: a line for each."""
+    problems = []
+    if recipe.optimizer_name == "adamw_8bit" and run.dtype != "float32":
+        problems.append(
+            f"dtype is {run.dtype}, but optimizer is adamw_8bit, which computes in float32: set one of them to its default"
+        )
+    if getattr(run, "merge_adapter", False) and recipe.lora_rank is None:
+        problems.append(
+            "merge_adapter is true, but lora_rank is null, so that there is no adapter: leave it out, or set lora_rank"
+        )
+    return problems
 
 
 def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any]) -> list[str]:

@@ -75,7 +75,7 @@ class Training:
             optimizer = f"sgd with momentum {recipe.sgd_momentum:g}"
         else:
             betas = f"betas=({numbers.adam_beta1:g},{numbers.adam_beta2:g})"
-            optimizer = f"adamw with {betas} and epsilon={numbers.adam_epsilon:g}"
+            optimizer = f"{recipe.optimizer_name} with {betas} and epsilon={numbers.adam_epsilon:g}"
         length = "num_epochs" if recipe.max_train_steps is None else "training_steps"
         return {
             "learning_rate": f"{numbers.learning_rate:.6g}",

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe.run_settings import CausalLmFineTuningSettings
+from samestep.training import sharding
 
 FILE = "generations.jsonl"
 """File of the last evaluation's answers, a line each."""
@@ -24,8 +26,9 @@ def judge(
     """Let the model answer held-out prompts, the first ones of each source in turn, and measure how many answers are right:
     equal to the data's but for spaces around them.
 
-    Called by all processes, which share the work. The answers do not depend on the number of processes, since what is computed
-    together does not. Process 0 writes them to `FILE` in the output folder.
+    Called by all processes, which share the work, but with sharded weights, which each token needs whole: there all compute all
+    answers together. The answers do not depend on the number of processes, since what is computed together does not. Process 0
+    writes them to `FILE` in the output folder.
 
     Args:
         accelerator: of the processes.
@@ -45,11 +48,14 @@ def judge(
     tokenizer, answers = source.tokenizer, []
     lengths = [len(prompt) for prompt, _ in questions]
     batches = make_batches(lengths, settings.per_device_eval_batch_size, may_pad=not model.is_padded)
-    with model.own_attention() as causal_lm, accelerator.autocast():
+    is_sharded = isinstance(model, FSDPModule)
+    share = batches if is_sharded else batches[accelerator.process_index :: accelerator.num_processes]
+    with model.own_attention() as causal_lm, sharding.gathered_root(model), accelerator.autocast():
         ends = find_ends(causal_lm, tokenizer)
-        for batch in batches[accelerator.process_index :: accelerator.num_processes]:
+        for batch in share:
             prompts = [questions[place][0] for place in batch]
-            answers += zip(batch, continue_greedily(causal_lm, prompts, settings.generation_length, ends), strict=True)
+            texts = continue_greedily(causal_lm, prompts, settings.generation_length, ends, is_sharded)
+            answers += zip(batch, texts, strict=True)
     tokens = dict(gather_object(answers))
 
     def read(text: Sequence[int]) -> str:
@@ -94,7 +100,11 @@ def make_batches(lengths: Sequence[int], batch_size: int, may_pad: bool) -> list
 
 @torch.no_grad()
 def continue_greedily(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int, ends: Sequence[int]
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    ends: Sequence[int],
+    is_sharded: bool = False,
 ) -> list[list[int]]:
     """Continue prompts by the likeliest tokens, up to the first of `ends`, which is left out.
 
@@ -105,6 +115,7 @@ def continue_greedily(
         prompts: token ids of each.
         num_tokens: the largest number of tokens of a continuation; what the model has no positions for is left out.
         ends: tokens that end a text.
+        is_sharded: whether each token needs all processes, so that none may stop before the others.
 
     Returns:
         Token ids of each continuation.
@@ -129,6 +140,7 @@ def continue_greedily(
         do_sample=False,
         eos_token_id=list(ends),
         pad_token_id=ends[0],
+        synced_gpus=is_sharded,
     )
     model.train(was_training)
     rows = tokens[:, length:].tolist()

@@ -22,12 +22,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from samestep.data.steps import MicroBatch
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
 from samestep.step.preferences import split_pairs
-from samestep.training import evaluation
+from samestep.training import checkpoint, evaluation, launch, sharding
 from samestep.training.digest import digest_tensor
 from samestep.training.run import Run
 
@@ -38,8 +40,9 @@ NOT_INPUTS = ("counts", "reference")
 def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> None:
     """Give sources of pairs the log-probabilities of their sequences under the model with which the training begins.
 
-    Called by all processes, between `run.load_data` and `run.prepare`. Each process holds the whole model meanwhile. Numbers of
-    the n-th source are kept in .reference-n.safetensors of the output folder.
+    Called by all processes, between `run.load_data` and `run.prepare`. Each process holds the whole model meanwhile, or its
+    rows of it if the launch file shards weights. Numbers of the n-th source are kept in .reference-n.safetensors of the output
+    folder.
 
     Args:
         run: the training.
@@ -51,7 +54,9 @@ def add_reference(run: Run, model_class: type[SummedLosses], *sources: Any) -> N
     """
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
     torch.manual_seed(recipe.seed)  # as in `run.prepare`: the same weights
-    model = model_class.from_recipe(recipe, run.train).to(accelerator.device, getattr(torch, settings.dtype))
+    model = model_class.from_recipe(recipe, run.train).to(getattr(torch, settings.dtype))
+    if not launch.is_sharded(accelerator):
+        model.to(accelerator.device)
     candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
     next(iter(candidates.values()))()  # the safe kernels
     for number, source in enumerate(sources):
@@ -72,7 +77,8 @@ def reference_logps(
 
     Args:
         accelerator: its processes share the work; the precision is its own.
-        model: on its device, not sharded, with the weights of the start. Its `sequence_log_probabilities`, called with a
+        model: with the weights of the start, whole, on its device; if the launch file shards weights, it is sharded here, after
+            it was digested, and may be on the host. Its `sequence_log_probabilities`, called with a
             micro-batch's tensors, in evaluation mode and without adapters of peft, returns the summed log-probability of each
             sequence's trained tokens, [sequences].
         source: a `SampleSource` of pairs, whose samples are the same in each epoch.
@@ -89,6 +95,8 @@ def reference_logps(
     known = [_read(path, fingerprint) if accelerator.is_main_process else None]
     if (values := broadcast_object_list(known)[0]) is not None:
         return values
+    if launch.is_sharded(accelerator) and not isinstance(model, FSDPModule):
+        sharding.shard_frozen(accelerator, model, "sequence_log_probabilities")
     num_terms = len(source.collate([])["counts"])
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -125,7 +133,9 @@ def _fingerprint(accelerator: Accelerator, model: nn.Module, source: Any) -> str
     ids = range(accelerator.process_index, len(source), accelerator.num_processes)
     samples = dict(gather_object([(place, _digest_sample(source.collate([source.draw(0, place)]))) for place in ids]))
     configs = {str(module.config) for module in model.modules() if hasattr(module, "config")}
-    state = sorted(model.state_dict().items()) if accelerator.is_main_process else []  # whose answer the others take
+    is_sharded = isinstance(model, FSDPModule)
+    state = get_model_state_dict(model, options=checkpoint.WHOLE) if is_sharded else model.state_dict()
+    state = sorted(state.items()) if accelerator.is_main_process else []  # whose answer the others take
     weights = [f"{name} {digest_tensor(tensor)}" for name, tensor in state]
     parts = [accelerator.mixed_precision, *sorted(configs), *weights, *(samples[place] for place in range(len(source)))]
     return broadcast_object_list([xxhash.xxh3_64_hexdigest("\n".join(parts).encode())])[0]

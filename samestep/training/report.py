@@ -540,7 +540,13 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     accelerator.wait_for_everyone()
 
 
-def finish(log: RunLog, usage: str, training: card.Training, best_step: int | None = None) -> None:
+def finish(
+    log: RunLog,
+    usage: str,
+    training: card.Training,
+    best_step: int | None = None,
+    facts: Mapping[str, float] | None = None,
+) -> None:
     """Write all_results.json, loss.png and README.md (the model card), push to the hub if asked for, print a summary.
 
     Called by process 0 only, after the model and the tokenizer were saved in the output folder.
@@ -550,6 +556,7 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
         usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
         training: what was trained on what.
         best_step: step of the saved model, whose evaluation is reported; None: the last one.
+        facts: further results, name -> number; None: there are none.
     """
     recipe, settings, output_dir = log.recipe, log.settings, log.output_dir
     steps, evaluations = read_metrics(output_dir)
@@ -568,6 +575,7 @@ def finish(log: RunLog, usage: str, training: card.Training, best_step: int | No
         results["peak_memory_gb"] = peak_memory(log.accelerator.device) / 1e9
     if log.num_skipped:
         results["skipped_steps"] = log.num_skipped
+    results |= facts or {}
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     picture = plots.plot_training(*read_metrics(output_dir), list(recipe.loss_weights), _title(training))
     (output_dir / "loss.png").write_bytes(picture)

@@ -7,7 +7,7 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from samestep.errors import UsageError
 from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe import run_settings
+from samestep.recipe.launches import find_refusal
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
@@ -71,12 +72,19 @@ class Run:
             per_device_train_batch_size=host_memory.choose_batch_size(self.accelerator, self.recipe, self.settings),
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
         )
+        if refusal := find_refusal(
+            is_sharded=launch.is_sharded(self.accelerator),
+            optimizer=self.recipe.optimizer_name,
+            base_quantization=getattr(self.recipe, "base_quantization", None),
+        ):
+            raise UsageError(str(refusal))
         report.open_output_dir(self.accelerator, self.settings)
         resume = self.settings.resume_from_checkpoint
         self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
         self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
         self.has_stopped_early = False
+        self.problem: str | None = None
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.
@@ -116,7 +124,7 @@ class Run:
         self.build = lambda: model_class.from_recipe(recipe, train)
         self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
         self.noise = noise.noise_by_sample(model, recipe.seed)
-        notes = [*model.notes, *self.noise.notes]
+        notes = [*model.notes, *self.noise.notes, *optim.find_notes(recipe)]
         accelerator.print(*notes, sep="\n", end="\n" * len(notes))
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
@@ -284,6 +292,9 @@ class Run:
 
     def save_best(self, model: Any) -> None:
         """Keep a model, the best one so far, and the tokenizer in `best/` of the output folder. Called by all processes."""
+        if launch.is_sharded(self.accelerator):
+            whole = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
+            model = getattr(whole, "model", None)
         report.save_best(self.accelerator, self.output_dir, model, self.train.tokenizer)
 
     @property
@@ -327,7 +338,13 @@ class Run:
             f"same command with {flags}"
         )
 
-    def publish(self, usage: str, best_step: int | None = None) -> None:
+    def publish(
+        self,
+        usage: str,
+        best_step: int | None = None,
+        facts: Mapping[str, float] | None = None,
+        problem: str | None = None,
+    ) -> None:
         """Write all_results.json, loss.png and the model card; push to the hub if asked for.
 
         Called by process 0, after the model was saved in the output folder.
@@ -335,7 +352,10 @@ class Run:
         Args:
             usage: lines of Python that load the saved model; OUTPUT_DIR stands for the folder.
             best_step: step of the saved model, whose evaluation is reported; None: the last one.
+            facts: further results, name -> number; None: there are none.
+            problem: what went wrong with the saved model, for `close` to raise; None: nothing.
         """
+        self.problem = problem
         training = card.Training(
             self.recipe,
             self.settings,
@@ -348,18 +368,23 @@ class Run:
         )
         is_shown = not self.settings.rehearse  # a rehearsal's model is of no use, and its folder may be deleted
         with contextlib.nullcontext() if is_shown else contextlib.redirect_stdout(io.StringIO()):
-            report.finish(self.log, usage, training, best_step)
+            report.finish(self.log, usage, training, best_step, facts)
 
     def close(self) -> int:
         """Let go of the process group and of all that uses it. Called by all processes, last.
 
         Returns:
             Exit code: 0, or the one that tells a scheduler to start the run again.
+
+        Raises:
+            UsageError: `publish` was told of a problem.
         """
         status = self.recovery.close(self.is_finished)
         torch_distributed.release(self.model)
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.end_training()
+        if self.problem is not None:
+            raise UsageError(self.problem)
         return status
 
     def compute_loss(

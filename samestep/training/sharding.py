@@ -12,14 +12,16 @@ must not be rounded with them:
                      reduces them in float32 and adds them to the sharded sum, which is float32 like the moments
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from samestep._internals.torch_operators import embedding_backward
 
@@ -108,3 +110,39 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (ids,) = ctx.saved_tensors
         return embedding_backward(gradient, ids, ctx.num_rows, ctx.padding_idx).to(ctx.dtype), None, None
+
+
+def shard_frozen(accelerator: Accelerator, model: nn.Module, method: str) -> None:
+    """Shard a whole model that is not trained, in place, as `prepare` shards one that is.
+
+    Args:
+        accelerator: its plugin's policy decides in which type weights are gathered.
+        model: sharded by the classes in its `_no_split_modules`.
+        method: name of the method that is called in place of its forward.
+    """
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    model.requires_grad_(False)
+    if policy is HALF_PRECISION:
+        if norms := _find_norms(model):
+            fully_shard(norms, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
+        _widen_embeddings(model)
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    register_fsdp_forward_method(model, method)
+
+
+@contextlib.contextmanager
+def gathered_root(model: nn.Module) -> Iterator[None]:
+    """Let parts of a model be called within this context: what no layer of its own holds is gathered, if it is sharded.
+
+    Called by all processes, which must call the same parts. The model has computed a forward before.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+    try:
+        yield
+    finally:
+        if isinstance(model, FSDPModule):
+            model.reshard()

@@ -13,9 +13,10 @@ from torch import nn
 from samestep.recipe.recipe import Recipe, TextClassification
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
+from samestep.step.optim.eight_bit import AdamW8bit
 from samestep.step.optim.folding import Accumulating
 
-__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "adamw", "depths", "from_recipe", "sgd"]
+__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "AdamW8bit", "adamw", "depths", "from_recipe", "sgd"]
 
 
 def adamw(
@@ -50,12 +51,25 @@ def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         if accumulates:
             return AccumulatingSGD(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
         return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
+    if recipe.optimizer_name == "adamw_8bit":
+        groups, betas = _groups(model, decay), (scaled.adam_beta1, scaled.adam_beta2)
+        return AdamW8bit(groups, scaled.learning_rate, betas, scaled.adam_epsilon, decay)
     if accumulates:
         groups, betas = _groups(model, decay, layerwise), (scaled.adam_beta1, scaled.adam_beta2)
         return AccumulatingAdamW(
             groups, scaled.learning_rate, betas, scaled.adam_epsilon, second_moment=recipe.second_moment
         )
     return adamw(model, scaled, decay, layerwise)
+
+
+def find_notes(recipe: Recipe) -> list[str]:
+    """Say, in lines for the log, what an optimizer is not."""
+    if recipe.optimizer_name != "adamw_8bit":
+        return []
+    return [
+        "optimizer adamw_8bit is not AdamW: after each step its moments are rounded to 8 bits, in blocks of 256; the update "
+        "is exact but for that; the step's gradient is the exact one"
+    ]
 
 
 def depths(model: nn.Module) -> dict[str, int]:
