@@ -27,29 +27,23 @@ from run_sharded import plan_more
 
 PROMISED = 0.07  # largest error of the plan
 TIMEOUT = 3000  # seconds of all cases on one number of processes
-SHAPES = {
-    "gpt2": ({"num_layers": 5, "vocab_size": 1000}, {"num_layers": 16, "vocab_size": 4000}),
-    "bert": ({"num_layers": 5, "vocab_size": 4000}, {"num_layers": 16, "vocab_size": 8000}),
-}
-WAYS = [("no", "fp32"), ("bf16", "bf16"), ("bf16", "fp32")]
-"""Precision, type in which weights are gathered."""
+SHAPES = {"gpt2": {"num_layers": 5, "vocab_size": 1000}, "bert": {"num_layers": 5, "vocab_size": 4000}}
+WAYS = [("no", "fp32", False), ("bf16", "bf16", False), ("bf16", "bf16", True), ("bf16", "fp32", False)]
+"""Precision, type in which weights are gathered, whether activations are recomputed."""
 
 
 def make_cases(num_processes: int) -> dict[str, dict]:
     """Map names to the arguments of `run_sharded.measure`; of one process: whole weights."""
     cases = {}
-    for kind, shapes in SHAPES.items():
-        for shape in shapes:
-            start = f"{kind} {shape['num_layers']}"
-            if num_processes == 1:
-                for precision, k in (("no", 1), ("bf16", 1), ("bf16", 3)):
-                    case = {"kind": kind, "precision": precision, "gather": "whole", "k": k, "shape": shape}
-                    cases[f"{start} {precision} {k}"] = case
-                continue
-            for precision, gather in WAYS:
-                for recomputed in (False, True):
-                    case = {"kind": kind, "precision": precision, "gather": gather, "k": 2, "shape": shape}
-                    cases[f"{start} {precision} {gather} {recomputed}"] = case | {"recomputed": recomputed}
+    for kind, shape in SHAPES.items():
+        if num_processes == 1:
+            for precision, k in (("no", 1), ("bf16", 1), ("bf16", 3)):
+                case = {"kind": kind, "precision": precision, "gather": "whole", "k": k, "shape": shape}
+                cases[f"{kind} {precision} {k}"] = case
+            continue
+        for precision, gather, recomputed in WAYS:
+            case = {"kind": kind, "precision": precision, "gather": gather, "k": 2, "shape": shape}
+            cases[f"{kind} {precision} {gather} {recomputed}"] = case | {"recomputed": recomputed}
     return cases
 
 
@@ -69,7 +63,7 @@ def compare(whole: dict[str, dict], sharded: list[dict[str, dict]]) -> list[dict
     """Make a row of each case: distances of the gradient, bytes planned and measured."""
     rows = []
     for name, case in make_cases(len(sharded)).items():
-        start = f"{case['kind']} {case['shape']['num_layers']}"
+        start = case["kind"]
         exact = flatten(whole[f"{start} no 1"])
         usual = [distance(flatten(whole[f"{start} bf16 {k}"]), exact) for k in (1, 3)]
         planned = plan_more(len(sharded), **case)
