@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-sharding bench-chats bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -76,6 +76,9 @@ bench-images: venv ## images per second beside a plain loop and transformers' Tr
 
 bench-reproducible: venv ## is a reproducible run the same to the bit on 1 to 5 processes, and what does it cost: about an hour
 	$(BIN)/python benchmarks/reproducible.py $(FLAGS)
+
+bench-chat-grid: venv ## is a step of a language model the same in every cut, 4 shapes, 7 objectives, full and LoRA: 15 minutes
+	$(BIN)/python benchmarks/chat_grid.py $(FLAGS)
 
 bench-finetuning: venv ## accuracy on film reviews however the step is cut: TRAIN_FILE=reviews.csv
 	$(BIN)/python benchmarks/finetuning.py --train_file $(TRAIN_FILE)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from common import fresh_accelerator
 from torch import nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from wide import Wide
 
 from samestep._internals.torch_tracing import FakeTensorMode
 from samestep.data import ragged
@@ -217,15 +217,6 @@ def test_padded_path_is_the_row(monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against an independent training
-
-
-class Wide(TorchFunctionMode):
-    """Computes in float64 what models of transformers convert to float32."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = [torch.float64 if value is torch.float32 else value for value in args]
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 def recipe(**changes) -> SimpleNamespace:

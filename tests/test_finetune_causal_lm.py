@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from common import evaluations, metrics
+from common import evaluations, load_benchmark, metrics
 from compare import check, parameters, relative, same_weights, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,6 +87,14 @@ def test_every_cut_in_space_is_the_same_step(reference, train_on):
     folder = train_on(2, runs)
     for name, dtype in cases:
         check(folder / PROGRAM / f"{name}-{dtype}", reference(name, dtype), dtype)
+
+
+@pytest.mark.parametrize("case", [("qwen3", "lora", "sft by sample"), ("gemma3", "full", "dpo + sft")])
+def test_a_corner_of_the_grid(case):
+    """Three processes, a last step of two samples, dropout by sample; `make bench-chat-grid` measures all of it."""
+    grid = load_benchmark("chat_grid")
+    row = grid.measure_cells(*case, "float64", [(3, 2, False)])
+    assert max(row[name] for name in ("loss", "grad_norm", "parameters")) < 1e-12
 
 
 @pytest.mark.distributed
@@ -230,7 +238,7 @@ def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, ca
     """Into a base whose files are in bfloat16; in float32 it is written. The run is the same one, resumed at its end."""
     start = finetune("start", f"{SMALL} --max_train_steps 1")
     AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(start)
-    flags = f"{SMALL} {WEIGHTS}{start} --lora_rank 4 --lora_alpha 8 --learning_rate 1e-5"
+    flags = f"{SMALL} {WEIGHTS}{start} --lora_rank 4 --lora_alpha 8 --learning_rate 1e-5 --max_train_steps 2"
     with pytest.raises(
         UsageError, match=r"merged weights in bfloat16 lose \d+.*more than max_merge_loss 0.01, .*set merge_dtype"
     ):
@@ -243,7 +251,7 @@ def test_a_merge_is_measured_and_refused_where_it_loses_the_adapter(finetune, ca
     assert "| merge_loss |" in (output_dir / "README.md").read_text()
     assert not list(output_dir.glob("adapter_*"))
     assert AutoModelForCausalLM.from_pretrained(output_dir).dtype == torch.float32
-    bf16 = finetune("allowed", f"{flags} --merge_adapter --max_merge_loss 1")
+    bf16 = finetune("allowed", f"{flags.replace('1e-5', '0.1')} --merge_adapter --max_merge_loss 1")
     assert AutoModelForCausalLM.from_pretrained(bf16).dtype == torch.bfloat16
 
 
@@ -251,8 +259,8 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     peft = pytest.importorskip("peft")
     flags = f"{SMALL}{WORKLOADS['lora']} --eval_steps 5 --load_best_model_at_end"
     output_dir = finetune("run", flags)
-    base = AutoModelForCausalLM.from_pretrained(output_dir, subfolder="base")
-    assert 'subfolder="base"' in (output_dir / "README.md").read_text()
+    base = AutoModelForCausalLM.from_pretrained(output_dir / "base")
+    assert f'from_pretrained("{output_dir}/base")' in (output_dir / "README.md").read_text()
     model, tokenizer = peft.PeftModel.from_pretrained(base, output_dir), AutoTokenizer.from_pretrained(output_dir)
     recipe, _ = run.parse(["--recipe", str(output_dir / "recipe.yaml")], "causal_lm_finetuning", "")
     _, held_out = conversations.build(recipe)
@@ -266,6 +274,10 @@ def test_an_adapter_of_random_weights_has_its_base_beside_it(finetune):
     ("flags", "message"),
     [
         ("--merge_adapter", "merge_adapter is true, but lora_rank is null"),
+        (
+            "--push_to_hub --lora_rank 8 --lora_alpha 8",
+            "push_to_hub is true, but the adapter's base has random weights",
+        ),
         ("--optimizer adamw_8bit --dtype float64", "dtype is float64, but optimizer is adamw_8bit"),
         (
             "--optimizer adamw_8bit --accumulation optimizer --second_moment none",

@@ -530,7 +530,7 @@ def _find_adapter_usage(recipe: Recipe, usage: str) -> str:
     """Write the lines of Python that load an adapter: those of a whole model, unless its base needs more to be said."""
     if recipe.model_name_or_path is not None and recipe.base_quantization is None:
         return usage
-    base = '"OUTPUT_DIR", subfolder="base"'
+    base = '"OUTPUT_DIR/base"'
     if recipe.model_name_or_path is not None:
         base = f'"{recipe.model_name_or_path}", quantization_config=config'
     head = "AutoModelForCausalLM"

@@ -1,8 +1,8 @@
 """Hold frozen weights in 4 bits: NF4 with double quantisation, as QLoRA does (Dettmers et al. 2023, 2305.14314).
 
 A weight is cut into blocks of 64 numbers. Each block has a scale, its largest magnitude, and each number the place of the
-nearest of 16 levels between -1 and 1. The scales, less their mean, are cut into blocks of 256, and have 8 bits each, with one of
-32 bits for each block: 4.13 bits per number in all. The format, its levels and the kernels that read it are bitsandbytes'.
+nearest of 16 levels between -1 and 1. The scales, less their mean, are cut into blocks of 256, and have 8 bits each, with one
+of 32 bits for each block: 4.13 bits per number in all. The format, its levels and the kernels that read it are bitsandbytes'.
 
 All that makes up a weight is a frozen parameter, so that checkpoints leave it out and digests of the base hold all of it.
 """

@@ -399,6 +399,12 @@ def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
         problems.append(
             "merge_adapter is true, but lora_rank is null, so that there is no adapter: leave it out, or set lora_rank"
         )
+    is_apart = getattr(recipe, "lora_rank", None) is not None and not run.merge_adapter
+    if run.push_to_hub and is_apart and recipe.model_name_or_path is None:
+        problems.append(
+            "push_to_hub is true, but the adapter's base has random weights, which are not on the hub: add --merge_adapter, or "
+            "set model_name_or_path"
+        )
     return problems
 
 
