@@ -58,12 +58,6 @@ SCRIPTS = {
         f"{SHORT} --packing false --embd_pdrop 0.1 --resid_pdrop 0.1 --attn_pdrop 0.1",
     ),
     "BERT classifier": ("finetune_classifier", 32, "--epoch_end keep"),
-    "Llama on chats": ("finetune_causal_lm", 32, "--epoch_end keep"),
-    "Llama on pairs, DPO": (
-        "finetune_causal_lm",
-        16,
-        "--dataset_name builtin/drawn_pairs --train_on completions --objective dpo --sft_loss_weight 0.2 --epoch_end keep",
-    ),
     "ResNet, normalised by groups": ("train_image_classifier", 32, "--validation_fraction 0.95 --epoch_end keep"),
     "ResNet, exact batch normalisation": ("train_image_classifier", 32, "--normalization batch --exact_batch_norm"),
     # In fp32 about 1e-5 of its gradient is rounding, of one batch as of any cut: beside float64 both are that far off.
@@ -76,7 +70,6 @@ KERNELS = {
     "BERT": BERT,
     "GPT-2, packed": TEXTS,
     "BERT classifier": BERT,
-    "Llama on chats": TEXTS,
     "ResNet, normalised by groups": IMAGES,
     "captcha reader, in float64": IMAGES,
 }
