@@ -569,7 +569,7 @@ class Decoder:
         f = max(f, shape.experts_per_token * shape.expert_size * 2)
         post = shape.num_post_norms > 0
         if self._stores_scores:
-            # Gradients of the [T, T] matrices come when what the feed-forward layer saved is gone; of soft caps traced as a whole
+            # Gradients of the [T, T] matrices come when what the feed-forward layer saved is gone; of soft caps traced whole
             square = shape.num_heads * self.sequence_length
             feed_forward = 6 * h + 8 * f + 8 * h * post
             if shape.soft_caps:
@@ -578,7 +578,8 @@ class Decoder:
         if not self.program.is_ours:
             return 6 * h + 4 * f
         if self.method.rank is None:
-            return (6 * h + 4 * f + 8 * h * post) if autocast else (4 * h + 8 * f + 8 * h * post)
+            post_bytes = (8 if shape.num_pre_norms else 12) * h * post
+            return 6.5 * h + 2 * f + post_bytes if autocast else 4 * h + 8 * f + 8 * h * post
         return (9 * h + 8 * f + 4 * h * post) if autocast else (4 * h + 8 * f + 4 * h * post)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -648,6 +649,10 @@ class Decoder:
         caches = self._caches(autocast, gradient_checkpointing)
         temporary = self.temporary_bytes(autocast) * tokens
         working = self._dequantized_bytes()
+        if (
+            method.rank is None and program.is_ours
+        ):  # the gradient of the largest matrix, before it is added to what was there
+            gradient += (2 if autocast else 4) * shape.hidden_size * max(shape.intermediate_size, shape.expert_size)
         layer_head = 0
         if shape.tied_head and method.rank is None and not self.num_scored:
             layer_head = (4 if program.is_ours else 2) * self.vocab_size * shape.hidden_size
