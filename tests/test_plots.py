@@ -126,3 +126,23 @@ def test_a_confusion_is_a_picture(num_classes):
     picture = Image.open(io.BytesIO(content))
     assert picture.format == "PNG"
     assert max(picture.size) < 2000
+
+
+def test_the_noise_scale_has_a_panel_where_it_was_measured(monkeypatch):
+    """Its intervals, cut off where they have no end, beside the batch."""
+    monkeypatch.setattr(plots, "_png", lambda figure: figure)
+    steps = [{"step": n, "loss": 1.0, "samples": 16} for n in range(1, 41)]
+    figure = plots.plot_training(steps, [], ["lm"], "title")
+    assert "gradient noise scale, samples" not in [axes.get_ylabel() for axes in figure.axes]
+    for line in steps[::2]:
+        line |= {"grad_signal": 1.0 if line["step"] < 21 else (-1.0) ** (line["step"] // 2), "grad_noise": 4.0}
+    (axes,) = (
+        axes
+        for axes in plots.plot_training(steps, [], ["lm"], "title").axes
+        if axes.get_ylabel() == "gradient noise scale, samples"
+    )
+    assert axes.get_visible()
+    ranges = [line.get_ydata() for line in axes.lines if len(line.get_xdata()) == 2 and line.get_color() == "C0"]
+    assert ranges[0] == pytest.approx([64, 64])
+    assert ranges[-1][1] == 16_000
+    assert axes.get_legend_handles_labels()[1] == ["global batch: 16"]
