@@ -16,7 +16,7 @@ from wide import Wide
 from samestep._internals.torch_tracing import FakeTensorMode
 from samestep.data import ragged
 from samestep.errors import UsageError
-from samestep.models import adapters, packing, sequences
+from samestep.models import adapters, packing, quantization, sequences
 from samestep.models.causal_lm import CausalLmSums, build_model
 from samestep.recipe import recipe as recipes
 from samestep.recipe.run_settings import RunSettings
@@ -655,6 +655,32 @@ def test_merged_weights_compute_what_the_adapter_did(options):
     assert sums.merge_adapter([tokens for tokens, _ in samples]) < 1e-3
     assert not any("lora" in name for name, _ in sums.named_parameters())
     assert distance(sums(**collate(samples))[0], expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("precision", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0), (torch.float16, 1e-3)], ids=str
+)
+def test_a_frozen_base_is_held_in_the_bits_of_its_files(tmp_path, precision, bound, monkeypatch):
+    """With the numbers of a base in float32; under autocast to bfloat16 to the bit."""
+    make_model("llama").bfloat16().save_pretrained(tmp_path)
+    options = {"architecture": None, "model_name_or_path": str(tmp_path), "lora_rank": 2}
+    results = []
+    for is_held in (True, False):
+        if not is_held:
+            monkeypatch.setattr(quantization, "hold_base", lambda *_: None)
+        torch.manual_seed(0)
+        sums = CausalLmSums.from_recipe(recipe(**options), None)
+        for name, parameter in sums.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            loss, _ = sums(**collate(make_samples()))
+        loss.sum().backward()
+        results.append([loss, *(p.grad for p in sums.parameters() if p.requires_grad)])
+        held = {m.weight.dtype for m in sums.modules() if isinstance(m, quantization.FrozenLinear)}
+        assert held == ({torch.bfloat16} if is_held else set())
+    assert len(results[0]) > 10
+    assert max(distance(a, b) for a, b in zip(*results, strict=True) if b.any()) <= bound
 
 
 def test_a_merge_in_few_bits_loses_the_adapter():

@@ -217,6 +217,9 @@ class CausalLmSums(SummedLosses):
             notes.append(quantization.quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
+            dtype = adapters.find_base_dtype(recipe)
+            if dtype in (torch.bfloat16, torch.float16) and recipe.base_quantization is None and not recipe.use_dora:
+                quantization.hold_base(model, dtype)
         objective, terms = recipe.objective, recipe.loss_weights
         sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
         sums.notes += notes

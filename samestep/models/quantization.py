@@ -1,8 +1,9 @@
-"""Hold frozen weights in 4 bits: NF4 with double quantisation, as QLoRA does (Dettmers et al. 2023, 2305.14314).
+"""Hold frozen weights in 16 bits, as their files do, or in 4: NF4 with double quantisation (QLoRA, 2305.14314).
 
-A weight is cut into blocks of 64 numbers. Each block has a scale, its largest magnitude, and each number the place of the
-nearest of 16 levels between -1 and 1. The scales, less their mean, are cut into blocks of 256, and have 8 bits each, with one
-of 32 bits for each block: 4.13 bits per number in all. The format, its levels and the kernels that read it are bitsandbytes'.
+In NF4 a weight is cut into blocks of 64 numbers. Each block has a scale, its largest magnitude, and each number the place of
+the nearest of 16 levels between -1 and 1. The scales, less their mean, are cut into blocks of 256, and have 8 bits each, with
+one of 32 bits for each block: 4.13 bits per number in all. The format, its levels and the kernels that read it are
+bitsandbytes'.
 
 All that makes up a weight is a frozen parameter, so that checkpoints leave it out and digests of the base hold all of it.
 """
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from samestep._internals.torch_tracing import is_fake
 from samestep.errors import UsageError
 from samestep.recipe import extras
 
@@ -21,11 +23,47 @@ BLOCK, SCALE_BLOCK = 64, 256
 """Numbers that share a scale, and scales that share one."""
 
 
-class Nf4Linear(nn.Linear):
-    """Computes x W^T + b with W in 4 bits, in the type of x, or that of autocast; W exists for the time of a matmul only.
+class FrozenLinear(nn.Linear):
+    """Computes x W^T + b with a frozen W that is held in fewer bits, in the type of x, or that of autocast.
+
+    W in that type exists for the time of a matmul only.
 
     Args:
-        linear: layer whose weights are rounded; its bias is kept as it is.
+        linear: layer whose weight is held; its bias is kept as it is.
+        tensors: what is held of the weight, by name.
+    """
+
+    def __init__(self, linear: nn.Linear, **tensors: torch.Tensor):
+        nn.Module.__init__(self)  # not that of nn.Linear, which would allocate the weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", linear.bias)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Compute the weight, [out, in]."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        y = _Matmul.apply(x.to(dtype), self)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+class HalfLinear(FrozenLinear):
+    """Holds a weight in the 16 bits of its file: the same numbers as a copy in float32 gives, in half of its memory.
+
+    Attributes:
+        weight: bfloat16 or float16 [out, in].
+    """
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.weight.to(dtype)
+
+
+class Nf4Linear(FrozenLinear):
+    """Holds a weight in 4 bits.
 
     Attributes:
         weight: places of the levels, two in a byte, uint8 [out * in / 2, 1].
@@ -33,15 +71,10 @@ class Nf4Linear(nn.Linear):
     """
 
     def __init__(self, linear: nn.Linear):
-        nn.Module.__init__(self)  # not that of nn.Linear, which would allocate the weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         names = ("weight", "scale_codes", "scale_steps", "scale_mean")
-        for name, tensor in zip(names, quantize(linear.weight.detach()), strict=True):
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.register_parameter("bias", linear.bias)
+        super().__init__(linear, **dict(zip(names, quantize(linear.weight.detach()), strict=True)))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Compute the weight, [out, in]."""
         from bitsandbytes import functional  # takes a second
 
         steps, mean = self.scale_steps.float(), self.scale_mean.float()
@@ -58,18 +91,12 @@ class Nf4Linear(nn.Linear):
         )
         return functional.dequantize_4bit(self.weight, state).view(self.out_features, self.in_features).to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        y = _Matmul.apply(x.to(dtype), self)
-        return y if self.bias is None else y + self.bias.to(dtype)
-
 
 class _Matmul(torch.autograd.Function):
     """Multiplies by the weight of a layer, which the backward computes again instead of keeping it."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, layer: Nf4Linear) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, layer: FrozenLinear) -> torch.Tensor:
         ctx.layer = layer
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, layer.dequantize(x.dtype))
@@ -113,7 +140,7 @@ def _round(values: torch.Tensor, levels: torch.Tensor, size: int) -> tuple[torch
 
 
 def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
-    """Round the linear layers of a model in place, all but its head and those that are trained whole.
+    """Round the linear layers of a model to 4 bits in place, all but its head and those that are trained whole.
 
     Args:
         model: of transformers, without adapters.
@@ -133,8 +160,7 @@ def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
         is_trained = any(name == other or name.endswith(f".{other}") for other in kept)
         if type(module) is nn.Linear and id(module) not in heads and not is_trained:
             num_rounded += module.weight.numel()
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, Nf4Linear(module))
+            model.set_submodule(name, Nf4Linear(module))
     if not num_rounded:
         raise UsageError(
             f"base_quantization is nf4, but {type(model).__name__} has no linear layers of torch: set it to null, or choose "
@@ -143,13 +169,31 @@ def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
     return f"{num_rounded / total:.1%} of the base's weights are held in 4 bits (nf4), the others as they are"
 
 
-def dequantize_base(model: nn.Module) -> None:
-    """Give linear layers in 4 bits their weights in float32 instead, in place."""
+def hold_base(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold frozen linear layers, but the head, in a type of 16 bits instead, in place, where it has their numbers.
+
+    Args:
+        model: peft's, with adapters, which would be rounded to that type if they came later.
+        dtype: bfloat16 or float16, that of the base's files.
+    """
+    base = model.get_base_model()
+    heads = {id(base.get_output_embeddings()), id(getattr(base, "score", None))}
     for name, module in list(model.named_modules()):
-        if isinstance(module, Nf4Linear):
+        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad
+        # A copy of what is trained whole, for the model without adapters, stays as it is
+        if not is_frozen or id(module) in heads or name.endswith(".original_module"):
+            continue
+        weight = module.weight.detach().to(dtype)
+        if is_fake(weight) or torch.equal(weight.to(module.weight.dtype), module.weight):
+            model.set_submodule(name, HalfLinear(module, weight=weight))
+
+
+def dequantize_base(model: nn.Module) -> None:
+    """Give linear layers that are held in fewer bits their weights in float32 instead, in place."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FrozenLinear):
             linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
             linear.weight = nn.Parameter(module.dequantize(), requires_grad=False)
             if module.bias is not None:
                 linear.bias = module.bias
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, linear)
+            model.set_submodule(name, linear)
