@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-reproducible docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-reproducible docs claims test-studies audit audit-peers chaos
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -88,6 +88,7 @@ bench-shakespeare: venv ## train nanoGPT and ours on tiny Shakespeare: NANOGPT=a
 
 bench-timing: venv ## predict published throughputs, fit the planner's constants; writes benchmarks/results/timing.*
 	$(BIN)/python benchmarks/timing.py
+	$(BIN)/python benchmarks/language_models.py
 
 bench-device: venv ## measure this CPU, or these GPUs; writes a device file for `plan --on`: OUTPUT=mine.yaml
 	$(BIN)/python benchmarks/device.py --output $(OUTPUT)
@@ -100,6 +101,10 @@ bench-scaling: venv ## predict communication of 1 to 4 processes beside real run
 
 bench-memory: venv ## compare planned with traced memory, every model of the catalog; writes benchmarks/results/memory.*
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/language_models.py
+
+bench-language: venv ## plan published trainings of language models; writes benchmarks/results/language_models.*
+	$(BIN)/python benchmarks/language_models.py
 
 bench-accumulation: venv ## memory and time of accumulation in the optimizer; writes benchmarks/results/accumulation.*
 	$(BIN)/python benchmarks/accumulation.py

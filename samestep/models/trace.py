@@ -267,7 +267,7 @@ def trace_recipe(
             use_kernels()
         return model
 
-    with imitate_cuda():
+    with imitate_cuda(), torch_tracing.silence_log(), transformers_models.trace_experts():
         return trace_step(
             build,
             lambda model, num_samples: model(**model_class.example(recipe, num_samples))[0].sum(),

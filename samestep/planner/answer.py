@@ -6,9 +6,10 @@ from typing import Any
 from samestep.cut.layout import Layout
 from samestep.planner.convnet import ConvNet
 from samestep.planner.costs import Terms, describe_costs
+from samestep.planner.decoder import Decoder
 from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Memory
+from samestep.planner.memory import Memory, count_trained
 from samestep.planner.methods import Fit
 from samestep.planner.placement import Placement
 from samestep.planner.transformer import Transformer
@@ -44,7 +45,7 @@ def describe_trace(trace: Any, workload: Workload, layout: Layout, options: dict
 
     The error is None where the model has no formula, because then the plan is made of a trace.
     """
-    has_formula = isinstance(workload.model, Transformer | ConvNet)
+    has_formula = isinstance(workload.model, Transformer | Decoder | ConvNet)
     planned = workload.memory(layout, **options | {"sharded": False}).total if has_formula else None
     peaks = {phase: getattr(trace, phase) for phase in PHASES}
     answer = {"num_parameters": trace.num_parameters, "flops": trace.flops, "peak": trace.peak, "memory_peaks": peaks}
@@ -112,15 +113,16 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
     answer = {
         "num_parameters": model.num_parameters,
-        "states": (4 + workload.gradient_bytes + workload.moment_bytes) * model.num_parameters,
+        "states": workload.state_bytes,
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
         "second_moment": workload.second_moment,
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
         "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",
-        "model_bytes": 4 * model.num_parameters,
-        "checkpoint_bytes": (4 + workload.moment_bytes) * model.num_parameters,
+        "is_adapter": count_trained(model) < model.num_parameters,
+        "model_bytes": 4 * count_trained(model),
+        "checkpoint_bytes": (4 + workload.moment_bytes) * count_trained(model),
         "steps_per_epoch": workload.steps_per_epoch,
         "num_warmup_steps": None,
         "learning_rates": None,

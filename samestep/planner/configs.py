@@ -8,10 +8,11 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.planner import convnet, transformer
-from samestep.planner.memory import Model
 from samestep.planner.transformer import Transformer
 from samestep.recipe.reading import format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
+
+Model = Transformer | convnet.ConvNet
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -5,25 +5,39 @@ number of parameters.
 """
 
 import dataclasses
+from typing import Any
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
-from samestep.planner import convnet, transformer
+from samestep.planner import base_models, convnet, transformer
 from samestep.planner.convnet import ConvNet
+from samestep.planner.decoder import Decoder, Method
 from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import (
     TASKS,
     BertPretraining,
     CaptchaRecognition,
+    CausalLmFineTuning,
     Gpt2Pretraining,
     ImageClassification,
     Recipe,
     TextClassification,
 )
 
-Model = Transformer | ConvNet
-MOMENTS = {"adamw": 8, "sgd": 4}
-"""Bytes per parameter that an optimizer remembers, in float32: Adam's two moments, SGD's momentum."""
+Model = Transformer | Decoder | ConvNet
+MOMENTS = {"adamw": 8, "sgd": 4, "adamw_8bit": 2}
+"""Bytes per trained parameter that an optimizer remembers: Adam's two moments and SGD's momentum in float32; Adam's in 8 bits,
+to which their scales add 0.03, not counted."""
+
+
+def count_trained(model: Any) -> int:
+    """Count the parameters that have gradients and moments: all, but of adapters on frozen weights only the adapters."""
+    return model.num_trained if isinstance(model, Decoder) else model.num_parameters
+
+
+def count_weight_bytes(model: Any) -> int:
+    """Count the bytes of all weights as they are kept: float32, but where `Decoder.method` says another."""
+    return model.weight_bytes if isinstance(model, Decoder) else 4 * model.num_parameters
 
 
 def model_from_recipe(recipe: Recipe) -> Model:
@@ -63,6 +77,40 @@ def text_classification(recipe: TextClassification) -> Transformer:
     return transformer.bert(shape, recipe.max_seq_length, None, is_unpadded=True)
 
 
+def causal_lm_finetuning(recipe: CausalLmFineTuning) -> Decoder:
+    """Return the decoder that is fine-tuned; a sample of preferences is a pair of sequences of full length."""
+    is_pair = recipe.objective != "sft"
+    method = Method(
+        rank=recipe.lora_rank,
+        targets=tuple(recipe.lora_targets),
+        uses_dora=recipe.use_dora,
+        trains_outside=bool({"embed_tokens", "lm_head"} & set(recipe.modules_to_save or ())),
+        is_quantized=getattr(recipe, "base_quantization", None) is not None,
+    )
+    return Decoder(
+        shape=base_models.shape_from_recipe(recipe),
+        sequence_length=recipe.max_seq_length,
+        sequences=2 if is_pair else 1,
+        method=method,
+        num_scored=int(recipe.objective == "reward"),
+        recomputes_head=is_pair and recipe.objective != "reward",
+    )
+
+
+def has_formula(recipe: Recipe) -> bool:
+    """Tell whether `model_from_recipe` knows the recipe's model without asking the network."""
+    if recipe.parts.shape is None:
+        return False
+    if not isinstance(recipe, CausalLmFineTuning):
+        return True
+    path = recipe.model_name_or_path
+    config = {"model_type": recipe.architecture}
+    if path is not None:
+        config = base_models.find_local_config(path) or {}
+    kind = (config.get("text_config") or config).get("model_type")
+    return base_models.MODEL_NAMES.get(kind, kind) in base_models.MODEL_TYPES
+
+
 def image_classification(recipe: ImageClassification) -> ConvNet:
     """Return the shape of a ResNet."""
     group_norm = recipe.normalization == "group"
@@ -86,9 +134,9 @@ class Memory:
     which collectives wait.
 
     Attributes:
-        parameters: 4 N (float32).
-        gradients: 4 N between micro-batches; 0 where they accumulate in the optimizer. Under DDP with k > 1 its buckets come on
-            top, 4 N that are not counted.
+        parameters: 4 N (float32), or as frozen weights are kept.
+        gradients: 4 N, N those that are trained, between micro-batches; 0 where they accumulate in the optimizer. Under DDP
+            with k > 1 its buckets come on top, 4 N that are not counted.
         moments: 8 N for Adam's two, 4 N for SGD's momentum; the fused optimizers need nothing more at the step.
         autocast_cache: 16-bit copies of the weights during a forward and its backward; 0 in float32.
         gathered: in sharded runs only: parameters gathered from the other processes, and gradients on their way to them.
@@ -132,12 +180,15 @@ def planned_memory(
     gradient_checkpointing: bool = False,
     sharded: bool = False,
     fsdp_gather: str = "bf16",
+    num_shards: int | None = None,
+    offloaded: bool = False,
     moment_bytes: int = MOMENTS["adamw"],
     gradient_bytes: int = 4,
 ) -> Memory:
     """Plan the memory that one process needs for a model's step, cut by a layout.
 
-    States     4 N parameters + 4 N gradients + 8 N moments (Adam), in float32.
+    States     4 N parameters + 4 N gradients + 8 N moments (Adam), in float32; of adapters on frozen weights, gradients and
+               moments of the adapters only, and weights in 4 bits where they are quantised (`Decoder.weight_bytes`).
     Sharded    (FSDP2) the states divided by the processes; gathered, two layers and all parameters outside the layers, and a
                layer's gradient while it is reduced (`Transformer.sharded_peaks`). In bf16 there is no autocast cache.
     Peak       the largest of the model's `peaks` comes on top: benchmarks/results/memory.md has them beside the peaks that
@@ -150,6 +201,8 @@ def planned_memory(
         gradient_checkpointing: recompute the activations of each layer in the backward.
         sharded: FSDP2 instead of DDP.
         fsdp_gather: type in which FSDP2 gathers weights under mixed precision bf16: bf16 or fp32.
+        num_shards: processes that divide the weights, where groups of them hold them all (HSDP); None: all processes divide.
+        offloaded: whether the divided weights, their gradients and moments are in host memory (FSDP2's CPU offload).
         moment_bytes: bytes per parameter that the optimizer remembers.
         gradient_bytes: bytes per parameter of gradients between micro-batches; 0 where they accumulate in the optimizer.
 
@@ -157,7 +210,8 @@ def planned_memory(
         The planned memory of one process, in bytes.
 
     Raises:
-        UsageError: gradient_checkpointing or sharding of a model without equal layers.
+        UsageError: gradient_checkpointing or sharding of a model without equal layers; num_shards that do not divide the
+            processes, or offloading of weights that are not divided.
 
     >>> from samestep.cut.layout import solve_layout
     >>> from samestep.recipe.recipe import load
@@ -172,22 +226,39 @@ def planned_memory(
             raise UsageError(
                 f"{name} works layer by layer; it is planned for transformers with a formula only: leave it out"
             )
+    if num_shards is not None and (not sharded or layout.num_processes % num_shards):
+        raise UsageError(
+            f"num_shards is {num_shards}, must divide the {layout.num_processes} processes of a sharded run: leave it out"
+        )
+    if offloaded and not sharded:
+        raise UsageError("offloaded is true, but weights are not sharded, and only FSDP2 offloads: leave it out")
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
-    share = -(-model.num_parameters // (layout.num_processes if sharded else 1))
+    parts = (num_shards or layout.num_processes) if sharded else 1
+    trained, weights = -(-count_trained(model) // parts), -(-count_weight_bytes(model) // parts)
     options = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {
             "gathered_bytes": gathered_bytes(mixed_precision, fsdp_gather),
-            "num_processes": layout.num_processes,
+            "num_processes": parts,
         }
     first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
+    if offloaded:
+        trained = weights = 0
+    gradients, moments = gradient_bytes * trained, moment_bytes * trained
+    if isinstance(model, Decoder) and not model.program.keeps_gradients:
+        # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
+        last = model.last_peak(num_samples, **{name: options[name] for name in ("autocast", "gradient_checkpointing")})
+        largest = model.vocab_size * model.hidden_size if model.method.rank is None else 0
+        at_end = min(gradients, gradient_bytes * largest) if model.program.updates_in_backward else gradients
+        gradients = at_end if sum(last) + at_end > max(map(sum, (first, *later))) else 0
+        first, later = (last, [last]) if gradients else (first, later)
     backward = max(later, key=sum)
-    states = (4 + gradient_bytes + moment_bytes) * share
+    states = weights + gradients + moments
     peak = max(first, backward, key=sum)
     return Memory(
-        parameters=4 * share,
-        gradients=gradient_bytes * share,
-        moments=moment_bytes * share,
+        parameters=weights,
+        gradients=gradients,
+        moments=moments,
         **peak._asdict(),
         forward=states + sum(first),
         backward=states + sum(backward),

@@ -7,12 +7,13 @@ Only communication overlaps with the backward, and loading with everything. Cons
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
+from samestep.planner.decoder import Decoder
 from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Model, gathered_bytes
+from samestep.planner.memory import Model, count_trained, gathered_bytes
 from samestep.planner.transformer import Transformer
 
 BUCKET = 25 * 2**20
@@ -54,6 +55,13 @@ CALIBRATION = Calibration(
     loading=4.75e-3,
 )
 
+HOST_LINK, HOST_MEMORY = 25e9, 200e9
+"""Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
+channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
+SUSTAINED = {"h100": 0.746, "h200": 0.746}
+"""Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
+number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language-models`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Software:
@@ -66,6 +74,7 @@ class Software:
         gradient_bytes: bytes of a gradient per parameter, as reduced between processes.
         overlapped: whether gradients are reduced while the last backward still runs.
         gathered_bytes: bytes of a parameter, as gathered by FSDP2 from the processes.
+        frozen_bytes: bytes moved per frozen parameter in every micro-batch: its cast, and two reads of it.
     """
 
     kernels: str
@@ -74,6 +83,7 @@ class Software:
     gradient_bytes: float = 4
     overlapped: bool = True
     gathered_bytes: float = 4
+    frozen_bytes: float = 10
 
 
 def default_software(
@@ -118,6 +128,9 @@ class Work:
         kernels_per_layer: kernels of forward and backward, none fused.
         num_logits: logits over the vocabulary, at the places where the head scores it.
         num_photographs: photographs to decode.
+        num_trained: parameters that have gradients; None: all.
+        forward_share: the forward's part of `flops`, which recomputing adds.
+        is_sustained: whether matmuls run at the rate of `SUSTAINED`.
     """
 
     flops: float
@@ -127,6 +140,14 @@ class Work:
     kernels_per_layer: int = Transformer.kernels_per_layer
     num_logits: int = 0
     num_photographs: float = 0
+    num_trained: int | None = None
+    forward_share: float = 1 / 3
+    is_sustained: bool = False
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients."""
+        return self.num_parameters if self.num_trained is None else self.num_trained
 
 
 def count_work(model: Model, mixed_precision: str) -> Work:
@@ -138,13 +159,18 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     >>> round(work.flops / 1e9), round(work.saved_bytes / 1e6)
     (876, 346)
     """
+    is_decoder = isinstance(model, Decoder)
+    count_bytes = model.traffic_bytes if is_decoder else model.saved_bytes
     return Work(
         flops=model.flops_per_sample,
-        saved_bytes=model.saved_bytes(autocast=mixed_precision != "no"),
+        saved_bytes=count_bytes(autocast=mixed_precision != "no"),
         num_parameters=model.num_parameters,
         num_layers=model.num_layers,
         kernels_per_layer=model.kernels_per_layer,
         num_logits=model.num_logits,
+        num_trained=count_trained(model),
+        forward_share=model.forward_share if is_decoder else 1 / 3,
+        is_sustained=is_decoder,
     )
 
 
@@ -278,18 +304,21 @@ def step_time(
     *,
     gradient_checkpointing: float = False,
     sharded: bool = False,
+    num_shards: int | None = None,
+    offloaded: bool = False,
     reduce_every_micro_batch: bool = False,
     cores: float = math.inf,
     calibration: Calibration = CALIBRATION,
+    sustained: Mapping[str, float] = SUSTAINED,
 ) -> StepTime:
     """Predict the seconds of an optimizer step, for the process with the largest share s = ceil(B / N).
 
-        products         s flops / (peak x reachable)
+        products         s flops / (peak x reachable), of decoders x `SUSTAINED`
         memory_traffic   s saved_bytes (traffic / memory bandwidth + stall), the stall for convolutional networks only,
                          and s num_logits times the bytes moved for each / memory bandwidth
-        weights          k N_parameters weight_bytes / memory bandwidth
+        weights          k (N_trained weight_bytes + N_frozen frozen_bytes) / memory bandwidth
         launches         k kernels launch; none when compiled
-        optimizer        N_parameters optimizer_bytes / memory bandwidth, sharded: divided by N
+        optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
                          micro-batch: exposed are max(0, communication - backward) and the last bucket
@@ -306,12 +335,16 @@ def step_time(
         hardware: N devices and the links between them.
         mixed_precision: no, bf16 or fp16.
         software: `default_software` for this repository's programs.
-        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work; or the share of
-            layers for which they are.
+        gradient_checkpointing: activations recomputed in the backward: a second forward, a third more work, beside frozen
+            weights half; or the share of layers for which they are.
         sharded: FSDP2 instead of DDP.
+        num_shards: devices that divide the weights, at most those of a node, where groups of them hold them all (HSDP); None:
+            all devices divide.
+        offloaded: whether the divided weights, their gradients and moments are in host memory (FSDP2's CPU offload): they
+            cross `HOST_LINK` for every gather and reduction, and `HOST_MEMORY` in the update.
         reduce_every_micro_batch: DDP without `no_sync`, for comparison.
         cores: cores of the host, per process, that load samples.
-        calibration: other constants, to fit them.
+        calibration, sustained: other constants, to fit them.
 
     Raises:
         UsageError: a precision that the device lacks, or a layout for another number of processes.
@@ -320,26 +353,40 @@ def step_time(
         raise UsageError(f"{hardware} has {hardware.num_processes} process(es), the layout {layout.num_processes}")
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
-    passes = 1 + gradient_checkpointing / 3
+    passes = 1 + gradient_checkpointing * work.forward_share
     fused = software.kernels == "compiled"
     stall = calibration.stall if software.kernels.startswith("channels") else 0.0
     traffic = getattr(calibration, f"traffic_{software.kernels}")
 
-    products = passes * share * work.flops / reachable_flops(device, mixed_precision, calibration)
+    rate = reachable_flops(device, mixed_precision, calibration)
+    if work.is_sustained:
+        rate *= sustained.get(device.name.partition("-")[0], 1.0)
+    products = passes * share * work.flops / rate
     logits = work.num_logits * (LOGIT_COMPILED if fused else LOGIT_EAGER)[mixed_precision] / bandwidth
     memory_traffic = share * (passes * work.saved_bytes * (traffic / bandwidth + stall) + logits)
-    weights = passes * k * work.num_parameters * software.weight_bytes / bandwidth
+    moved = work.trained * software.weight_bytes + (work.num_parameters - work.trained) * software.frozen_bytes
+    weights = passes * k * moved / bandwidth
     launches = 0.0 if fused else passes * k * work.num_layers * work.kernels_per_layer * calibration.launch
     computing = products + memory_traffic + weights + launches
+    parts = (num_shards or layout.num_processes) if sharded else 1
+    if num_shards is not None and not (sharded and num_shards <= hardware.num_devices):
+        raise UsageError(f"num_shards is {num_shards}, must be at most the {hardware.num_devices} devices of a node")
     communication, exposed = _communication(
-        work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration
+        work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration, num_shards
     )
+    optimizer = work.trained * software.optimizer_bytes / bandwidth / parts
+    if offloaded:
+        crossing = (
+            k * (2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained) / parts
+        )
+        exposed += max(0.0, crossing / HOST_LINK - computing)
+        optimizer = work.trained * software.optimizer_bytes / HOST_MEMORY / hardware.num_nodes
     return StepTime(
         products=products,
         memory_traffic=memory_traffic,
         weights=weights,
         launches=launches,
-        optimizer=work.num_parameters * software.optimizer_bytes / bandwidth / (layout.num_processes if sharded else 1),
+        optimizer=optimizer,
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed,
         communication=communication,
@@ -374,17 +421,23 @@ def _communication(
     sharded: bool,
     reduce_every_micro_batch: bool,
     calibration: Calibration,
+    num_shards: int | None = None,
 ) -> tuple[float, float]:
     """Compute the seconds of communication in a step, and how many of them are not hidden behind micro-batches of `seconds`."""
     if hardware.num_processes == 1:
         return 0.0, 0.0
     if sharded:
-        size = work.num_parameters / work.num_layers
-        gather = all_gather(hardware, software.gathered_bytes * size, calibration)
-        reduction = all_gather(hardware, software.gradient_bytes * size, calibration)
+        size, trained = work.num_parameters / work.num_layers, work.trained / work.num_layers
+        group = hardware if num_shards is None else dataclasses.replace(hardware, num_devices=num_shards, num_nodes=1)
+        gather = all_gather(group, software.gathered_bytes * size, calibration)
+        reduction = all_gather(group, software.gradient_bytes * trained, calibration)
+        if num_shards is not None:  # each device then sums its part with its peers of the other groups
+            num_groups = hardware.num_processes // num_shards
+            peers = dataclasses.replace(hardware, num_devices=1, num_nodes=num_groups)
+            reduction += all_reduce(peers, software.gradient_bytes * trained / num_shards, calibration)
         total = work.num_layers * (2 * gather + reduction)
         return k * total, k * min(total, max(0.0, total - seconds) + gather + reduction)
-    num_bytes = software.gradient_bytes * work.num_parameters
+    num_bytes = software.gradient_bytes * work.trained
     num_buckets = math.ceil(num_bytes / BUCKET) if software.overlapped else 1
     bucket = all_reduce(hardware, num_bytes / num_buckets, calibration)
     total, times = num_buckets * bucket, k if reduce_every_micro_batch else 1  # seconds of a reduction, reductions

@@ -8,14 +8,23 @@ from samestep.cut import layout as layouts
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
-from samestep.planner.memory import MOMENTS, Memory, Model, model_from_recipe, planned_memory
+from samestep.planner.decoder import Decoder
+from samestep.planner.memory import (
+    MOMENTS,
+    Memory,
+    Model,
+    count_trained,
+    count_weight_bytes,
+    model_from_recipe,
+    planned_memory,
+)
 from samestep.planner.transformer import Transformer
 from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
 
-UPDATE = {"adamw": 28, "sgd": 20}
-"""Bytes that an update moves per parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""
+UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16}
+"""Bytes that an update moves per trained parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""
 CLIPPING = 12
 """Bytes that clipping moves per parameter: it reads the gradient twice and writes it."""
 
@@ -59,6 +68,11 @@ class Workload:
     critical_batch_size: float | None = None
     may_shard: bool = True
     download_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the weights as they are kept, and of gradients and moments of those that are trained."""
+        return count_weight_bytes(self.model) + (self.gradient_bytes + self.moment_bytes) * count_trained(self.model)
 
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
@@ -114,7 +128,7 @@ def from_model(
 def _set_attention(model: Model, attention: str, name: str) -> Model:
     if attention == "sdpa":
         return model
-    if not isinstance(model, Transformer):
+    if not isinstance(model, Transformer | Decoder):
         raise UsageError(f"attn_implementation is {attention}, but {name} has no attention: leave it out")
     return dataclasses.replace(model, eager_attention=True)
 
@@ -166,9 +180,18 @@ def from_recipe(
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         may_shard=recipe.parts.find("settings").may_shard,
-        download_bytes=4 * model.num_parameters if getattr(recipe, "model_name_or_path", None) else 0,
+        download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
     )
+
+
+def _count_download(recipe: Recipe, model: Model) -> int:
+    """Count the bytes of the weights to start from: on the hub 16 bits a number of a language model, 32 of others."""
+    if getattr(recipe, "model_name_or_path", None) is None:
+        return 0
+    if isinstance(model, Decoder):
+        return 2 * (model.num_parameters - model.num_adapter)
+    return 4 * model.num_parameters
 
 
 def format_flags(values: Mapping[str, Any]) -> list[str]:

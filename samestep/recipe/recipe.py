@@ -928,6 +928,7 @@ register(
         settings="samestep.recipe.run_settings:CausalLmFineTuningSettings",
         data="samestep.data.conversations:build",
         model="samestep.models.causal_lm:CausalLmSums",
+        shape="samestep.planner.memory:causal_lm_finetuning",
         script="finetune_causal_lm.py",
         pipeline_tag="text-generation",
     ),

@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list
 
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
+from samestep.planner.memory import has_formula
 from samestep.planner.workload import from_recipe
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
@@ -40,7 +41,7 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
         UsageError: by the plan, one sample, or the micro-batch that the settings ask for, needs more than the free memory.
     """
     b, k = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if accelerator.device.type != "cpu" or recipe.parts.shape is None:
+    if accelerator.device.type != "cpu" or not has_formula(recipe):
         return b
     (free_bytes,) = broadcast_object_list([read_free_bytes()])
     if free_bytes is None:

@@ -1,0 +1,374 @@
+"""Plan the memory and the time of published trainings of language models, and compare them with what was printed.
+
+    make bench-language
+
+Every row of benchmarks/language_models.yaml. The memory has no constant that is fitted to a row; the time has one,
+`timing.SUSTAINED`.
+"""
+
+import dataclasses
+import statistics
+from typing import Any
+
+import harness
+import yaml
+
+from samestep.cut.layout import solve_layout
+from samestep.planner import base_models, hardware, timing
+from samestep.planner.decoder import Decoder, Method, Program
+from samestep.planner.memory import Memory, planned_memory
+from samestep.planner.placement import RESERVED
+from samestep.planner.timing import SUSTAINED, Software, StepTime
+
+PUBLISHED = harness.ROOT / "benchmarks" / "language_models.yaml"
+DIGITS = 3
+UNITS = {"GiB": 2**30, "GB": 1e9}
+
+
+def read_rows(kind: str) -> Any:
+    """Read the published rows, memory or time, or the programs or sources."""
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))[kind]
+
+
+def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Decoder:
+    """Make the model of a row as its program computes it."""
+    method = Method(
+        rank=row.get("rank"),
+        targets=tuple(row.get("targets", ("all-linear",))),
+        weight_bytes=row.get("weights", 2),
+        adapter_bytes=2,
+        is_quantized="quantized" in row,
+        doubles_scales=row.get("quantized") != "single",
+    )
+    shape = base_models.shape_from_config(base_models.find_base_model(row["model"]), row["model"])
+    program = dict(programs[row["program"]])
+    if program.pop("unties_head", False):
+        shape = dataclasses.replace(shape, tied_head=False)
+    return Decoder(shape=shape, sequence_length=row["length"], method=method, program=Program(**program))
+
+
+def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Memory:
+    """Plan the bytes of one process of a row."""
+    machine = hardware.parse(row["hardware"])
+    layout = solve_layout(
+        num_processes=machine.num_processes, per_device_train_batch_size=row["b"], gradient_accumulation_steps=1
+    )
+    return planned_memory(
+        make_decoder(row, programs),
+        layout,
+        mixed_precision="bf16",
+        gradient_checkpointing=row["recomputed"] != "none",
+        sharded=row.get("sharded", False),
+        offloaded=row.get("offloaded", False),
+        moment_bytes=row["moments"],
+        gradient_bytes=row.get("weights", 2),
+    )
+
+
+def compare_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Compare the plan of a row with its peak, or tell whether it is refused as it ought to be."""
+    memory, device = plan_memory(row, programs), hardware.parse(row["hardware"]).device
+    room = row.get("gib", 0) * 2**30 or device.memory_bytes
+    planned, is_oom = memory.total + row.get("buffers", 0), row["peak"] == "OOM"
+    is_refused = planned + RESERVED > room
+    published = None if is_oom else row["peak"] * UNITS[row["unit"]]
+    return row | {
+        "published": published,
+        "planned": planned,
+        "items": memory.items,
+        "error": None if is_oom else planned / published - 1,
+        "is_refused": is_refused,
+        "is_right": is_refused == is_oom,
+    }
+
+
+FLOAT8_RATE = 2
+"""Rate of matmuls in 8 bits, over the rate in 16: the ratio of the peaks."""
+
+
+def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> StepTime:
+    """Predict the seconds of a step of a row."""
+    decoder, machine = make_decoder(row, programs), hardware.parse(row["hardware"])
+    share = row.get("tensor_parallel", 1)
+    if "memory_gb_per_s" in row:
+        device = dataclasses.replace(machine.device, memory_gb_per_s=row["memory_gb_per_s"])
+        machine = dataclasses.replace(machine, device=device)
+    # Devices that share layers are one process of the step, with the layer's work divided between them
+    machine = dataclasses.replace(machine, num_devices=machine.num_devices // share)
+    layout = solve_layout(
+        num_processes=machine.num_processes,
+        per_device_train_batch_size=row["b"],
+        gradient_accumulation_steps=row["k"],
+    )
+    work = timing.count_work(decoder, "bf16")
+    if row.get("float8"):
+        layers = 6 * decoder.length * (decoder.num_parameters - decoder.num_outside)
+        work = dataclasses.replace(work, flops=work.flops - layers * (1 - 1 / FLOAT8_RATE))
+    work = dataclasses.replace(
+        work,
+        flops=work.flops / share,
+        saved_bytes=work.saved_bytes / share,
+        num_logits=work.num_logits / share,
+        num_parameters=work.num_parameters // share,
+        num_trained=work.trained // share,
+    )
+    is_mixed, is_sharded = row.get("weights", 2) == 4, row.get("sharded", False)
+    software = Software(
+        kernels=decoder.kernels,
+        weight_bytes=28 if is_mixed else 10,  # 16-bit weights: two reads, a gradient, its sum
+        frozen_bytes=10 if "quantized" in row else 4 + 12 * is_sharded,  # two reads; of 4 bits their copies, too
+        optimizer_bytes=row.get("update", 40 if is_mixed else 14),
+        gathered_bytes=2,
+    )
+    recomputed = {"none": 0.0, "all": 1.0, "selective": 0.5}[row["recomputed"]]
+    step = timing.step_time(
+        *(work, layout, machine, "bf16", software),
+        gradient_checkpointing=recomputed,
+        sharded=is_sharded,
+        offloaded=row.get("offloaded", False),
+        sustained=dict.fromkeys(SUSTAINED, sustained),
+    )
+    if share == 1:
+        return step
+    # Two sums of a layer's output in the forward, two in the backward, and two more where it is recomputed
+    sums = row["k"] * decoder.num_layers * (4 + 2 * recomputed)
+    size = 2 * row["b"] * decoder.length * decoder.hidden_size
+    pair = dataclasses.replace(hardware.parse(row["hardware"]), num_devices=share, num_nodes=1)
+    exposed = step.exposed_communication + sums * timing.all_reduce(pair, size)
+    return dataclasses.replace(step, exposed_communication=exposed)
+
+
+def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> float:
+    """Predict the tokens per second and device of a row."""
+    step = predict_time(row, programs, sustained)
+    return row["b"] * row["k"] * row["length"] / row.get("tensor_parallel", 1) / step.total
+
+
+def solve_sustained(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> float | None:
+    """Find the constant with which a row is predicted right; None: its chip has none."""
+    if hardware.parse(row["hardware"]).device.name.partition("-")[0] not in SUSTAINED:
+        return None
+    low, high = 0.3, 1.5
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
+    return low
+
+
+def fit_sustained(solved: list[tuple[str, float | None]]) -> float:
+    """Fit the one constant of the time: every source counts once, the median of its rows, and then the median of the sources.
+
+    Args:
+        solved: of each row its source and what `solve_sustained` finds.
+    """
+    by_source: dict[str, list[float]] = {}
+    for source, value in solved:
+        if value is not None:
+            by_source.setdefault(source, []).append(value)
+    return round(statistics.median(map(statistics.median, by_source.values())), DIGITS)
+
+
+def compare_time(
+    rows: list[dict[str, Any]], programs: dict[str, dict[str, Any]], solved: list[tuple[str, float | None]]
+) -> list[dict[str, Any]]:
+    """Compare predictions with throughputs: with the constant as it is, and fitted without the source of the row."""
+    fits = {
+        source: fit_sustained([pair for pair in solved if pair[0] != source])
+        for source in {row["source"] for row in rows}
+    }
+    results = []
+    for row in rows:
+        step = predict_time(row, programs, SUSTAINED["h100"])
+        results.append(
+            row
+            | {
+                "predicted": speed(row, programs, SUSTAINED["h100"]),
+                "error": speed(row, programs, SUSTAINED["h100"]) / row["value"] - 1,
+                "without_source": speed(row, programs, fits[row["source"]]) / row["value"] - 1,
+                "seconds": dataclasses.asdict(step) | {"total": step.total},
+                "num_devices": hardware.parse(row["hardware"]).num_processes,
+            }
+        )
+    return results
+
+
+def compare_scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare what more devices keep of the speed per device, of rows that differ in their number only."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        name = " ".join(str(row.get(key, "")) for key in ("source", "model", "program", "float8"))
+        groups.setdefault(name, []).append(row)
+    pairs = []
+    for group in groups.values():
+        few, many = min(group, key=lambda row: row["num_devices"]), max(group, key=lambda row: row["num_devices"])
+        if few["num_devices"] == many["num_devices"] or ("rank" in few and few["rank"] != many.get("rank")):
+            continue
+        published, predicted = many["value"] / few["value"], many["predicted"] / few["predicted"]
+        keys = {key: few.get(key) for key in ("source", "model", "program", "float8")}
+        pairs.append(
+            keys
+            | {"devices": [few["num_devices"], many["num_devices"]], "published": published, "predicted": predicted}
+            | {"error": predicted / published - 1}
+        )
+    return pairs
+
+
+def measure() -> dict[str, Any]:
+    """Make all comparisons."""
+    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    programs = published["programs"]
+    solved = [(row["source"], solve_sustained(row, programs)) for row in published["time"]]
+    time = compare_time(published["time"], programs, solved)
+    return {
+        "about": harness.about("make bench-language", ()),
+        "fitted": fit_sustained(solved),
+        "sources": published["sources"],
+        "programs": programs,
+        "memory": [compare_memory(row, programs) for row in published["memory"]],
+        "time": time,
+        "scaling": compare_scaling(time),
+    }
+
+
+def summarize(rows: list[dict[str, Any]], key: str = "error") -> dict[str, tuple[int, float, float]]:
+    """Map each source, and all, to the number of its rows with an error, the median and the largest one."""
+    errors: dict[str, list[float]] = {"all": []}
+    for row in rows:
+        if row[key] is not None:
+            errors.setdefault(row["source"], []).append(abs(row[key]))
+            errors["all"].append(abs(row[key]))
+    return {source: (len(values), statistics.median(values), max(values)) for source, values in errors.items()}
+
+
+def share_within(rows: list[dict[str, Any]], limit: float, key: str = "error") -> float:
+    """Compute the share of rows whose error is at most `limit`."""
+    return statistics.mean(abs(row[key]) <= limit for row in rows if row[key] is not None)
+
+
+def term_shares(rows: list[dict[str, Any]], name: str) -> list[list[str]]:
+    """List each term's mean share of the total, and the mean error of rows in which it is at least a fifth."""
+    lines = []
+    terms = {term for row in rows for term in row[name]} - {"total", "at_peak", "communication", "loading"}
+    for term in sorted(terms):
+        shares = [(row[name][term] / sum_terms(row[name]), row["error"]) for row in rows if row["error"] is not None]
+        large = [error for share, error in shares if share >= 0.2]
+        mean = statistics.mean(share for share, _ in shares)
+        error = f"{statistics.mean(large):+.1%} in {len(large)} rows" if large else "-"
+        lines.append([term.replace("_", " "), f"{mean:.0%}", error])
+    return lines
+
+
+def sum_terms(terms: dict[str, float]) -> float:
+    """Sum the terms that are parts of a whole."""
+    return terms.get("total") or sum(terms.values())
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Write the tables."""
+    memory, time = results["memory"], results["time"]
+
+    def by_source(rows: list[dict[str, Any]], key: str = "error") -> str:
+        lines = [
+            [source, str(n), f"{middle:.1%}", f"{worst:.1%}"]
+            for source, (n, middle, worst) in summarize(rows, key).items()
+        ]
+        return harness.table("source | rows | median | worst", lines)
+
+    def label(row: dict[str, Any]) -> str:
+        kind = "full" if row.get("rank") is None else f"{'QLoRA' if 'quantized' in row else 'LoRA'} {row['rank']}"
+        return f"{row['model']} {kind}{', float8' if row.get('float8') else ''}"
+
+    memory_lines = [
+        [
+            *(
+                row["source"],
+                label(row),
+                row["hardware"],
+                str(row["length"]),
+                str(row["b"]),
+                row["program"],
+                row["recomputed"],
+            ),
+            "OOM" if row["published"] is None else f"{row['published'] / 1e9:.1f}",
+            f"{row['planned'] / 1e9:.1f}",
+            ("refused" if row["is_refused"] else "ACCEPTED") if row["published"] is None else f"{row['error']:+.1%}",
+        ]
+        for row in memory
+    ]
+    time_lines = [
+        [
+            *(
+                row["source"],
+                label(row),
+                row["hardware"],
+                str(row["length"]),
+                str(row["b"]),
+                row["program"],
+                row["recomputed"],
+            ),
+            *(f"{row['value']:,}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", f"{row['without_source']:+.1%}"),
+        ]
+        for row in time
+    ]
+    scaling_lines = [
+        [
+            *(row["source"], row["model"], f"{row['program']}{' float8' * bool(row['float8'])}"),
+            *(f"{row['devices'][0]} to {row['devices'][1]}", f"{row['published']:.3f}", f"{row['predicted']:.3f}"),
+            f"{row['error']:+.1%}",
+        ]
+        for row in results["scaling"]
+    ]
+    ooms = [row for row in memory if row["published"] is None]
+    ran = [row for row in memory if row["published"] is not None]
+    right = sum(row["is_refused"] for row in ooms), sum(not row["is_refused"] for row in ran)
+    source_lines = [
+        [name, source["about"].strip(), source["assumed"].strip(), source["url"]]
+        for name, source in results["sources"].items()
+    ]
+    columns = "source | model | hardware | length | b | program | recomputed |"
+    return harness.page(
+        "Published language models",
+        "language_models.py",
+        results["about"],
+        f"**Memory**: {len(ran)} peaks, error of the plan {summarize(memory)['all'][1]:.1%} in the median, within 15 % in "
+        f"{share_within(memory, 0.15):.0%}; {right[0]} of {len(ooms)} that ran out of memory are refused, {right[1]} of "
+        f"{len(ran)} that ran are accepted.\n"
+        f"**Time**: {len(time)} speeds, {summarize(time, 'without_source')['all'][1]:.1%} in the median without their source, "
+        "within 25 % in "
+        f"{share_within(time, 0.25, 'without_source'):.0%}.\n\n"
+        "Memory has no fitted constant. Time has one of its own: the part of the reachable rate that Hopper chips keep, "
+        f"{results['fitted']}; all\nothers are those of timing.md, fitted to other models. "
+        "What the programs do follows from their sources or is assumed, by source:\n\n"
+        + harness.table("source | printed | assumed | where", source_lines)
+        + "\nMemory by source:\n\n"
+        + by_source(memory)
+        + "\nMemory by term: its share, and the error of rows in which it is a fifth or more.\n\n"
+        + harness.table("term | share | mean error", term_shares(memory, "items"))
+        + "\nGB, 1e9 bytes:\n\n"
+        + harness.table(f"{columns} published | planned | error", memory_lines)
+        + "\nTime by source, the constant fitted without it:\n\n"
+        + by_source(time, "without_source")
+        + "\nTime by term:\n\n"
+        + harness.table("term | share | mean error", term_shares(time, "seconds"))
+        + "\nTokens per second and device:\n\n"
+        + harness.table(f"{columns} published | predicted | error | without its source", time_lines)
+        + "\nSpeed per device on more devices, over that on few:\n\n"
+        + harness.table("source | model | program | devices | published | predicted | error", scaling_lines),
+    )
+
+
+def main() -> None:
+    arguments = harness.flags("language_models", __doc__).parse_args()
+    results = measure()
+    harness.write(arguments.output, results, markdown(results))
+    for name, key, limit in (("memory", "error", 0.15), ("time", "without_source", 0.25)):
+        rows = results[name]
+        for source, (count, middle, worst) in summarize(rows, key).items():
+            print(f"{name:6} {source:16} {count:3} rows, median {middle:.1%}, worst {worst:.1%}")
+        print(f"{name:6} within {limit:.0%}: {share_within(rows, limit, key):.0%}")
+    if results["fitted"] != SUSTAINED["h100"]:
+        print(f"samestep/planner/timing.py must hold SUSTAINED {results['fitted']}; then run this again")
+
+
+if __name__ == "__main__":
+    main()

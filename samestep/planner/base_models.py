@@ -1,0 +1,211 @@
+"""Shapes of decoders from a configuration of transformers, or from the built-in table of well-known base models."""
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.planner import configs
+from samestep.planner.decoder import Latent, Shape
+from samestep.recipe.reading import format_name, read_json
+from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
+
+TABLE = Path(__file__).parent / "base_models.json"
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "mixtral", "qwen3_moe", "phi3", "helium")
+MODEL_TYPES = (*LLAMAS, "gemma2", "gemma3_text", "olmo2", "deepseek_v3")
+"""Values of `model_type` that have a formula."""
+MODEL_NAMES = {"gemma3": "gemma3_text"}
+"""Other values of `model_type` -> the one that has the formula."""
+SUFFIX = re.compile(r"-(instruct|it|pt|chat|base|hf|sft)(?=-|$)|-2507$", re.IGNORECASE)
+UNKNOWN_VOCABULARY = 2**15
+"""Words of a tokenizer that nobody has read."""
+LARGEST_EXPERTS = 2**14
+FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.startswith("n_")} | {
+    "num_experts": LARGEST_EXPERTS,
+    "num_local_experts": LARGEST_EXPERTS,
+    "n_routed_experts": LARGEST_EXPERTS,
+    "num_experts_per_tok": LARGEST_EXPERTS,
+    "n_shared_experts": LARGEST_EXPERTS,
+    "moe_intermediate_size": 2**20,
+    "q_lora_rank": 2**17,
+    "kv_lora_rank": 2**17,
+    "qk_rope_head_dim": 2**17,
+    "qk_nope_head_dim": 2**17,
+    "v_head_dim": 2**17,
+    "sliding_window": 2**24,
+}
+"""Field -> its largest value that is accepted."""
+
+
+@functools.cache
+def read_table() -> dict[str, dict[str, Any]]:
+    """Read the table of base models: name on the hub -> fields of its configuration."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, fields in read_json(TABLE, "the table of base models")["models"].items():
+        table[name] = {**table.get(fields.pop("extends", ""), {}), **fields}
+    return table
+
+
+def find_base_model(name: str) -> dict[str, Any] | None:
+    """Find the configuration of a well-known base model by its name on the hub; None: the table has no such model.
+
+    The owner may be left out, and what only says how it was tuned: Instruct, it, chat.
+
+    >>> find_base_model("unsloth/Llama-3.1-8B-Instruct")["hidden_size"], find_base_model("gpt5")
+    (4096, None)
+    """
+    wanted = _shorten(name)
+    return next((dict(config) for known, config in read_table().items() if _shorten(known) == wanted), None)
+
+
+def _shorten(name: str) -> str:
+    short = SUFFIX.sub("", name.rpartition("/")[2]).lower()
+    return short.replace("meta-llama-3.1", "llama-3.1")
+
+
+def find_local_config(name_or_path: str) -> dict[str, Any] | None:
+    """Find the configuration of a model in a folder, a file or the table; None: there is none.
+
+    A folder runs/RECIPE that does not exist yet has the shape of that recipe of the catalog, which will write it.
+
+    Raises:
+        UsageError: the file is not a configuration of transformers.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists() or name_or_path.endswith(".json"):
+        return configs.read_config(str(path))
+    if path.parent.name == "runs" and path.name in catalog_names():
+        return _config_from_recipe(load(path.name))
+    return find_base_model(name_or_path)
+
+
+def _config_from_recipe(recipe: Recipe) -> dict[str, Any] | None:
+    if not isinstance(recipe, CausalLmFineTuning):
+        return None
+    if recipe.model_name_or_path is not None:
+        return find_local_config(recipe.model_name_or_path)
+    fields = {name: value for name, value in recipe.shape.items() if value is not None}
+    fields |= {"model_type": recipe.architecture, "vocab_size": recipe.vocab_size or UNKNOWN_VOCABULARY}
+    return fields | {"head_dim": recipe.hidden_size // recipe.num_attention_heads}
+
+
+def find_config(name_or_path: str) -> dict[str, Any]:
+    """Find the configuration of a model: a folder or file here, the table, or the hub.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    config = find_local_config(name_or_path)
+    return config if config is not None else _download_config(name_or_path)
+
+
+def _download_config(name: str) -> dict[str, Any]:
+    problem = f"model_name_or_path {format_name(name)} is no folder here and not in the planner's table of base models"
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise UsageError(f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B")
+    from huggingface_hub import hf_hub_download  # here: it takes its time
+
+    try:
+        return configs.read_config(hf_hub_download(name, "config.json"))
+    except UsageError:
+        raise
+    except Exception as error:  # of any kind: network, names, rights
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(f"{problem}, and the hub does not give its config.json: {lines[0][:200]}") from None
+
+
+def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
+    """Return the shape of a decoder from its configuration.
+
+    Args:
+        config: as of transformers; that of a model of texts and images has a `text_config`.
+        name: for messages.
+
+    Raises:
+        UsageError: a model_type without a formula, a field that is missing or no valid size.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    kind = config.get("model_type")
+    kind = MODEL_NAMES.get(kind, kind)
+    if kind not in MODEL_TYPES:
+        raise UsageError(
+            f"{name} has model_type {format_name(kind)}, for which there is no formula: known are {', '.join(MODEL_TYPES)}; "
+            "--trace finds its memory with torch"
+        )
+    for field, largest in FIELDS.items():
+        value = config.get(field)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+        if value is not None and not is_size:
+            raise UsageError(f"{name}: {field} is {value!r:.40}, must be a whole number from 1 to {largest:,}")
+
+    def need(field: str) -> int:
+        if config.get(field) is None:
+            raise UsageError(f"{name}: its configuration has no {field}")
+        return config[field]
+
+    heads, layers = need("num_attention_heads"), need("num_hidden_layers")
+    values: dict[str, Any] = {
+        "vocab_size": need("vocab_size"),
+        "hidden_size": need("hidden_size"),
+        "num_layers": layers,
+        "intermediate_size": need("intermediate_size"),
+        "num_heads": heads,
+        "num_key_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or max(1, need("hidden_size") // heads),
+        "tied_head": bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        "qkv_bias": kind == "qwen2" or bool(config.get("attention_bias")),
+        "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "gemma3_text": "head", "olmo2": "width"}.get(kind, "none"),
+        "num_post_norms": 2 if kind in ("gemma2", "gemma3_text", "olmo2") else 0,
+        "num_pre_norms": 0 if kind == "olmo2" else 2,
+        "is_fused": kind == "phi3",
+        "soft_caps": kind == "gemma2",
+        "max_length": config.get("max_position_embeddings"),
+    }
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe")):
+        every = {"gemma2": 2, "gemma3_text": 6}.get(kind)
+        values |= {"window": window, "num_global": 0 if every is None else layers // every}
+    if kind == "mixtral":
+        experts = {"num_experts": need("num_local_experts"), "expert_size": need("intermediate_size")}
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": need("num_experts"), "expert_size": need("moe_intermediate_size")}
+    elif kind == "deepseek_v3":
+        size = need("moe_intermediate_size")
+        experts = {"num_experts": need("n_routed_experts"), "expert_size": size}
+        experts |= {"shared_size": size * config.get("n_shared_experts", 0)}
+        experts |= {"num_dense": min(layers, config.get("first_k_dense_replace", 0))}
+        rotated, value_dim = need("qk_rope_head_dim"), need("v_head_dim")
+        values |= {"latent": Latent(config.get("q_lora_rank") or 0, need("kv_lora_rank"), rotated, value_dim)}
+        values |= {"head_dim": need("qk_nope_head_dim") + rotated, "num_key_heads": heads}
+    else:
+        experts = {}
+    if experts:
+        experts |= {"experts_per_token": min(need("num_experts_per_tok"), experts["num_experts"])}
+    return Shape(**values | experts)
+
+
+def shape_from_recipe(recipe: CausalLmFineTuning) -> Shape:
+    """Return the shape of a recipe's model: of its own fields, or of the configuration of model_name_or_path.
+
+    Raises:
+        UsageError: the configuration cannot be found, or has no formula; max_seq_length is above the model's positions, or
+            lora_rank above its width.
+    """
+    if recipe.model_name_or_path is not None:
+        shape = shape_from_config(find_config(recipe.model_name_or_path), recipe.model_name_or_path)
+    else:
+        shape = shape_from_config(_config_from_recipe(recipe), f"architecture {recipe.architecture}")
+    name = recipe.model_name_or_path or recipe.name
+    if shape.max_length is not None and recipe.max_seq_length > shape.max_length:
+        raise UsageError(
+            f"max_seq_length is {recipe.max_seq_length:,}, but {name} has {shape.max_length:,} positions: lower it to at most "
+            "that"
+        )
+    if recipe.lora_rank is not None and recipe.lora_rank > shape.hidden_size:
+        raise UsageError(
+            f"lora_rank is {recipe.lora_rank:,}, above the width {shape.hidden_size:,} of {name}: lower it, or train all "
+            "weights (lora_rank null)"
+        )
+    return shape
