@@ -79,8 +79,8 @@ def page(answer: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date)
-    environment.filters |= {f.__name__.removeprefix("_"): f for f in filters} | {"count": "{:,}".format}
+    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date, _count)
+    environment.filters |= {f.__name__.removeprefix("_"): f for f in filters}
     answer = dict.fromkeys(OPTIONAL) | answer
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
     parts["comparison"] = _comparison(answer["rows"])
@@ -324,6 +324,15 @@ def _number(value: float) -> str:
     if isinstance(value, int) or not value:
         return f"{value:,.0f}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _count(value: float) -> str:
+    """Write a count whole, a mean count with two digits.
+
+    >>> _count(124439808), _count(2083.3333), _count(1000.0)
+    ('124,439,808', '2,083.33', '1,000')
+    """
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def _percent(share: float) -> str:
