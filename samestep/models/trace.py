@@ -25,8 +25,9 @@ from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, imitate_cuda, tree_leaves
 from samestep.errors import UsageError
 from samestep.models.summed_losses import SummedLosses
+from samestep.planner import base_models
 from samestep.planner.transformer import Peak
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import CausalLmFineTuning, Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step import optim
@@ -254,7 +255,9 @@ def trace_recipe(
     1,557,611,200 parameters, 40.5 GB
     """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
-    if hasattr(recipe, "model_name_or_path"):
+    if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
+        recipe = _take_shape(recipe)
+    elif hasattr(recipe, "model_name_or_path"):
         recipe = dataclasses.replace(recipe, model_name_or_path=None)
 
     def build() -> SummedLosses:
@@ -276,6 +279,34 @@ def trace_recipe(
             gradient_checkpointing=gradient_checkpointing,
             make_optimizer=lambda model: optim.from_recipe(model, recipe),
         )
+
+
+def _take_shape(recipe: CausalLmFineTuning) -> CausalLmFineTuning:
+    """Return the recipe with the shape of its model_name_or_path in its own fields, without weights.
+
+    Raises:
+        UsageError: the configuration cannot be found, or has more to it than a recipe has fields.
+    """
+    path = recipe.model_name_or_path
+    config = base_models.find_config(path)
+    shape = base_models.shape_from_config(config, path)
+    if shape.num_experts or shape.latent or shape.head_dim * shape.num_heads != shape.hidden_size:
+        raise UsageError(
+            f"{path} has experts, or heads of a width of their own, which --trace of a recipe does not build: leave --trace "
+            "out, or trace the model itself, `plan FOLDER --trace`"
+        )
+    fields = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_key_heads,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_length or recipe.max_seq_length,
+        "tie_word_embeddings": shape.tied_head,
+        "initializer_range": 0.02,  # of no effect on memory
+    }
+    values = {"model_name_or_path": None, "architecture": config["model_type"], "vocab_size": shape.vocab_size}
+    return dataclasses.replace(recipe, **values, **fields)
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,7 +1,10 @@
 """Shapes of decoders from a configuration of transformers, or from the built-in table of well-known base models."""
 
 import functools
+import json
+import os
 import re
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ MODEL_TYPES = (*LLAMAS, "gemma2", "gemma3_text", "olmo2", "deepseek_v3")
 MODEL_NAMES = {"gemma3": "gemma3_text"}
 """Other values of `model_type` -> the one that has the formula."""
 SUFFIX = re.compile(r"-(instruct|it|pt|chat|base|hf|sft)(?=-|$)|-2507$", re.IGNORECASE)
+SECONDS = 10
+"""Longest wait for an answer of the hub."""
 UNKNOWN_VOCABULARY = 2**15
 """Words of a tokenizer that nobody has read."""
 LARGEST_EXPERTS = 2**14
@@ -105,15 +110,25 @@ def _download_config(name: str) -> dict[str, Any]:
     problem = f"model_name_or_path {format_name(name)} is no folder here and not in the planner's table of base models"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise UsageError(f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B")
-    from huggingface_hub import hf_hub_download  # here: it takes its time
-
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    cached = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
+    if cached:
+        return configs.read_config(str(cached[-1]))
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        raise UsageError(f"{problem}, and HF_HUB_OFFLINE is set: give a folder with its config.json")
+    token = os.environ.get("HF_TOKEN")
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        return configs.read_config(hf_hub_download(name, "config.json"))
-    except UsageError:
-        raise
-    except Exception as error:  # of any kind: network, names, rights
+        request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/config.json", headers=headers)
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            config = json.loads(answer.read(2**20))
+    except (OSError, ValueError) as error:  # no network, no such model, no right to see it, no JSON
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{problem}, and the hub does not give its config.json: {lines[0][:200]}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{problem}, and its config.json on the hub is none")
+    return config
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:

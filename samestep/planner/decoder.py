@@ -543,8 +543,9 @@ class Decoder:
             return b * (2 * q + 2 * shape.values)
         whole = b * (q + shape.values)
         if program.is_ours and self._stores_scores:
-            pairs = (4 + b) + (b if shape.soft_caps else 0)  # probabilities in float32 and their cast, capped scores
-            return whole + b * 2 * r + shape.num_heads * t * (pairs if b == 2 else pairs - b)
+            # Traced: probabilities in float32; in 16 bits their cast and the scores, too; capped scores
+            pairs = (8 if b == 2 else 4) + b * shape.soft_caps
+            return whole + b * 2 * r + shape.num_heads * t * pairs
         if not program.expands_keys or not repeats:
             return whole + b * 2 * r
         return whole + b * 2 * q + (b * 2 * r if program.is_ours else 0)
@@ -567,12 +568,18 @@ class Decoder:
         f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
         f = max(f, shape.experts_per_token * shape.expert_size * 2)
         post = shape.num_post_norms > 0
-        if self._stores_scores:  # their gradients, too
-            return 6 * h + 8 * f + 8 * h * post + 24 * shape.num_heads * self.sequence_length
+        if self._stores_scores:
+            # Gradients of the [T, T] matrices come when what the feed-forward layer saved is gone; of soft caps traced whole
+            square = shape.num_heads * self.sequence_length
+            feed_forward = 6 * h + 8 * f + 8 * h * post
+            if shape.soft_caps:
+                return feed_forward + 20 * square
+            return max(feed_forward, (6 if autocast else 8) * square - (8 if autocast else 16) * f)
         if not self.program.is_ours:
             return 6 * h + 4 * f
         if self.method.rank is None:
-            return (6 * h + 4 * f + 8 * h * post) if autocast else (4 * h + 8 * f + 8 * h * post)
+            post_bytes = (8 if shape.num_pre_norms else 12) * h * post
+            return 6.5 * h + 2 * f + post_bytes if autocast else 4 * h + 8 * f + 8 * h * post
         return (9 * h + 8 * f + 4 * h * post) if autocast else (4 * h + 8 * f + 4 * h * post)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -642,6 +649,10 @@ class Decoder:
         caches = self._caches(autocast, gradient_checkpointing)
         temporary = self.temporary_bytes(autocast) * tokens
         working = self._dequantized_bytes()
+        if (
+            method.rank is None and program.is_ours
+        ):  # the gradient of the largest matrix, before it is added to what was there
+            gradient += (2 if autocast else 4) * shape.hidden_size * max(shape.intermediate_size, shape.expert_size)
         layer_head = 0
         if shape.tied_head and method.rank is None and not self.num_scored:
             layer_head = (4 if program.is_ours else 2) * self.vocab_size * shape.hidden_size

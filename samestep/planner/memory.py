@@ -234,7 +234,8 @@ def planned_memory(
         raise UsageError("offloaded is true, but weights are not sharded, and only FSDP2 offloads: leave it out")
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
-    trained, weights = -(-count_trained(model) // parts), -(-count_weight_bytes(model) // parts)
+    trained = -(-count_trained(model) // parts)
+    weights = -(-model.weight_bytes // parts) if isinstance(model, Decoder) else 4 * trained
     options = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {
