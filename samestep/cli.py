@@ -38,7 +38,15 @@ from samestep.planner.hardware import (
     set_network,
 )
 from samestep.planner.memory import model_from_recipe
-from samestep.planner.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_models, find_remedies
+from samestep.planner.methods import (
+    LENGTH_FIELDS,
+    SHORTEST,
+    STARTING_RECIPE,
+    MakeWorkload,
+    Remedy,
+    find_models,
+    find_remedies,
+)
 from samestep.planner.page import page
 from samestep.planner.placement import Placement, TooLargeError, place
 from samestep.planner.workload import Workload, format_flags, from_model, from_recipe
@@ -493,8 +501,6 @@ def _make_workload(
     return workload
 
 
-STARTING_RECIPE = "sft_small_cpu"
-"""Recipe that a written one for another language model extends: its objective, and how conversations are read."""
 CONVERSATION_FILE = "chats.jsonl"
 """Name of the data in a command, for the user to replace."""
 
@@ -557,12 +563,17 @@ def what_fits(argv: list[str]) -> None:
     fits, others = find_models(hardware, length=settings.seq_len, global_batch_size=settings.global_batch_size)
     result = answer.describe_fits(hardware, fits, others, price)
     command = ""
-    plain = [fit for fit in fits if not fit.method.changes]  # others are recipes, which a model alone does not have
-    if plain:
-        first = max(plain, key=lambda fit: fit.typical.workload.model.num_parameters)
-        workload = first.typical.workload
-        words = ["plan", "--model_name_or_path", first.model, "--seq_len", str(workload.model.length)]
-        words += ["--global_batch_size", str(workload.global_batch_size), "--on", settings.what_fits]
+    if fits:
+        largest = max(fits, key=lambda fit: fit.typical.workload.model.num_parameters)
+        workload = largest.typical.workload
+        changes = {"model_name_or_path": largest.model, "max_seq_length": workload.model.length}
+        changes |= {
+            "global_batch_size": workload.global_batch_size,
+            "train_file": [CONVERSATION_FILE],
+        } | largest.method.changes
+        changes |= {"learning_rate": 2e-4 if "lora_rank" in changes else 2e-5, "num_train_epochs": 1}
+        changes |= {"learning_rate_batch_size": workload.global_batch_size}
+        words = ["plan", STARTING_RECIPE, *format_flags(changes), "--on", settings.what_fits]
         command = _retype(words, network=settings.network, write_recipe="mine.yaml", write_config="launch.yaml")
     result |= {"command": command or None}
     print(json.dumps(result) if settings.json else "\n".join(text.write_fits(result, command)))

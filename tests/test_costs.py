@@ -50,6 +50,18 @@ def test_bytes():
     assert tuned.download_bytes == 4 * tuned.model.num_parameters
 
 
+def test_an_adapter_is_small():
+    """Checkpoints hold what is trained; the base is downloaded in 16 bits."""
+    changes = {"model_name_or_path": "Qwen/Qwen3-8B", "lora_rank": 16, "lora_alpha": 32.0, "num_train_samples": None}
+    changes |= {"train_file": ["chats.jsonl"], "max_seq_length": 512}
+    workload = from_recipe(load("sft_small_cpu", changes))
+    costs = describe_costs(place(workload, parse("1xa100-80")), Terms())
+    num_adapter = 43_646_976  # of peft: rank 16 on the seven linear layers of 36
+    assert costs["disk_bytes"] == (2 * 12 + 4) * num_adapter
+    assert costs["checkpoint_seconds"] == pytest.approx(12 * num_adapter / 1e9)
+    assert costs["download_bytes"] == 2 * 8_190_735_360
+
+
 def test_interruptions():
     placement = make("gpt2_xl_8xa100", "8xa100-80")
     write = 12 * placement.workload.model.num_parameters / 1e9

@@ -17,8 +17,8 @@ from common import task_of
 from samestep import cli
 from samestep.errors import exit_code
 from samestep.planner.answer import COMPARED, SPEED_BAND
+from samestep.planner.base_models import find_base_model
 from samestep.planner.hardware import parse
-from samestep.planner.methods import load_models
 from samestep.planner.placement import place
 from samestep.planner.text import round_number
 from samestep.planner.workload import from_recipe
@@ -247,7 +247,7 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
         assert "--block_size" not in command
         assert (recipe.fingerprint, recipe.block_size) == (planned["fingerprint"], 512)
         assert recipe.train_file == ("a b.txt", "c.txt")
-    config = {"architectures": ["Qwen3ForCausalLM"], **load_models()["Qwen/Qwen3-0.6B"]}
+    config = {"architectures": ["Qwen3ForCausalLM"], **find_base_model("Qwen/Qwen3-0.6B")}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]

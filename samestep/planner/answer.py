@@ -9,7 +9,7 @@ from samestep.planner.costs import Terms, describe_costs
 from samestep.planner.decoder import Decoder
 from samestep.planner.growth import Row, grow, make_remarks
 from samestep.planner.hardware import Device, Hardware
-from samestep.planner.memory import Memory
+from samestep.planner.memory import Memory, count_trained
 from samestep.planner.methods import Fit
 from samestep.planner.placement import Placement
 from samestep.planner.transformer import Transformer
@@ -120,8 +120,9 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
         "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",
-        "model_bytes": 4 * model.num_parameters,
-        "checkpoint_bytes": (4 + workload.moment_bytes) * model.num_parameters,
+        "is_adapter": count_trained(model) < model.num_parameters,
+        "model_bytes": 4 * count_trained(model),
+        "checkpoint_bytes": (4 + workload.moment_bytes) * count_trained(model),
         "steps_per_epoch": workload.steps_per_epoch,
         "num_warmup_steps": None,
         "learning_rates": None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
+from samestep.planner.memory import count_trained
 from samestep.planner.placement import Placement
 from samestep.recipe.reading import format_name
 from samestep.recipe.run_settings import RunSettings
@@ -101,7 +102,7 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
     epoch = None if workload.steps_per_epoch is None else workload.steps_per_epoch * placement.time.total
     sample = placement.time.total / batch
     billion = sample / model.length * 1e9 if model.unit == "token" else None
-    checkpoint_bytes = (4 + workload.moment_bytes) * model.num_parameters
+    checkpoint_bytes = (4 + workload.moment_bytes) * count_trained(model)
     write = checkpoint_bytes / (terms.disk_gb_per_s * 1e9)
     interval = 60 * RunSettings.checkpointing_minutes
     rate = None if terms.interruptions_per_day is None else terms.interruptions_per_day / 86400
@@ -125,7 +126,7 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
         "start": None if terms.start is None else terms.start.isoformat(timespec="minutes"),
         "end": None if end is None else end.isoformat(timespec="minutes"),
         "data_bytes": data,
-        "disk_bytes": KEPT_CHECKPOINTS * checkpoint_bytes + 4 * model.num_parameters + (data or 0),
+        "disk_bytes": KEPT_CHECKPOINTS * checkpoint_bytes + 4 * count_trained(model) + (data or 0),
         "disk_gb_per_s": terms.disk_gb_per_s,
         "download_bytes": workload.download_bytes,
         "checkpoint_seconds": write,

@@ -4,27 +4,22 @@ A method is a set of changes to a recipe, so that what is proposed is a recipe. 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner.configs import model_from_config
+from samestep.planner.base_models import read_table, shape_from_config
+from samestep.planner.decoder import Shape
 from samestep.planner.growth import find_hardware
 from samestep.planner.hardware import Hardware
 from samestep.planner.placement import Placement, place
-from samestep.planner.workload import Workload, from_model
-from samestep.recipe.reading import read_yaml
+from samestep.planner.workload import Workload, from_recipe
+from samestep.recipe.recipe import CausalLmFineTuning, load, overlay
+from samestep.recipe.settings import build
 
-MODELS = Path(__file__).parent / "models.yaml"
-CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""model_type of a configuration -> class of its causal language model."""
+STARTING_RECIPE = "sft_small_cpu"
+"""Recipe whose objective and program fine-tune a model of the table."""
 LENGTHS = tuple(2**exponent for exponent in range(9, 18))
 """Lengths of samples that are tried, tokens."""
 TYPICAL_LENGTH = 2048
@@ -52,9 +47,13 @@ class Method:
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+LORA = {"lora_rank": 16, "lora_alpha": 32.0}
 METHODS = (
     Method("full"),
+    Method("8-bit AdamW", {"optimizer": "adamw_8bit"}),
     Method("folded gradients", {"accumulation": "optimizer", "second_moment": "unbiased"}),
+    Method("LoRA, rank 16", LORA),
+    Method("QLoRA, rank 16", LORA | {"base_quantization": "nf4"}),
 )
 MakeWorkload = Callable[[Mapping[str, Any]], Workload]
 """Makes the workload with changed fields; raises UsageError where a field is unknown or a value is refused."""
@@ -80,38 +79,34 @@ class Fit:
     longest: Placement
 
 
-def load_models() -> dict[str, dict[str, Any]]:
-    """Load the models that `find_models` tries: name -> configuration."""
-    return read_yaml(MODELS, "models.yaml")
+@functools.cache
+def load_models() -> dict[str, Shape]:
+    """Load the models that `find_models` tries, the smallest first: name -> shape; of equal shapes the first."""
+    shapes = {name: shape_from_config(config, name) for name, config in read_table().items()}
+    first = {shape: name for name, shape in reversed(shapes.items())}
+    return {name: shape for shape, name in sorted(first.items(), key=lambda item: item[0].num_parameters)}
 
 
-def make_model_workload(
-    name: str, config: Mapping[str, Any], length: int, global_batch_size: int, changes: Mapping[str, Any]
-) -> Workload:
+def make_model_workload(name: str, length: int, global_batch_size: int, changes: Mapping[str, Any]) -> Workload:
     """Make the workload of fine-tuning a causal language model by scripts/finetune_causal_lm.py.
 
     Args:
         name: the model's.
-        config: its configuration.
         length: tokens of a sample.
         global_batch_size: B.
         changes: of the recipe, as of a `Method`.
 
     Raises:
-        UsageError: a length above the model's number of positions, a field that no formula knows.
+        UsageError: a length above the model's number of positions, a field that the recipe does not have.
     """
-    config = {"architectures": [CLASSES[config["model_type"]]], **config}
-    shape = dataclasses.replace(model_from_config(config, length, name=name), chunked_head=True)
-    workload = from_model(shape, name, global_batch_size=global_batch_size)
-    for field, value in changes.items():
-        match field, value:
-            case "accumulation", "optimizer":
-                workload = dataclasses.replace(workload, gradient_bytes=0)
-            case "second_moment", _:
-                workload = dataclasses.replace(workload, second_moment=value)
-            case _:
-                raise UsageError(f"{field} is {value}, of which no formula knows the memory")
-    return workload
+    own = {"model_name_or_path": name, "max_seq_length": length, "global_batch_size": global_batch_size}
+    values = overlay(_load_starting_values(), own | {"learning_rate_batch_size": global_batch_size} | changes)
+    return from_recipe(build(CausalLmFineTuning, values, "recipe"))
+
+
+@functools.cache
+def _load_starting_values() -> dict[str, Any]:
+    return dataclasses.asdict(load(STARTING_RECIPE))
 
 
 def find_models(
@@ -130,12 +125,11 @@ def find_models(
     """
     fits, others = [], []
     batch = global_batch_size or max(SAMPLES_PER_STEP, hardware.num_processes)
-    for name, config in load_models().items():
-        positions = config.get("max_position_embeddings", config.get("n_positions"))
-        lengths = [each for each in (LENGTHS if length is None else [length]) if each <= positions]
+    for name, shape in load_models().items():
+        lengths = [each for each in (LENGTHS if length is None else [length]) if each <= (shape.max_length or each)]
         found: list[Fit] = []
         for method in METHODS:
-            fit = _find_lengths(name, config, method, hardware, lengths, batch)
+            fit = _find_lengths(name, method, hardware, lengths, batch)
             if fit is not None and all(_is_better(fit, other) for other in found):
                 found.append(fit)
         fits += found
@@ -152,13 +146,11 @@ def _is_better(fit: Fit, other: Fit) -> bool:
     return lengths[0] > lengths[1] or speeds[0] > (1 + FASTER) * speeds[1]
 
 
-def _find_lengths(
-    name: str, config: Mapping[str, Any], method: Method, hardware: Hardware, lengths: list[int], batch: int
-) -> Fit | None:
+def _find_lengths(name: str, method: Method, hardware: Hardware, lengths: list[int], batch: int) -> Fit | None:
     """Find the longest of rising lengths that fits, by bisection, and the placement of the typical one."""
 
     def try_length(length: int) -> Placement | None:
-        return try_placement(lambda: make_model_workload(name, config, length, batch, method.changes), hardware)
+        return try_placement(lambda: make_model_workload(name, length, batch, method.changes), hardware)
 
     longest, low, high = None, 0, len(lengths)  # lengths below `low` fit, those from `high` on do not
     while low < high:

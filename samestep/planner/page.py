@@ -21,7 +21,7 @@ LONGEST_BAR = 1.5
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "energy_kwh", "tokens_per_second")
 COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "cost_per_epoch", "cost_per_billion_tokens")
-DATES = ("start", "end", "write_command")
+DATES = ("is_adapter", "start", "end", "write_command")
 DISK = ("disk_bytes", "data_bytes", "download_bytes", "host_memory", "checkpoint_bytes", "model_bytes")
 INTERRUPTIONS = ("checkpoint_seconds", "checkpointing_seconds", "interruption_seconds", "interruption_cost")
 SPOT = ("interruptions_per_day", "seconds_with_interruptions", "cost_with_interruptions")
@@ -91,8 +91,8 @@ def make_environment(*folders: Path) -> "jinja2.Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date)
-    environment.filters |= {f.__name__.removeprefix("_"): f for f in filters} | {"count": "{:,}".format}
+    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date, _count)
+    environment.filters |= {f.__name__.removeprefix("_"): f for f in filters}
     return environment
 
 
@@ -333,6 +333,15 @@ def _number(value: float) -> str:
     if isinstance(value, int) or not value:
         return f"{value:,.0f}"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _count(value: float) -> str:
+    """Write a count whole, a mean count with two digits.
+
+    >>> _count(124439808), _count(2083.3333), _count(1000.0)
+    ('124,439,808', '2,083.33', '1,000')
+    """
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def _percent(share: float) -> str:

@@ -282,7 +282,8 @@ def _list_model(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{whole:,.1f} MB of activations per sample in float32, {half:,.1f} MB under autocast, from its forward "
         "to its backward; logits not counted",
     )
-    disk = f"{_size(answer['checkpoint_bytes'])} for a checkpoint, {_size(answer['model_bytes'])} for the model"
+    disk = f"{_size(answer['checkpoint_bytes'])} for a checkpoint, {_size(answer['model_bytes'])} for the "
+    disk += "adapter" if answer["is_adapter"] else "model"
     yield "disk", disk + (f"; {_describe_disk(answer)}" if "hardware" in answer else "")
 
 
@@ -411,7 +412,7 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
 
     Args:
         answer: of `answer.describe_fits`.
-        command: plans the largest model that is trained as it is; empty: there is none.
+        command: plans the largest model that fits; empty: there is none.
     """
     precisions = {row["typical"]["mixed_precision"].replace("no", "float32") for row in answer["rows"]}
     options = f", in {' and '.join(sorted(precisions))}" if precisions else ""

@@ -180,9 +180,18 @@ def from_recipe(
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         may_shard=recipe.parts.find("settings").may_shard,
-        download_bytes=4 * model.num_parameters if getattr(recipe, "model_name_or_path", None) else 0,
+        download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
     )
+
+
+def _count_download(recipe: Recipe, model: Model) -> int:
+    """Count the bytes of the weights to start from: on the hub 16 bits a number of a language model, 32 of others."""
+    if getattr(recipe, "model_name_or_path", None) is None:
+        return 0
+    if isinstance(model, Decoder):
+        return 2 * (model.num_parameters - model.num_adapter)
+    return 4 * model.num_parameters
 
 
 def format_flags(values: Mapping[str, Any]) -> list[str]:
