@@ -15,7 +15,7 @@ import yaml
 
 from samestep.cut.layout import solve_layout
 from samestep.planner import base_models, hardware, timing
-from samestep.planner.decoder import Decoder, Method, Program
+from samestep.planner.decoder import Decoder, Program, Tuning
 from samestep.planner.memory import Memory, planned_memory
 from samestep.planner.placement import RESERVED
 from samestep.planner.timing import SUSTAINED, Software, StepTime
@@ -32,7 +32,7 @@ def read_rows(kind: str) -> Any:
 
 def make_decoder(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Decoder:
     """Make the model of a row as its program computes it."""
-    method = Method(
+    method = Tuning(
         rank=row.get("rank"),
         targets=tuple(row.get("targets", ("all-linear",))),
         weight_bytes=row.get("weights", 2),

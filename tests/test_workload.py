@@ -114,7 +114,7 @@ def test_adapters_have_gradients_and_moments_and_frozen_weights_do_not():
 
 
 def test_four_bits_take_half_a_byte_and_their_scales():
-    method = decoder.Method(rank=16, is_quantized=True)
+    method = decoder.Tuning(rank=16, is_quantized=True)
     assert method.quantized_bytes == pytest.approx(0.5 + (1 + 4 / 256) / 64)
     shape = base_models.shape_from_config(base_models.find_base_model("Llama-3.1-8B"), "it")
     model = decoder.Decoder(shape=shape, sequence_length=512, method=method)

@@ -177,6 +177,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
         "is_fused": kind == "phi3",
         "soft_caps": kind == "gemma2",
         "max_length": config.get("max_position_embeddings"),
+        "stored_bytes": 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4,
     }
     window = config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", kind not in ("qwen2", "qwen3", "qwen3_moe")):

@@ -72,6 +72,7 @@ class Shape:
         num_dense: the first layers, which are dense in a mixture.
         latent: attention is latent; None: it is not.
         max_length: positions; None: not said.
+        stored_bytes: bytes of a weight in the model's files, 2 or 4.
     """
 
     vocab_size: int
@@ -97,6 +98,7 @@ class Shape:
     num_dense: int = 0
     latent: Latent | None = None
     max_length: int | None = None
+    stored_bytes: int = 4
 
     @property
     def queries(self) -> int:
@@ -190,7 +192,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Method:
+class Tuning:
     """What of a model is trained, and in which bytes its weights are kept.
 
     Attributes:
@@ -199,6 +201,7 @@ class Method:
         uses_dora: whether the norms of the adapted matrices are trained beside the adapters (DoRA).
         trains_outside: whether embedding and head are trained whole beside adapters.
         weight_bytes: bytes of a weight that is kept whole: 4, or 2.
+        matrix_bytes: bytes of a weight of the layers' matrices, where it is frozen and not quantised; None: `weight_bytes`.
         adapter_bytes: bytes of a number of an adapter.
         is_quantized: whether frozen matrices of the layers are kept in 4 bits (NF4): half a byte, and scales.
         doubles_scales: whether the scales are quantised again, to a byte (double quantisation); else they take 4 bytes.
@@ -209,6 +212,7 @@ class Method:
     uses_dora: bool = False
     trains_outside: bool = False
     weight_bytes: int = 4
+    matrix_bytes: int | None = None
     adapter_bytes: int = 4
     is_quantized: bool = False
     doubles_scales: bool = True
@@ -278,7 +282,7 @@ class Decoder:
     shape: Shape
     sequence_length: int
     sequences: int = 1
-    method: Method = Method()
+    method: Tuning = Tuning()
     program: Program = Program()
     num_scored: int = 0
     recomputes_head: bool = False
@@ -373,7 +377,7 @@ class Decoder:
         method, shape = self.method, self.shape
         matrices = sum(linear.width * linear.out for linear in shape.linears(is_mixture))
         others = shape.layer_parameters(is_mixture) - matrices
-        matrix_bytes = method.quantized_bytes if method.is_quantized else method.weight_bytes
+        matrix_bytes = method.quantized_bytes if method.is_quantized else method.matrix_bytes or method.weight_bytes
         adapters = method.adapter_bytes * self._layer_adapter(is_mixture)
         return matrices * matrix_bytes + others * method.weight_bytes + adapters
 
@@ -467,7 +471,7 @@ class Decoder:
 
     def traffic_bytes(self, *, autocast: bool) -> int:
         """Count the bytes by which the traffic of element-wise kernels is measured: `saved_bytes` with all weights trained."""
-        whole = dataclasses.replace(self, method=Method(weight_bytes=self.method.weight_bytes))
+        whole = dataclasses.replace(self, method=Tuning(weight_bytes=self.method.weight_bytes))
         return whole.saved_bytes(autocast=autocast)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -684,7 +688,7 @@ class Decoder:
         method, shape = self.method, self.shape
         if not autocast or not self.program.is_ours:
             return 0, 0, 0
-        cast = 2 if method.weight_bytes == 4 and not method.is_quantized else 0
+        cast = 2 if (method.matrix_bytes or method.weight_bytes) == 4 and not method.is_quantized else 0
         matrices = sum(linear.width * linear.out for linear in self._all_linears()) * cast
         matrices += shape.num_mixtures * shape.num_experts * self.hidden_size * cast
         adapters = 2 * self.num_adapter if method.adapter_bytes == 4 else 0

@@ -11,7 +11,7 @@ from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner import base_models, convnet, transformer
 from samestep.planner.convnet import ConvNet
-from samestep.planner.decoder import Decoder, Method
+from samestep.planner.decoder import Decoder, Tuning
 from samestep.planner.transformer import Transformer
 from samestep.recipe.recipe import (
     TASKS,
@@ -80,15 +80,17 @@ def text_classification(recipe: TextClassification) -> Transformer:
 def causal_lm_finetuning(recipe: CausalLmFineTuning) -> Decoder:
     """Return the decoder that is fine-tuned; a sample of preferences is a pair of sequences of full length."""
     is_pair = recipe.objective != "sft"
-    method = Method(
+    shape = base_models.shape_from_recipe(recipe)
+    method = Tuning(
         rank=recipe.lora_rank,
         targets=tuple(recipe.lora_targets),
         uses_dora=recipe.use_dora,
         trains_outside=bool({"embed_tokens", "lm_head"} & set(recipe.modules_to_save or ())),
-        is_quantized=getattr(recipe, "base_quantization", None) is not None,
+        matrix_bytes=4 if recipe.lora_rank is None or recipe.use_dora else shape.stored_bytes,
+        is_quantized=recipe.base_quantization is not None,
     )
     return Decoder(
-        shape=base_models.shape_from_recipe(recipe),
+        shape=shape,
         sequence_length=recipe.max_seq_length,
         sequences=2 if is_pair else 1,
         method=method,
