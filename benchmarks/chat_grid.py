@@ -239,8 +239,8 @@ def markdown(results: dict[str, Any]) -> str:
         num_cases = len(SHAPES) * len(BOUNDS) * len(TUNED) * len(OBJECTIVES)
         body += (
             f"{len(rows)} of {num_cases} workloads, in {len(LAYOUTS)} layouts each: {num_runs} trainings of {NUM_STEPS} steps "
-            "beside those of whole batches: the largest relative difference of any step's loss, any step's gradient norm, and of "
-            "the parameters at the end.\n\n"
+            "beside those of whole batches: the largest relative difference of any step's loss, any step's gradient norm, and "
+            "of the parameters at the end.\n\n"
         )
         lines = []
         for shape in SHAPES:
