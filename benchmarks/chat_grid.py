@@ -236,10 +236,11 @@ def markdown(results: dict[str, Any]) -> str:
     body = ""
     if rows := results["cells"]:
         num_runs = sum(row["layouts"] for row in rows)
+        num_cases = len(SHAPES) * len(BOUNDS) * len(TUNED) * len(OBJECTIVES)
         body += (
-            f"{len(rows)} workloads in {len(LAYOUTS)} layouts each, {num_runs} trainings of {NUM_STEPS} steps beside those of "
-            "whole batches: the largest relative difference of any step's loss, any step's gradient norm, and of the "
-            "parameters at the end.\n\n"
+            f"{len(rows)} of {num_cases} workloads, in {len(LAYOUTS)} layouts each: {num_runs} trainings of {NUM_STEPS} steps "
+            "beside those of whole batches: the largest relative difference of any step's loss, any step's gradient norm, and "
+            "of the parameters at the end.\n\n"
         )
         lines = []
         for shape in SHAPES:

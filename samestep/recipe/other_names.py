@@ -114,8 +114,8 @@ _SHARDING = "the launch file decides it: accelerate launch --config_file acceler
 _DEEPSPEED = "DeepSpeed would change the step; weights are shared by accelerate_configs/fsdp2_8xa100.yaml (FSDP2)"
 _PHASES = "every run trains, and evaluates what is held out (--eval_steps, --validation_fraction): leave it out"
 _ALL_WEIGHTS = (
-    "all weights are trained, in float32: no weights are quantized here, and adapters (--lora_rank) are for language models "
-    "that finetune_causal_lm.py trains"
+    "all weights are trained, in float32, but by finetune_causal_lm.py: adapters by --lora_rank, over a base in 4 bits by "
+    "--base_quantization nf4"
 )
 _EVALUATIONS = "--eval_steps N evaluates every N steps; without it, at the start and the end"
 
