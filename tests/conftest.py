@@ -23,9 +23,8 @@ os.environ.update(
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-import matplotlib.figure
 import pytest
-from blank import write_blank
+from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
 from forked import Server
 
@@ -54,7 +53,7 @@ def modules_are_no_garbage():
 def pictures_are_blank(request, monkeypatch):
     """Write blank pictures for figures, but in tests that look at pictures and take the fixture `real_figures`."""
     if "real_figures" not in request.fixturenames:
-        monkeypatch.setattr(matplotlib.figure.Figure, "savefig", write_blank)
+        draw_nothing(monkeypatch.setattr)
 
 
 @pytest.fixture

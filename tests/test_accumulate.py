@@ -1,16 +1,13 @@
 """Accelerate's own loop, made exact: k and N undone, one reduction per step, the fp16 scaler's skips counted."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs
-from common import ROOT, fresh_accelerator, metrics
+from common import ROOT, fresh_accelerator, launch_environment, metrics
 
 from samestep.step import accumulate
 from samestep.training import launch
@@ -25,7 +22,7 @@ from samestep.step import accumulate; from samestep.training import launch
 from samestep.training.launch import create_accelerator
 
 accelerator = create_accelerator()
-rank, out = accelerator.process_index, Path(sys.argv[1])
+rank, out = accelerator.process_index, Path(folder)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1)).double()
 model = accelerator.prepare(model)
@@ -64,12 +61,9 @@ sys.stdout.flush(), os._exit(0)  # a Python hook and gloo's threads do not end i
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_one_reduction_per_step_and_the_exact_gradient_with_uneven_k(tmp_path):
-    (tmp_path / "program.py").write_text(COUNT_REDUCTIONS)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / "accelerate_configs" / "2xcpu.yaml"), str(tmp_path / "program.py"), str(tmp_path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+def test_one_reduction_per_step_and_the_exact_gradient_with_uneven_k(trainings, tmp_path):
+    environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
+    trainings.run([str(tmp_path), COUNT_REDUCTIONS], 2, environment=environment, module="run_with_code")
     data = torch.arange(40, dtype=torch.float64).view(10, 4).sin()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 1)).double()

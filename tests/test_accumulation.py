@@ -1,14 +1,12 @@
 """Programs whose gradients accumulate in the optimizer: any cut is the same step of SGD; what cannot be is refused or said."""
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, metrics, tiny_argv
+from common import metrics, tiny_argv
 from compare import parameters, relative
+from faults import train_with_code
 from torch import nn
 
 from samestep.cut.layout import solve_layout
@@ -101,16 +99,17 @@ def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_memory_that_runs_out_on_one_process_ends_both(corpus, tmp_path):
+def test_memory_that_runs_out_on_one_process_ends_both(trainings, corpus, tmp_path):
     """In the last backward, when some buckets are being reduced: nobody waits for ever."""
     flags = ADAMW + "--per_device_train_batch_size 4"
-    runs = [["synchronising", tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)]]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"]
-    command += [str(ROOT / "tests" / "helpers" / "run_with_fault.py"), "pretrain_bert", "1", json.dumps(runs)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert finished.returncode != 0
-    assert "memory ran out on another process in step 5" in finished.stderr
+    code = (
+        "import run_with_fault\nfrom samestep.models import bert_pretraining\n"
+        "run_with_fault.prepare()\nrun_with_fault.limit_memory(bert_pretraining, 1, 'synchronising')"
+    )
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
+    codes, said = train_with_code(trainings, code, argv, tmp_path)
+    assert codes[0] == 1
+    assert "memory ran out on another process in step 5" in said
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, scripts, monkeypatch):

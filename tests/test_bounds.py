@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from odd_inputs import CASES, answer
 
-NUM_CASES = 150
+NUM_CASES = 75
 
 
 @pytest.mark.slow

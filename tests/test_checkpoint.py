@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import patch_optimizer_step
 from common import DROPOUT, ROOT, fresh_accelerator, metrics, samples_of_steps, tiny_argv
 from compare import check, same_weights, untimed_metrics
+from faults import train_with_code
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
@@ -819,35 +820,22 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
     refuse("manifest.json is missing")
 
 
-DISK_FULL = """
-import json, resource, sys
-sys.path.insert(0, {helpers!r})
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes that a file can have
-from common import load_script
-from samestep.errors import exit_code
-sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
-"""
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
-def test_two_processes_agree_on_damage_and_on_a_full_disk(train, corpus, tmp_path, more):
+def test_two_processes_agree_on_damage_and_on_a_full_disk(train, trainings, corpus, tmp_path, more):
     """Both pass over the same checkpoint, neither waits for a save that failed, and the error is said once."""
     output_dir = train("run", "--global_batch_size 8 --checkpointing_steps 2 --stop_after_step 6")
     (output_dir / "checkpoint-6" / "optimizer.safetensors").write_bytes(b"")
     flags = "--global_batch_size 8 --checkpointing_steps 3 --resume_from_checkpoint latest" + more
-    (tmp_path / "program.py").write_text(DISK_FULL.format(helpers=str(ROOT / "tests" / "helpers")))
-    config = ROOT / "accelerate_configs" / "2xcpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    argv = json.dumps(tiny_argv("pretrain_bert", corpus, output_dir, flags))
-    done = subprocess.run(
-        [*command, str(tmp_path / "program.py"), argv], capture_output=True, text=True, timeout=200, cwd=ROOT
+    full = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes that a file can have"
     )
-    assert done.returncode == 1, done.stderr[-3000:]
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    codes, said = train_with_code(trainings, full, tiny_argv("pretrain_bert", corpus, output_dir, flags), tmp_path)
+    assert codes[0] == 1
+    (error,) = [line for line in said.splitlines() if line.startswith("ERROR: ")]
     assert re.match(r"ERROR: checkpoint-10 could not be written to .*; the newest is checkpoint-4", error)
-    assert done.stderr.count("checkpoint-6 is damaged: optimizer.safetensors has 0 bytes") == 1
+    assert said.count("checkpoint-6 is damaged: optimizer.safetensors has 0 bytes") == 1
     assert [line["step"] for line in metrics(output_dir)] == list(range(1, 11))
     assert names(output_dir) == [2, 4, 6]
 

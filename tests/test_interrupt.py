@@ -11,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 from common import DROPOUT, ROOT, all_metrics, metrics, tiny_argv
 from compare import same_weights, untimed_metrics
-from faults import HANG, launch_code
+from faults import HANG, IN_A_STEP, train_with_code
 
 from samestep import interrupt
 from samestep.errors import UsageError
@@ -129,12 +129,12 @@ def test_signals_to_all_processes_leave_the_data_workers_at_work(corpus, tmp_pat
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_a_signal_to_one_process_stops_all_at_the_same_step(train, train_on, corpus, tmp_path):
+def test_a_signal_to_one_process_stops_all_at_the_same_step(trainings, train_on, corpus, tmp_path):
     flags = "--global_batch_size 8 --dtype float64"
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
-    finished = launch_code("os.kill(os.getpid(), signal.SIGTERM)", argv, tmp_path)
-    assert finished.returncode == 1, "the launcher's word for any exit code but 0"
-    assert "exitcode  : 75" in finished.stderr
+    code = IN_A_STEP.format(code="os.kill(os.getpid(), signal.SIGTERM)")
+    codes, _ = train_with_code(trainings, code, argv, tmp_path)
+    assert codes == {0: interrupt.RESTART, 1: interrupt.RESTART}
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-4"]
     train_on(2, {"run": flags + " --resume_from_checkpoint latest", "whole": flags})
     assert untimed_metrics(tmp_path / "run") == untimed_metrics(tmp_path / "whole")

@@ -301,6 +301,8 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     for flag, name in itertools.pairwise(argv):
         if flag == "--write_config":  # a file that later commands read
             Path(name).unlink(missing_ok=True)
+    if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
+        argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]
     monkeypatch.setattr(sys, "argv", ["samestep", *argv])
     monkeypatch.setattr(
         audit,

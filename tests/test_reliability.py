@@ -18,7 +18,17 @@ from samestep.training import checkpoint
 
 @pytest.fixture(scope="module")
 def reliability():
-    return load_benchmark("reliability")
+    """Load the benchmark, with runs of half as many steps."""
+    benchmark = load_benchmark("reliability")
+    benchmark.FLAGS = benchmark.FLAGS.replace(f"--max_train_steps {benchmark.STEPS}", "--max_train_steps 20")
+    benchmark.STEPS = 20
+    return benchmark
+
+
+@pytest.fixture(scope="module")
+def sessions(reliability):
+    with reliability.Server(Path(os.environ["HF_HOME"])) as server:
+        yield server
 
 
 def flip_a_bit(file: Path) -> None:
@@ -33,15 +43,14 @@ def flip_a_bit(file: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("program", "num_processes", "is_asynchronous", "num_kills"),
-    [("pretrain_gpt2", 1, True, 4), ("pretrain_bert", 2, False, 2)],
+    [("pretrain_gpt2", 1, True, 3), ("pretrain_bert", 2, False, 2)],
 )
 def test_killed_runs_end_like_undisturbed_ones(
-    reliability, corpus, tmp_path, program, num_processes, is_asynchronous, num_kills
+    reliability, sessions, corpus, tmp_path, program, num_processes, is_asynchronous, num_kills
 ):
     kind = reliability.Kind(program, num_processes, is_asynchronous)
-    with reliability.Server(Path(os.environ["HF_HOME"])) as server:
-        victim = reliability.Victim(server, kind, tmp_path, corpus, random.Random(1))
-        victim.spend(num_kills)
+    victim = reliability.Victim(sessions, kind, tmp_path, corpus, random.Random(1))
+    victim.spend(num_kills)
     assert len(victim.kills) == num_kills
     assert not victim.problems
 

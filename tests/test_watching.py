@@ -155,7 +155,7 @@ def test_a_published_dataset_and_model_are_named_to_the_hub(monkeypatch):
 
 
 @pytest.fixture
-def figures(monkeypatch):
+def figures(monkeypatch, real_figures):
     drawn = []
     monkeypatch.setattr(plots, "_png", lambda figure: drawn.append(figure) or b"")
     return drawn

@@ -4,18 +4,18 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
-from common import ROOT, count_samples
+from common import ROOT, count_samples, launch_environment
+from forked import Server
 
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--config_file"),
     *(str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"),
 ]
-HANG = """
-import json, os, signal, sys, time
-sys.path.insert(0, {helpers!r})
-from common import load_script
+IN_A_STEP = """
+import os, signal, time
 from samestep.step import accumulate
 seed_noise = accumulate.seed_noise
 def note(accelerator, seed, step):
@@ -23,6 +23,13 @@ def note(accelerator, seed, step):
         {code}
     seed_noise(accelerator, seed, step)
 accumulate.seed_noise = note
+"""
+"""Does something on process 1 in the middle of step 4."""
+HANG = f"""
+import json, sys
+sys.path.insert(0, {{helpers!r}})
+from common import load_script
+{IN_A_STEP}
 from samestep.errors import exit_code
 sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv[1]))))
 """
@@ -41,6 +48,22 @@ def limit_memory(monkeypatch, scripts, program: str, num_samples, grad_only: boo
     with monkeypatch.context() as patch:
         patch.setattr(scripts[program].PretrainingSums, "forward", limited)
         yield
+
+
+def train_with_code(
+    server: Server, code: str, argv: list[str], folder: Path, config: str = "2xcpu"
+) -> tuple[dict[int, int], str]:
+    """Train BERT on two processes that execute `code` before; return their exit codes, and what they printed.
+
+    The processes are forked; `launch_code` launches them. One that fails ends the other, which then has no exit code.
+    """
+    environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml")
+    words = [str(folder), code, *argv]
+    with contextlib.suppress(RuntimeError):
+        server.run(words, 2, timeout=100, environment=environment, module="run_with_code", can_repeat=False)
+    files = {rank: folder / f"code-{rank}" for rank in (0, 1)}
+    codes = {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
+    return codes, "".join((folder / f"log-{rank}").read_text() for rank in (0, 1))
 
 
 def launch_code(code: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:

@@ -4,9 +4,8 @@ import gc
 import json
 import os
 
-import matplotlib.figure
 from accelerate import PartialState
-from blank import write_blank
+from blank import draw_nothing
 from common import TINIES, fresh_accelerator, load_script
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,7 @@ def end(state: PartialState, group=None) -> None:
 
 def main(folder: str, calls: str) -> None:
     """Train as `calls` says, [[PROGRAM, ARGUMENT, ...], ...] in JSON, and end the process. `folder` has its output."""
-    matplotlib.figure.Figure.savefig = write_blank
+    draw_nothing()
     PartialState.destroy_process_group = end
     for program, *argv in json.loads(calls):
         fresh_accelerator()

@@ -1,9 +1,8 @@
-"""Trainings in which memory runs out; by a fork server, or launched: run_with_fault.py PROGRAM PROCESS '[[KIND, ARGV], ...]'
+"""Trainings in which memory runs out; a fork server imports this, which is waited for once.
 
 From the fifth step on (`second`: the second, in which DDP arranges its buckets anew) the PROCESS cannot compute micro-batches
-of more
-than 2 samples: it fails in the `forward`, in the `backward` of a micro-batch that is not the last, or in the last one's, the
-`synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so before the first step.
+of more than 2 samples: it fails in the `forward`, in the `backward` of a micro-batch that is not the last, or in the last
+one's, the `synchronising` one, after DDP has begun to reduce. `always`: it never can, and learns so before the first step.
 """
 
 import functools
@@ -11,12 +10,13 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
+from types import ModuleType
 
-import matplotlib.figure
 import torch
 from accelerate import PartialState
 from accelerate.state import GradientState
-from blank import write_blank
+from blank import draw_nothing
 from common import count_samples, fresh_accelerator, load_script
 
 from samestep.step import accumulate
@@ -25,8 +25,8 @@ from samestep.training import capacity, launch, recovery
 MAX_SAMPLES = 2
 
 
-def train(program: str, process: int, kind: str, argv: list[str]) -> None:
-    script = load_script(program)
+def limit_memory(script: ModuleType, process: int, kind: str) -> Callable[[], None]:
+    """Let memory run out as `kind` says, after `prepare`; return what ends that."""
     first = 1 if kind == "second" else 4
     steps, forward = [], script.PretrainingSums.forward
 
@@ -57,9 +57,11 @@ def train(program: str, process: int, kind: str, argv: list[str]) -> None:
             hook.remove()
         return result
 
+    def restore():
+        accumulate.seed_noise, script.PretrainingSums.forward = seed_noise, forward
+
     accumulate.seed_noise, script.PretrainingSums.forward = note_step, limited
-    script.main(argv)
-    accumulate.seed_noise, script.PretrainingSums.forward = seed_noise, forward
+    return restore
 
 
 def say_how_many_reductions_had_begun(self, error):
@@ -69,24 +71,27 @@ def say_how_many_reductions_had_begun(self, error):
     leave(self, error)
 
 
-def main(folder: str, program: str, process: str, runs: str) -> None:
-    """Train as `runs` says, [[KIND, ARGV], ...] in JSON, and end the process. `folder` has its output."""
+def prepare() -> None:
+    """Let failures find reductions that have begun, and say how many."""
     global seed_noise, leave
-    matplotlib.figure.Figure.savefig = write_blank
     seed_noise, leave = accumulate.seed_noise, recovery.Attempt._leave_in_good_order
     recovery.Attempt._leave_in_good_order = say_how_many_reductions_had_begun
     # Many small buckets, so that some are being reduced when the backward fails.
     launch.DistributedDataParallelKwargs = functools.partial(launch.DistributedDataParallelKwargs, bucket_cap_mb=0.01)
+
+
+def main(folder: str, program: str, process: str, runs: str) -> None:
+    """Train as `runs` says, [[KIND, ARGV], ...] in JSON, and end the process. `folder` has its output."""
+    draw_nothing()
+    prepare()
     # `end_training` would end the process group, which the next training needs.
     PartialState.destroy_process_group = lambda self, group=None: None
-    load_script(program)
+    script = load_script(program)
     gc.freeze()  # as in conftest.py
     for number, (kind, argv) in enumerate(json.loads(runs)):
         fresh_accelerator()
         capacity.FILE = capacity.FILE.with_name(f"{number}.json")  # what one run learns must not help the next
-        train(program, int(process), kind, argv)
+        restore = limit_memory(script, int(process), kind)
+        script.main(argv)
+        restore()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main("", *sys.argv[1:])
