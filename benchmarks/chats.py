@@ -27,6 +27,7 @@ Results of workloads and precisions that are not run are kept from the old file.
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -262,8 +263,8 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that stopped programs do not stay behind
     rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
-    words = ["python", "benchmarks/chats.py", *sys.argv[1:]]
-    about = harness.about(shlex.join(words), PACKAGES, arguments.threads)
+    command = re.sub(r" --output \S+", "", shlex.join(["python", "benchmarks/chats.py", *sys.argv[1:]]))
+    about = harness.about(command, PACKAGES, arguments.threads)
     origin = {"command": about["command"], "machine": harness.provenance(about), "load": os.getloadavg()[2]}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
