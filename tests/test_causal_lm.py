@@ -662,7 +662,7 @@ def test_merged_weights_compute_what_the_adapter_did(options):
 )
 def test_a_frozen_base_is_held_in_the_bits_of_its_files(tmp_path, precision, bound, monkeypatch):
     """With the numbers of a base in float32; under autocast to bfloat16 to the bit."""
-    make_model("llama").bfloat16().save_pretrained(tmp_path)
+    make_model("llama", tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path)
     options = {"architecture": None, "model_name_or_path": str(tmp_path), "lora_rank": 2}
     results = []
     for is_held in (True, False):
@@ -677,8 +677,11 @@ def test_a_frozen_base_is_held_in_the_bits_of_its_files(tmp_path, precision, bou
             loss, _ = sums(**collate(make_samples()))
         loss.sum().backward()
         results.append([loss, *(p.grad for p in sums.parameters() if p.requires_grad)])
-        held = {m.weight.dtype for m in sums.modules() if isinstance(m, quantization.FrozenLinear)}
-        assert held == ({torch.bfloat16} if is_held else set())
+        matrices = {p.dtype for p in sums.parameters() if p.ndim == 2 and not p.requires_grad}
+        assert matrices == ({torch.bfloat16} if is_held else {torch.float32})
+        quantization.dequantize_base(sums)
+        assert {p.dtype for p in sums.parameters()} == {torch.float32}
+        assert sums.causal_lm.get_output_embeddings().weight is sums.causal_lm.get_input_embeddings().weight
     assert len(results[0]) > 10
     assert max(distance(a, b) for a, b in zip(*results, strict=True) if b.any()) <= bound
 

@@ -218,7 +218,7 @@ class CausalLmSums(SummedLosses):
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)
             dtype = adapters.find_base_dtype(recipe)
-            if dtype in (torch.bfloat16, torch.float16) and recipe.base_quantization is None and not recipe.use_dora:
+            if dtype in (torch.bfloat16, torch.float16) and not recipe.use_dora:
                 quantization.hold_base(model, dtype)
         objective, terms = recipe.objective, recipe.loss_weights
         sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
@@ -352,7 +352,7 @@ class CausalLmSums(SummedLosses):
     def _has_plain_head(self) -> bool:
         """Whether logits are a multiple of hidden states times a matrix."""
         head = self.causal_lm.get_output_embeddings()
-        return type(head) is nn.Linear and head.bias is None and self.softcap is None
+        return type(head) in (nn.Linear, quantization.HalfLinear) and head.bias is None and self.softcap is None
 
     def token_log_probabilities(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Compute the log-probability of each label, [m] in float32 or wider; logits exist in chunks only."""

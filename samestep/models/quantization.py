@@ -27,18 +27,7 @@ class FrozenLinear(nn.Linear):
     """Computes x W^T + b with a frozen W that is held in fewer bits, in the type of x, or that of autocast.
 
     W in that type exists for the time of a matmul only.
-
-    Args:
-        linear: layer whose weight is held; its bias is kept as it is.
-        tensors: what is held of the weight, by name.
     """
-
-    def __init__(self, linear: nn.Linear, **tensors: torch.Tensor):
-        nn.Module.__init__(self)  # not that of nn.Linear, which would allocate the weight
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.register_parameter("bias", linear.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Compute the weight, [out, in]."""
@@ -52,7 +41,7 @@ class FrozenLinear(nn.Linear):
 
 
 class HalfLinear(FrozenLinear):
-    """Holds a weight in the 16 bits of its file: the same numbers as a copy in float32 gives, in half of its memory.
+    """Holds a weight in the 16 bits of its file, which gives the numbers of a copy in float32 in half of its memory.
 
     Attributes:
         weight: bfloat16 or float16 [out, in].
@@ -62,8 +51,26 @@ class HalfLinear(FrozenLinear):
         return self.weight.to(dtype)
 
 
+class HalfEmbedding(nn.Embedding):
+    """Holds a frozen embedding in the 16 bits of its file; its rows are float32, as those of a copy in float32 are.
+
+    Attributes:
+        weight: bfloat16 or float16 [rows, width].
+    """
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).to(torch.promote_types(self.weight.dtype, torch.float32))
+
+
+HALVES = {nn.Linear: HalfLinear, nn.Embedding: HalfEmbedding}
+"""Class of a layer -> the one that holds its weight in 16 bits."""
+
+
 class Nf4Linear(FrozenLinear):
     """Holds a weight in 4 bits.
+
+    Args:
+        linear: layer whose weight is rounded; its bias is kept as it is.
 
     Attributes:
         weight: places of the levels, two in a byte, uint8 [out * in / 2, 1].
@@ -71,8 +78,12 @@ class Nf4Linear(FrozenLinear):
     """
 
     def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)  # not that of nn.Linear, which would allocate the weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         names = ("weight", "scale_codes", "scale_steps", "scale_mean")
-        super().__init__(linear, **dict(zip(names, quantize(linear.weight.detach()), strict=True)))
+        for name, tensor in zip(names, quantize(linear.weight.detach()), strict=True):
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.register_parameter("bias", linear.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         from bitsandbytes import functional  # takes a second
@@ -170,28 +181,38 @@ def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
 
 
 def hold_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold frozen linear layers, but the head, in a type of 16 bits instead, in place, where it has their numbers.
+    """Hold frozen matrices in a type of 16 bits instead, in place, where it has their numbers.
 
     Args:
         model: peft's, with adapters, which would be rounded to that type if they came later.
         dtype: bfloat16 or float16, that of the base's files.
     """
-    base = model.get_base_model()
-    heads = {id(base.get_output_embeddings()), id(getattr(base, "score", None))}
-    for name, module in list(model.named_modules()):
-        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad
+    halves: dict[int, nn.Parameter] = {}  # one for head and embedding, where they are tied
+    for name, module in model.named_modules():
         # A copy of what is trained whole, for the model without adapters, stays as it is
-        if not is_frozen or id(module) in heads or name.endswith(".original_module"):
+        if type(module) not in HALVES or module.weight.requires_grad or name.endswith(".original_module"):
             continue
-        weight = module.weight.detach().to(dtype)
-        if is_fake(weight) or torch.equal(weight.to(module.weight.dtype), module.weight):
-            model.set_submodule(name, HalfLinear(module, weight=weight))
+        weight = module.weight
+        if id(weight) not in halves:
+            half = weight.detach().to(dtype)
+            if not is_fake(half) and not torch.equal(half.to(weight.dtype), weight):
+                continue
+            halves[id(weight)] = nn.Parameter(half, requires_grad=False)
+        module.weight, module.__class__ = halves[id(weight)], HALVES[type(module)]
 
 
 def dequantize_base(model: nn.Module) -> None:
-    """Give linear layers that are held in fewer bits their weights in float32 instead, in place."""
+    """Give layers that are held in fewer bits their weights in float32 instead, in place."""
+    wholes: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, FrozenLinear):
+        if type(module) in HALVES.values():
+            weight = module.weight
+            if weight not in wholes:
+                whole = weight.to(torch.promote_types(weight.dtype, torch.float32))
+                wholes[weight] = nn.Parameter(whole, requires_grad=False)
+            module.weight = wholes[weight]
+            module.__class__ = next(plain for plain, half in HALVES.items() if half is type(module))
+        elif isinstance(module, Nf4Linear):
             linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
             linear.weight = nn.Parameter(module.dequantize(), requires_grad=False)
             if module.bias is not None:

@@ -201,7 +201,8 @@ class Tuning:
         uses_dora: whether the norms of the adapted matrices are trained beside the adapters (DoRA).
         trains_outside: whether embedding and head are trained whole beside adapters.
         weight_bytes: bytes of a weight that is kept whole: 4, or 2.
-        matrix_bytes: bytes of a weight of the layers' matrices, where it is frozen and not quantised; None: `weight_bytes`.
+        matrix_bytes: bytes of a weight of a matrix that is frozen and not quantised; None: `weight_bytes`.
+        cast_bytes: bytes of a weight of such a matrix in its copy, while it is multiplied; 0: there is none.
         adapter_bytes: bytes of a number of an adapter.
         is_quantized: whether frozen matrices of the layers are kept in 4 bits (NF4): half a byte, and scales.
         doubles_scales: whether the scales are quantised again, to a byte (double quantisation); else they take 4 bytes.
@@ -213,6 +214,7 @@ class Tuning:
     trains_outside: bool = False
     weight_bytes: int = 4
     matrix_bytes: int | None = None
+    cast_bytes: int = 0
     adapter_bytes: int = 4
     is_quantized: bool = False
     doubles_scales: bool = True
@@ -367,7 +369,10 @@ class Decoder:
         """Bytes of all weights as they are kept."""
         method = self.method
         frozen = sum(count * self.layer_weight_bytes(is_mixture) for is_mixture, count in self._kinds())
-        outside = method.weight_bytes * self.num_outside
+        matrices = self.vocab_size * self.hidden_size * (1 if self.shape.tied_head or self.num_scored else 2)
+        outside = method.weight_bytes * (self.num_outside - matrices)
+        is_held = method.matrix_bytes is not None and not method.trains_outside
+        outside += (method.matrix_bytes if is_held else method.weight_bytes) * matrices
         if method.trains_outside:  # peft keeps the frozen ones beside those that it trains
             outside += method.adapter_bytes * (self.num_trained - self.num_adapter)
         return round(frozen + outside)
@@ -607,7 +612,8 @@ class Decoder:
         is_half = autocast or not self.program.is_ours
         is_trained = self.method.rank is None or self.method.trains_outside
         gradient = (4 if self.program.is_ours else 2) * vocab * h * is_trained
-        copy = 2 * vocab * h if autocast and self.method.weight_bytes == 4 else 0
+        is_cast = autocast and (self.method.matrix_bytes or self.method.weight_bytes) == 4
+        copy = (2 if is_cast else self.method.cast_bytes) * vocab * h
         if not self.program.has_chunked_head:
             logits = rows * vocab
             each = self.program.logit_bytes or (12 if is_half else 8)
@@ -674,11 +680,9 @@ class Decoder:
         return Peak(cache, round((layer + self.temporary_bytes(autocast)) * tokens), 0, self._dequantized_bytes())
 
     def _dequantized_bytes(self) -> int:
-        """Bytes of the 16-bit copy of the largest matrix in 4 bits, while it is multiplied, and of its absolute scales."""
-        if not self.method.is_quantized:
-            return 0
+        """Bytes of the copy of the largest matrix while it is multiplied; of one in 4 bits with its absolute scales."""
         largest = max(linear.width * linear.out for linear in self._all_linears())
-        return round(largest * (2 + 4 / NF4_BLOCK))
+        return round(largest * (2 + 4 / NF4_BLOCK if self.method.is_quantized else self.method.cast_bytes))
 
     def _caches(self, autocast: bool, gradient_checkpointing: bool) -> tuple[int, int, int]:
         """Count the bytes of 16-bit copies of weights: autocast keeps those of trained ones to the end of the forward.

@@ -234,6 +234,9 @@ def planned_memory(
         )
     if offloaded and not sharded:
         raise UsageError("offloaded is true, but weights are not sharded, and only FSDP2 offloads: leave it out")
+    if isinstance(model, Decoder) and model.method.matrix_bytes == 2:  # as files hold them, mostly in bf16
+        cast_bytes = {"no": 4, "fp16": 2, "bf16": 0}[mixed_precision]
+        model = dataclasses.replace(model, method=dataclasses.replace(model.method, cast_bytes=cast_bytes))
     num_samples = min(layout.per_device_train_batch_size, layout.shares[0])
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)

@@ -101,8 +101,8 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, max_logits, scales, needs_gradient):
-        device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        device, wide = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         total = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if needs_gradient else None

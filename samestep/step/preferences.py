@@ -206,8 +206,8 @@ def sequence_logps(
 class _SequenceLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, label_sequence, num_sequences, max_logits):
-        device, wide = hidden.device.type, torch.promote_types(weight.dtype, torch.float32)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        device, wide = hidden.device.type, torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         size = max(1, max_logits // len(weight))
         logps = torch.zeros(num_sequences, dtype=torch.float64, device=hidden.device)
         with torch.autocast(device, enabled=False):

@@ -149,7 +149,7 @@ class Run:
         if self.exact_sum is not None and self.start.exact_sum is not None:
             self.exact_sum.last_exponent = self.start.exact_sum["exponent"]
         weights = list(recipe.loss_weights.values())
-        self.loss_weights = torch.tensor(weights, dtype=self.parameters[0].dtype, device=accelerator.device)
+        self.loss_weights = torch.tensor(weights, dtype=getattr(torch, settings.dtype), device=accelerator.device)
         cut = Steps(
             train,
             self.order,
