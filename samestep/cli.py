@@ -494,6 +494,9 @@ def _make_workload(
     )
     stored = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4
     workload = dataclasses.replace(workload, download_bytes=stored * model.num_parameters)
+    if str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS):
+        hint = "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe FILE.yaml writes a recipe for it."
+        workload = dataclasses.replace(workload, hint=hint)
     if script_words:
         workload = dataclasses.replace(
             workload, script=recipes.CausalLmFineTuning.parts.script, script_words=tuple(script_words)
@@ -501,6 +504,8 @@ def _make_workload(
     return workload
 
 
+CAUSAL_LMS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes of causal language models."""
 CONVERSATION_FILE = "chats.jsonl"
 """Name of the data in a command, for the user to replace."""
 
@@ -509,7 +514,7 @@ def _write_fine_tuning(file: str, training: ModelSettings) -> list[str]:
     """Write a recipe that fine-tunes a causal language model of the hub; return the words that name it to the script."""
     config = _load_config(training.model_name_or_path)
     kind = str((config.get("architectures") or ["?"])[0])
-    if not kind.endswith(("ForCausalLM", "LMHeadModel")) or training.seq_len is None:
+    if not kind.endswith(CAUSAL_LMS) or training.seq_len is None:
         raise UsageError(
             f"--write_recipe {format_name(file)}: only causal language models with a --seq_len have one: leave it out"
         )

@@ -326,8 +326,9 @@ def test_a_launch_file_that_has_to_be_written_is_named(xl):
 
 
 def test_without_a_script_there_is_nothing_to_copy():
-    tree = check_it_stands_alone(page(make_answer("resnet50_imagenet_4xt4", "4xt4", up_to=8) | {"command": None}))
-    assert tree.section("launch").single("p")["text"] == "No script of this repository trains it yet."
+    changes = {"command": None, "hint": HOSTILE}
+    tree = check_it_stands_alone(page(make_answer("resnet50_imagenet_4xt4", "4xt4", up_to=8) | changes))
+    assert tree.section("launch").single("p")["text"] == HOSTILE
     assert not tree.all("button")
 
 

@@ -251,6 +251,7 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]
+    assert "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe" in run(monkeypatch, capsys, *words)
     words += ["--write_recipe", "mine.yaml", "--write_config", "launch.yaml"]
     *_, command = read_commands(run(monkeypatch, capsys, *words))
     launch, recipe, settings = read_launch(command)

@@ -120,6 +120,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
         "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",
+        "hint": None if workload.script else workload.hint,
         "is_adapter": count_trained(model) < model.num_parameters,
         "model_bytes": 4 * count_trained(model),
         "checkpoint_bytes": (4 + workload.moment_bytes) * count_trained(model),

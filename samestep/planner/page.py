@@ -42,6 +42,7 @@ OPTIONAL = (
     "notes",
     "device",
     "expect",
+    "hint",
 )
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 WORDS = {

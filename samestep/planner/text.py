@@ -60,7 +60,10 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     if answer["write_command"]:
         yield from _wrap_command(answer["write_command"])
     command = answer["command"]
-    yield from _wrap_command(command) if command else ["  no script of this repository trains it yet"]
+    if command:
+        yield from _wrap_command(command)
+    else:
+        yield from _wrap(f"  {answer['hint']}", indent="  ")
     if command and is_installed():
         yield "  scripts/ is in the repository, not in the installed package: run it from a checkout"
     remarks = [*answer["warnings"], *answer["notes"]]

@@ -42,6 +42,7 @@ class Workload:
         schedule: the learning rate of each step; None likewise.
         script: file in scripts/ that trains it; None: this repository has none.
         script_words: what names it to the script, as words of a command line: the recipe, and every field that was changed.
+        hint: sentence about that, where `script` is None.
         moment_bytes: bytes per parameter that the optimizer remembers.
         gradient_bytes: bytes per parameter of gradients between micro-batches.
         optimizer_bytes: bytes per parameter that clipping and update move.
@@ -60,6 +61,7 @@ class Workload:
     schedule: Schedule | None = None
     script: str | None = None
     script_words: tuple[str, ...] = ()
+    hint: str = "No script of this repository trains it."
     moment_bytes: int = MOMENTS["adamw"]
     gradient_bytes: int = 4
     optimizer_bytes: int = UPDATE["adamw"] + CLIPPING

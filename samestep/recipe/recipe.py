@@ -96,6 +96,19 @@ class Parts:
         return getattr(importlib.import_module(module), attribute)
 
 
+REHEARSED_TOKENS, REHEARSED_SAMPLES = 2**15, 16
+"""Tokens of a rehearsal's step at most, but it has these samples at least."""
+
+
+def _limit_rehearsed_batch(global_batch_size: int, length: int) -> int:
+    """Limit the samples of a rehearsal's step, of sequences of `length` tokens.
+
+    >>> _limit_rehearsed_batch(512, 1024), _limit_rehearsed_batch(512, 64), _limit_rehearsed_batch(4, 2**20)
+    (32, 512, 4)
+    """
+    return min(global_batch_size, max(REHEARSED_SAMPLES, REHEARSED_TOKENS // length))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What every recipe decides: the global batch, the optimizer, the schedule, the order of the samples.
@@ -221,8 +234,13 @@ class Recipe:
         return {}
 
     def rehearsed(self) -> "Recipe":
-        """Return this recipe with the model of a rehearsal, of random weights."""
-        return dataclasses.replace(self, **self.small_shape)
+        """Return this recipe with the model of a rehearsal, of random weights.
+
+        Of long sequences a step has fewer samples: logits of a large vocabulary would take minutes.
+        """
+        length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
+        batch = _limit_rehearsed_batch(self.global_batch_size, length)
+        return dataclasses.replace(self, **self.small_shape, global_batch_size=batch)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
         """Scale learning rate, betas and eps to this recipe's global batch, by its scaling rule.

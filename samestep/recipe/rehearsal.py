@@ -1,4 +1,4 @@
-"""Rehearses a recipe with a small model: data, tokenizer, schedule and the whole step, a checkpoint, and going on from it.
+"""Rehearses a recipe with a small model: data, tokenizer, schedule and steps, a checkpoint, and going on from it.
 
 Each process of the launch runs the program twice, in processes of their own that inherit its environment: one session takes the
 first steps and saves, the next one resumes as after an interruption, and ends the training. torch is not imported here.
@@ -53,7 +53,7 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
                 return code
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {recipe.global_batch_size} samples, a checkpoint and "
+            f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
             f"going on from it, in {time.monotonic() - start:.0f} s, with {describe_changes(recipe, small)}; the real run is: "
             f"{shlex.join(_without_flag(_find_command(argv)))}",
             flush=True,
