@@ -1024,6 +1024,9 @@ def _read(
     objects = _build(flags, classes)
     changes = {key: value for key, value in flags.items() if key in recipe_fields}
     data = objects[1] if len(objects) > 1 else DataSettings()
+    if isinstance(recipe, recipes.CausalLmFineTuning) and recipe.num_train_samples is None:
+        # Only drawn data have it as a field: of others it is what nobody has counted yet
+        data = DataSettings(num_train_samples=changes.pop("num_train_samples", None))
     return pretrained_shape.load(name, changes), objects[0], data, changes
 
 

@@ -262,13 +262,21 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     assert settings.per_device_train_batch_size
 
 
-def test_what_is_missing_for_the_hours_is_asked_for(monkeypatch, capsys):
-    words = ["plan", "bert_base", "--on", "4xt4", "--num_train_epochs", "3", "--warmup_ratio", "0.1"]
+@pytest.mark.parametrize(
+    ("words", "num_steps"),
+    [
+        (["bert_base", "--on", "4xt4", "--num_train_epochs", "3", "--warmup_ratio", "0.1"], 12),
+        (["llama3_8b_lora_3090", "--on", "1x3090"], 63),
+    ],
+)
+def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, monkeypatch, capsys):
+    words = ["plan", *words]
     answer = json.loads(run(monkeypatch, capsys, *words, "--json"))
     assert (answer["missing"], answer["seconds_to_end"]) == ("num_train_samples", None)
     assert "--num_train_samples" in run(monkeypatch, capsys, *words)
     answer = json.loads(run(monkeypatch, capsys, *words, "--num_train_samples", "1000", "--json"))
-    assert (answer["missing"], answer["num_steps"]) == (None, 12)
+    assert (answer["missing"], answer["num_steps"]) == (None, num_steps)
+    assert "--num_train_samples" not in answer["command"]
 
 
 def test_the_band_is_the_largest_error_of_the_published_speeds():

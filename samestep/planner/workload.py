@@ -160,7 +160,7 @@ def from_recipe(
     model = _set_attention(model_from_recipe(recipe), attention, recipe.name)
     is_image = isinstance(recipe, ImageRecipe)
     optimizer = recipe.optimizer_name
-    num_samples = num_train_samples or (recipe.num_train_samples if is_image else None)
+    num_samples = num_train_samples or getattr(recipe, "num_train_samples", None)
     num_steps, per_epoch = recipe.max_train_steps, None
     if num_samples is not None:
         exact = layouts.steps_per_epoch(num_samples, recipe.global_batch_size, recipe.epoch_end)
