@@ -266,7 +266,7 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     ("words", "num_steps"),
     [
         (["bert_base", "--on", "4xt4", "--num_train_epochs", "3", "--warmup_ratio", "0.1"], 12),
-        (["llama3_8b_lora_3090", "--on", "1x3090"], 63),
+        (["llama3_8b_lora_3090", "--on", "1x3090", "--num_warmup_steps", "6"], 63),
     ],
 )
 def test_what_is_missing_for_the_hours_is_asked_for(words, num_steps, monkeypatch, capsys):
