@@ -37,7 +37,10 @@ def ask(monkeypatch, capsys):
 
 @pytest.fixture
 def flip(monkeypatch, scripts):
-    """Flip the last bit of one element of one parameter's gradient: flip(7, before_digest=True)."""
+    """Flip a bit of one element of one parameter's gradient: flip(7, before_digest=True).
+
+    Before the digest the last bit. Behind it one that moments do not round away, and the norm does.
+    """
 
     def install(step: int, *, before_digest: bool) -> None:
         owner, name = (recovery.Attempt, "confirm_gradient") if before_digest else (accumulate, "clip")
@@ -54,7 +57,7 @@ def flip(monkeypatch, scripts):
             if len(calls) == step:
                 (gradient,) = [p.grad for n, p in prepared[0].bare_model.named_parameters() if n.endswith(NAME)]
                 bits = gradient.view(torch.int32).view(-1)
-                bits[int(gradient.abs().argmax())] ^= 1
+                bits[int(gradient.abs().argmax())] ^= 1 if before_digest else 1 << 3
             return original(*arguments)
 
         monkeypatch.setattr(run_class, "prepare", note)

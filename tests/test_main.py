@@ -302,7 +302,10 @@ def test_the_program_is_named_as_it_was_called(monkeypatch, capsys, path, name):
         ("plan bert_base --learning_rate -1", "learning_rate is -1.0, must be greater than 0"),
         ("plan bert_base --learning_rate=-1e-3", "learning_rate is -0.001, must be greater than 0"),
         ("plan --on 4xt4 bert_base", "it needs a recipe as its first word"),
-        ("--on 4xt4", "recipes --on: valid names: audit-script, compare, list, plan, scale, show-data"),
+        (
+            "--on 4xt4",
+            "recipes --on: valid names: advise, audit-script, compare, launch, list, plan, scale, show-data, watch",
+        ),
         ("audit-script --step 3 -- a.py", "unexpected '--step': did you mean --steps or --stop?; the program"),
         ("audit-script --steps x -- a.py", "argument --steps: invalid int value: 'x'; see recipes audit-script --help"),
         ("audit-script a.py", "unexpected 'a.py': the program and its flags come after --"),

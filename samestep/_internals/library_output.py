@@ -1,5 +1,6 @@
 """What other libraries print between the lines of a run."""
 
+import logging
 import os
 import sys
 
@@ -15,7 +16,8 @@ def quiet_libraries() -> None:
 
     datasets 5.2: `datasets.utils.tqdm.tqdm` makes all its bars; tqdm's own `delay` has no global default, and without any
     bars a large corpus would seem to hang. transformers 5.23: the LOAD REPORT is a warning, and what is wrong with weights
-    ends a run anyway. huggingface_hub 2.4 warns of each of five retries per file. What the libraries' own variables
+    ends a run anyway. huggingface_hub 2.4 warns of each of five retries per file. bitsandbytes 0.50 warns where an optional kernel
+    of CPUs is not installed. What the libraries' own variables
     (TRANSFORMERS_VERBOSITY, HF_HUB_VERBOSITY) ask for stays.
     """
     if (module := sys.modules.get("datasets.utils.tqdm")) is not None and not hasattr(module.tqdm, "is_delayed"):
@@ -25,6 +27,7 @@ def quiet_libraries() -> None:
             init(self, *args, **{"delay": SECONDS} | kwargs)
 
         module.tqdm.__init__, module.tqdm.is_delayed = init_delayed, True
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers_logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{"delay": SECONDS} | kwargs))
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         transformers_logging.set_verbosity_error()

@@ -213,7 +213,7 @@ class CausalLmSums(SummedLosses):
             source: with a tokenizer; None: the recipe decides.
         """
         model, notes = build_model(recipe, source), []
-        if recipe.base_quantization is not None and not is_fake(next(model.parameters())):
+        if recipe.base_quantization is not None:
             notes.append(quantization.quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
             model = adapters.add_lora(model, recipe)

@@ -86,6 +86,9 @@ class Nf4Linear(FrozenLinear):
         self.register_parameter("bias", linear.bias)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if is_fake(self.weight):  # with the scales of its blocks, as the kernel takes them
+            scales = self.scale_codes.to(torch.float32)
+            return scales.new_empty(self.out_features, self.in_features, dtype=dtype)
         from bitsandbytes import functional  # takes a second
 
         steps, mean = self.scale_steps.float(), self.scale_mean.float()
@@ -129,6 +132,12 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     Returns:
         weight, scale_codes, scale_steps, scale_mean of `Nf4Linear`.
     """
+    if is_fake(weight):
+        num_blocks = -(-weight.numel() // BLOCK)
+        packed, codes = (
+            weight.new_empty(size, dtype=torch.uint8) for size in ((weight.numel() // 2, 1), (num_blocks,))
+        )
+        return packed, codes, weight.new_empty(-(-num_blocks // SCALE_BLOCK)), weight.new_empty(())
     from bitsandbytes import functional
 
     nf4 = functional.get_4bit_type("nf4", device="cpu")
@@ -163,7 +172,8 @@ def quantize_base(model: PreTrainedModel, modules_to_save: Any = None) -> str:
     Raises:
         UsageError: bitsandbytes is not installed, or the model has no linear layers.
     """
-    extras.require("quantized", "base_quantization nf4")
+    if not is_fake(next(model.parameters())):
+        extras.require("quantized", "base_quantization nf4")
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     kept, total = tuple(modules_to_save or ()), sum(parameter.numel() for parameter in model.parameters())
     num_rounded = 0

@@ -24,8 +24,10 @@ from transformers.utils.generic import find_labels
 from samestep._internals import torch_tracing, transformers_models
 from samestep._internals.torch_tracing import FakeTensorMode, TorchDispatchMode, imitate_cuda, tree_leaves
 from samestep.errors import UsageError
+from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner import base_models
+from samestep.planner.memory import model_from_recipe
 from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe
 from samestep.recipe.run_settings import LanguageModelSettings
@@ -255,7 +257,9 @@ def trace_recipe(
     1,557,611,200 parameters, 40.5 GB
     """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
+    matrix_bytes = 4
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
+        matrix_bytes = model_from_recipe(recipe).method.matrix_bytes
         recipe = _take_shape(recipe)
     elif hasattr(recipe, "model_name_or_path"):
         recipe = dataclasses.replace(recipe, model_name_or_path=None)
@@ -263,6 +267,8 @@ def trace_recipe(
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
             model = model_class.from_recipe(recipe, None)
+        if matrix_bytes == 2:  # as the files of the base that is not there
+            quantization.hold_base(model.model, torch.bfloat16)
         noise_by_sample(model, recipe.seed)
         if issubclass(settings_class, LanguageModelSettings):
             settings = settings_class(recipe=recipe.name, attn_implementation=attn_implementation)
