@@ -16,9 +16,8 @@ def quiet_libraries() -> None:
 
     datasets 5.2: `datasets.utils.tqdm.tqdm` makes all its bars; tqdm's own `delay` has no global default, and without any
     bars a large corpus would seem to hang. transformers 5.23: the LOAD REPORT is a warning, and what is wrong with weights
-    ends a run anyway. huggingface_hub 2.4 warns of each of five retries per file. bitsandbytes 0.50 warns where an optional kernel
-    of CPUs is not installed. What the libraries' own variables
-    (TRANSFORMERS_VERBOSITY, HF_HUB_VERBOSITY) ask for stays.
+    ends a run anyway. huggingface_hub 2.4 warns of each of five retries per file. bitsandbytes 0.50 warns where an optional
+    kernel of CPUs is not installed. What the libraries' own variables (TRANSFORMERS_VERBOSITY, HF_HUB_VERBOSITY) ask for stays.
     """
     if (module := sys.modules.get("datasets.utils.tqdm")) is not None and not hasattr(module.tqdm, "is_delayed"):
         init = module.tqdm.__init__
