@@ -82,9 +82,12 @@ def write_corpus(folder: Path) -> Path:
 
     documents = load_documents(train_file=None, dataset_name="builtin/python_docs")
     for name, first, more in (("short", 10, 3), ("corpus", 200, 41)):
-        lines = [json.dumps({"text": documents[8 * row]["text"][: first + more * row]}) + "\n" for row in range(61)]
+        lines = [
+            json.dumps({"text": documents[8 * row % len(documents)]["text"][: first + more * row]}) + "\n"
+            for row in range(61)
+        ]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    words = [re.findall(r"[A-Za-z]+", documents[8 * row]["text"]) for row in range(61)]
+    words = [re.findall(r"[A-Za-z]+", documents[8 * row % len(documents)]["text"]) for row in range(61)]
     lines = [
         f"{' '.join(text[: 2 + row % 17])},{' '.join(text[3 : 5 + row % 5])},{'abc'[row % 3]}"
         for row, text in enumerate(words)
