@@ -53,7 +53,7 @@ from samestep.recipe.recipe import load
 WARM_UP, NUM_STEPS = 2, 4  # steps before the first round, and of each round
 NUM_CHATS, SEED = 800, 0
 MEDIAN_QUESTIONS, SIGMA, MOST_QUESTIONS = 4, 0.8, 32
-MOST_LOAD = 1.0  # programs that ran in the 15 minutes before, in the mean, above which results say so
+MOST_LOAD = 1.0  # programs that ran in the minute before, in the mean, above which results say so
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 1e-2}
 # Title -> words of peers/chat_trainers.py after the precision.
 PROGRAMS = {
@@ -265,7 +265,7 @@ def main() -> None:
     rows = harness.read_other_rows(arguments.output, "rows", "workload", [])
     command = re.sub(r" --output \S+", "", shlex.join(["python", "benchmarks/chats.py", *sys.argv[1:]]))
     about = harness.about(command, PACKAGES, arguments.threads)
-    origin = {"command": about["command"], "machine": harness.provenance(about), "load": os.getloadavg()[2]}
+    origin = {"command": about["command"], "machine": harness.provenance(about), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         os.environ["HF_HOME"] = str(work / "home")  # nothing of earlier runs is remembered
