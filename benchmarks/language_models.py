@@ -278,17 +278,13 @@ def markdown(results: dict[str, Any]) -> str:
         kind = "full" if row.get("rank") is None else f"{'QLoRA' if 'quantized' in row else 'LoRA'} {row['rank']}"
         return f"{row['model']} {kind}{', float8' if row.get('float8') else ''}"
 
+    def describe(row: dict[str, Any]) -> list[str]:
+        names = (row["source"], label(row), row["hardware"], row["length"], row["b"], row["program"], row["recomputed"])
+        return [str(name) for name in names]
+
     memory_lines = [
         [
-            *(
-                row["source"],
-                label(row),
-                row["hardware"],
-                str(row["length"]),
-                str(row["b"]),
-                row["program"],
-                row["recomputed"],
-            ),
+            *describe(row),
             "OOM" if row["published"] is None else f"{row['published'] / 1e9:.1f}",
             f"{row['planned'] / 1e9:.1f}",
             ("refused" if row["is_refused"] else "ACCEPTED") if row["published"] is None else f"{row['error']:+.1%}",
@@ -297,15 +293,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     time_lines = [
         [
-            *(
-                row["source"],
-                label(row),
-                row["hardware"],
-                str(row["length"]),
-                str(row["b"]),
-                row["program"],
-                row["recomputed"],
-            ),
+            *describe(row),
             *(f"{row['value']:,}", f"{row['predicted']:,.0f}", f"{row['error']:+.1%}", f"{row['without_source']:+.1%}"),
         ]
         for row in time

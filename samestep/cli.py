@@ -911,15 +911,24 @@ def show_data(name: str, argv: list[str]) -> None:
         print(f"held out: {held_out}")
 
 
+def _read_folders(
+    command: str, usage: str, argv: list[str], settings_class: type, counts: tuple[int, ...]
+) -> tuple[list[str], Any]:
+    """Read the output folders that come first, as many as one of `counts`, and the settings of a command."""
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    name = f"{program_name()} {command}"
+    parser = Parser(name, usage, description=DESCRIPTIONS[command], epilog=_epilog(command))
+    parser.add_settings(settings_class)
+    settings = build(settings_class, parser.parse(argv[len(folders) :]), "flags")
+    if len(folders) not in counts:
+        numbers = " or ".join("zero one two".split()[count] for count in counts)
+        raise UsageError(f"{name}: {len(folders)} output folders come first, must be {numbers}; see {name} --help")
+    return folders, settings
+
+
 def compare(argv: list[str]) -> int:
     """Compare two runs; return 0 if they are identical, else 1."""
-    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    name = f"{program_name()} compare"
-    parser = Parser(name, "RUN_A RUN_B [--json]", description=DESCRIPTIONS["compare"], epilog=_epilog("compare"))
-    parser.add_settings(CompareSettings)
-    settings = build(CompareSettings, parser.parse(argv[len(folders) :]), "flags")
-    if len(folders) != 2:
-        raise UsageError(f"{name}: {len(folders)} output folders come first, must be two; see {name} --help")
+    folders, settings = _read_folders("compare", "RUN_A RUN_B [--json]", argv, CompareSettings, (2,))
     from samestep.training import compare_runs  # here: it imports numpy, which takes half as long as a plan
 
     result = compare_runs.compare(folders)
@@ -929,13 +938,8 @@ def compare(argv: list[str]) -> int:
 
 def watch_runs(argv: list[str]) -> None:
     """Serve a page about runs until it is interrupted, or write it."""
-    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    name = f"{program_name()} watch"
-    parser = Parser(
-        name, "RUN_DIR [OTHER_RUN_DIR] [--FLAG VALUE ...]", description=DESCRIPTIONS["watch"], epilog=_epilog("watch")
-    )
-    parser.add_settings(WatchSettings)
-    settings = build(WatchSettings, parser.parse(argv[len(folders) :]), "flags")
+    usage = "RUN_DIR [OTHER_RUN_DIR] [--FLAG VALUE ...]"
+    folders, settings = _read_folders("watch", usage, argv, WatchSettings, (1, 2))
     from samestep.training import watch  # here: it imports numpy
 
     runs = watch.make_readers(folders)
@@ -952,13 +956,7 @@ def watch_runs(argv: list[str]) -> None:
 
 def advise(argv: list[str]) -> int:
     """Advise on the batch of a run; return 1 if what was measured does not say, else 0."""
-    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    name = f"{program_name()} advise"
-    parser = Parser(name, "RUN_DIR [--FLAG VALUE ...]", description=DESCRIPTIONS["advise"], epilog=_epilog("advise"))
-    parser.add_settings(AdviseSettings)
-    settings = build(AdviseSettings, parser.parse(argv[len(folders) :]), "flags")
-    if len(folders) != 1:
-        raise UsageError(f"{name}: {len(folders)} output folders come first, must be one; see {name} --help")
+    folders, settings = _read_folders("advise", "RUN_DIR [--FLAG VALUE ...]", argv, AdviseSettings, (1,))
     file = settings.write_recipe
     if file is not None and not file.endswith((".yaml", ".yml")):
         raise UsageError(f"write_recipe is {format_name(file)}, must end in .yaml: recipes are found by that")

@@ -60,7 +60,7 @@ HOST_LINK, HOST_MEMORY = 25e9, 200e9
 channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
 """Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
-number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language-models`."""
+number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ MOST_POINTS = 600
 """Points of a curve that a page draws: more than it has pixels on a phone, and fast to draw."""
 MOST_EVENTS = 50
 """Events that a page lists, the newest."""
-MOST_RUNS = 2
 NO_CURVES = {"step", "epoch", "samples", "tokens", "images", "event", "digest", "skipped", "images_per_second"}
 """Fields of a line that are not drawn as they are."""
 
@@ -184,12 +183,8 @@ def make_readers(folders: Sequence[str]) -> list[RunReader]:
     """Make readers of output folders.
 
     Raises:
-        UsageError: a number of folders other than 1 or 2, or one that is no folder.
+        UsageError: one is no folder.
     """
-    if not 1 <= len(folders) <= MOST_RUNS:
-        raise UsageError(
-            f"{len(folders)} output folders come first, must be 1 or {MOST_RUNS}: watch RUN_DIR [OTHER_RUN_DIR]"
-        )
     for folder in folders:
         if not Path(folder).is_dir():
             raise UsageError(f"{format_name(folder)} is no folder: give the output_dir of a training")
