@@ -119,18 +119,22 @@ def test_intervals_cover_the_truth(tmp_path, kind, flags):
     assert whole.low < statistics.fmean(row["truth"] for row in rows) < whole.high < 1.8 * whole.low
 
 
-def test_fieller_where_the_signal_is_hardly_there():
-    """Of 400 runs of six normal measurements, the interval covers the truth in 87 to 93 of 100, with no upper end in many."""
+@pytest.mark.parametrize(("signal_spread", "noise_spread", "is_told"), [(2, 5, False), (0.02, 20, True)])
+def test_fieller(signal_spread, noise_spread, is_told):
+    """Of 400 runs of six normal measurements, the interval covers the truth in 87 to 93 of 100.
+
+    It has no upper end in many where the signal is hardly there, and is as wide as the noise's spread where it is.
+    """
     rng, covered, unbounded = np.random.default_rng(0), 0, 0
     for _ in range(400):
-        signals, noises = rng.normal(1, 2, 6), rng.normal(50, 5, 6)
+        signals, noises = rng.normal(1, signal_spread, 6), rng.normal(50, noise_spread, 6)
         found = batch_size.estimate(
             [batch_size.Measurement(step, *pair) for step, pair in enumerate(zip(signals, noises, strict=True))]
         )
         covered += found.low <= 50 <= found.high
         unbounded += math.isinf(found.high)
     assert 0.87 <= covered / 400 <= 0.93
-    assert unbounded > 100
+    assert unbounded == 0 if is_told else unbounded > 100
 
 
 # ---------------------------------------------------------------------------------------------------------------------
