@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -58,6 +59,12 @@ SCRIPTS = {
         f"{SHORT} --packing false --embd_pdrop 0.1 --resid_pdrop 0.1 --attn_pdrop 0.1",
     ),
     "BERT classifier": ("finetune_classifier", 32, "--epoch_end keep"),
+    "Llama on chats": ("finetune_causal_lm", 32, "--epoch_end keep"),
+    "Llama on pairs, DPO": (
+        "finetune_causal_lm",
+        16,
+        "--dataset_name builtin/drawn_pairs --train_on completions --objective dpo --sft_loss_weight 0.2 --epoch_end keep",
+    ),
     "ResNet, normalised by groups": ("train_image_classifier", 32, "--validation_fraction 0.95 --epoch_end keep"),
     "ResNet, exact batch normalisation": ("train_image_classifier", 32, "--normalization batch --exact_batch_norm"),
     # In fp32 about 1e-5 of its gradient is rounding, of one batch as of any cut: beside float64 both are that far off.
@@ -70,6 +77,7 @@ KERNELS = {
     "BERT": BERT,
     "GPT-2, packed": TEXTS,
     "BERT classifier": BERT,
+    "Llama on chats": TEXTS,
     "ResNet, normalised by groups": IMAGES,
     "captcha reader, in float64": IMAGES,
 }
@@ -128,10 +136,10 @@ def list_kernels(name: str, precision: str) -> list[str]:
     return [*names, *(f"{kernel}, {ONEDNN}" for kernel in names if is_text and precision == "no")]
 
 
-def audit_kernels(folder: Path) -> list[dict]:
-    """Audit every kernel of every script in every precision, and return a row for each."""
+def audit_kernels(folder: Path, names: Iterable[str] = KERNELS) -> list[dict]:
+    """Audit every kernel of scripts in every precision, and return a row for each."""
     corpus, rows = write_corpus(folder), []
-    for name in KERNELS:
+    for name in names:
         for precision in ("no",) if "float64" in name else ("no", "bf16"):
             tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
             with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
@@ -288,24 +296,34 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="shows the scripts' table")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only", nargs="+", choices=SCRIPTS, help="audit only these scripts; all else stays as it was")
-    only.add_argument("--kernels", action="store_true", help="audit only kernels; all else stays as it was")
+    only.add_argument(
+        "--kernels",
+        nargs="*",
+        choices=KERNELS,
+        help="audit only kernels, of all or these scripts; all else stays as it was",
+    )
     arguments = parser.parse_args()
 
-    if arguments.kernels:
-        results = json.loads(arguments.output.with_suffix(".json").read_text())
-        results["kernels"] = audit_kernels(Path(HOME.name))
+    if arguments.kernels is not None:
+        names = arguments.kernels or list(KERNELS)
+        results = replace_rows(arguments.output, "kernels", names, audit_kernels(Path(HOME.name), names))
     elif arguments.only:
-        results = json.loads(arguments.output.with_suffix(".json").read_text())
-        rows = harness.read_other_rows(arguments.output, "scripts", "script", arguments.only)
-        rows += audit_scripts(Path(HOME.name), arguments.only)
-        results["scripts"] = sorted(
-            (row for row in rows if row["script"] in SCRIPTS), key=lambda row: list(SCRIPTS).index(row["script"])
-        )
+        rows = audit_scripts(Path(HOME.name), arguments.only)
+        results = replace_rows(arguments.output, "scripts", arguments.only, rows)
     else:
         results = measure_all()
     harness.write(arguments.output, results, markdown(results))
     harness.write_part(arguments.readme, "audit", overview(results))
     return 0 if is_as_promised(results) else 1
+
+
+def replace_rows(output: Path, group: str, names: Iterable[str], rows: list[dict]) -> dict:
+    """Read earlier results, and put rows of scripts that are measured anew in the place of theirs."""
+    results = json.loads(output.with_suffix(".json").read_text())
+    known = list(SCRIPTS if group == "scripts" else KERNELS)
+    rows = harness.read_other_rows(output, group, "script", names) + rows
+    rows = [row for row in rows if row["script"] in known]
+    return results | {group: sorted(rows, key=lambda row: known.index(row["script"]))}
 
 
 def measure_all() -> dict:

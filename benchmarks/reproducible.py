@@ -224,8 +224,8 @@ def read_end(folder: Path) -> dict[str, Any]:
 
 
 def split_key_biases(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join parameters, but biases of attention's keys; and those."""
-    others, keys = [], []
+    """Join parameters, but biases of attention's keys; and those, if there are any."""
+    others, keys = [], [torch.zeros(0, dtype=torch.float64)]
     for name in sorted(tensors):
         value = tensors[name].double()
         if name.endswith("c_attn.bias"):  # of queries, keys and values

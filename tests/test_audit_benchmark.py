@@ -60,7 +60,7 @@ def test_micro_batches_are_so_large_that_they_take_several_tables(results):
 
 @pytest.mark.parametrize(
     ("program", "precision"),
-    [(p, precision) for p in TINIES if p != "finetune_causal_lm" for precision in ("no", "bf16")],
+    [(p, precision) for p in TINIES for precision in ("no", "bf16")],
 )
 def test_the_kernels_are_those_that_auto_compares(benchmark, train, monkeypatch, program, precision):
     compared_names = []

@@ -547,7 +547,15 @@ def test_only_adapters_are_trained(options):
         ({"architecture": "gpt2"}, "num_key_value_heads is 2, but architecture gpt2 has no such field"),
         ({"hidden_size": 30}, "architecture llama cannot be made"),
         ({"max_seq_length": 65}, "max_seq_length is 65, but the model has 64 positions"),
-        ({"lora_rank": 2, "lora_targets": ("nothing",)}, "lora_targets nothing cannot be adapted"),
+        (
+            {"lora_rank": 2, "lora_targets": ("q_proj", "w_proj")},
+            "lora_targets names w_proj, but .*did you mean v_proj",
+        ),
+        ({"lora_rank": 2, "lora_targets": ("norm",)}, "lora_targets norm cannot be adapted"),
+        (
+            {"lora_rank": 2, "modules_to_save": ("norms",)},
+            "modules_to_save names norms, but .*has no such module: did you",
+        ),
         ({"model_name_or_path": "/nowhere"}, "model_name_or_path /nowhere has no config"),
     ],
 )
@@ -704,7 +712,7 @@ def test_a_merge_in_few_bits_loses_the_adapter():
 def test_adapters_are_not_resumed_on_another_base(tmp_path):
     run = AdapterRun(tmp_path)
     run.saver.save(1, 0, "")
-    with pytest.raises(UsageError, match="fingerprint of the frozen weights"):
+    with pytest.raises(UsageError, match="on another base: fingerprint of the frozen weights"):
         AdapterRun(tmp_path, model_seed=1).load()
 
 

@@ -68,6 +68,12 @@ def test_mistakes(tmp_path, content, length, message):
         model_from_config(read_config(str(tmp_path)), length, name="it")
 
 
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="is an adapter, not a model: give its base"):
+        read_config(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

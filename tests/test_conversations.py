@@ -404,6 +404,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             ":1: messages, turn 2: tool_calls holds int",
         ),
         ([{"messages": []}], {}, ":1: messages holds an empty list"),
+        ([ONE, {"messages": None}], {}, ":2: messages holds no value (null): fill it in"),
         ([{"messages": "hello"}], {}, ":1: messages is a text that is not JSON"),
         ([ONE, {"messages": USER}], {}, ":2: the last turn is of the role user"),
         (
@@ -453,6 +454,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         ([ONE], {"template": EMPTY}, "no token of any row is trained (train_on assistant): put {% generation"),
         ([ONE], {"template": CHATML + "{% if"}, "the chat template cannot be used"),
         ([ONE], {"chat_template": "/nowhere.jinja"}, "chat_template '/nowhere.jinja' cannot be read"),
+        ([ONE], {"chat_template": "/dev/null"}, "chat_template '/dev/null' cannot be read (it is empty): name a file"),
         ([ONE], {"vocab_size": 258}, "vocab_size is 258, must be 259 or more"),
         ([ONE], {"dataset_name": "x/y"}, "give exactly one of train_file and dataset_name, not both"),
     ],
@@ -605,7 +607,7 @@ def test_samples_are_chosen_from_all_sources(files):
         ({"validation_file": "t"}, "validation_file has the columns prompt, completion, train_file messages"),
         (
             {"validation_fraction": 0.9},
-            "b.jsonl: validation_fraction 0.9 of 10 documents leaves fewer than 2 to train on",
+            "b.jsonl: validation_fraction 0.9 of 10 samples leaves fewer than 2 to train on",
         ),
         ({"dataset_name": ("builtin/doctets",)}, "dataset_name 'builtin/doctets' does not exist: did you mean"),
         ({"dataset_name": ("builtin/doctests:easy",)}, "builtin/doctests has no configuration, but easy was given"),

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from common import evaluations, load_benchmark, metrics
+from common import evaluations, load_benchmark, metrics, samples_of_steps
 from compare import check, parameters, relative, same_weights, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +16,7 @@ from samestep.errors import UsageError
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
-from samestep.recipe.recipe import CausalLmFineTuning, load
+from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning, load
 from samestep.training import generation
 from samestep.training.checkpoint import read
 
@@ -193,6 +193,34 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
     assert {"eval_doctests/loss", "eval_sort/perplexity"} <= evaluation.keys()
     assert sum(name.endswith("/exact_match") for name in evaluation) == 4, "prompts of four sources"
     assert "| doctests | " in (parts / "README.md").read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_a_mixture_moves_between_numbers_of_processes(finetune, train_on, tmp_path):
+    """From one process in the middle of an epoch to two, and to three: the same samples in the same steps, each as often as its
+    weight says. GPT-2, which normalises in float64: Llama's float32 rounds what three processes multiply by 3."""
+    for name, size, question in (("often", 12, "first"), ("seldom", 20, "other")):
+        rows = [{"instruction": f"{question} {number}", "output": "ok " * (1 + number % 7)} for number in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    no_data = " ".join(f"--{field} none" for field in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
+    files = f"--train_file {tmp_path}/often.jsonl {tmp_path}/seldom.jsonl --mixture_weights 2 0.5"
+    more = f"{flags(7, 2, 'float64')}{WORKLOADS['gpt2']} {no_data} {files} --validation_fraction 0 --record_samples"
+    whole, name = finetune("whole", more), f"{PROGRAM}/moved"
+    folder = finetune(name, f"{more} --stop_after_step 3")
+    for num_processes, last in ((2, 6), (3, 10)):
+        train_on(num_processes, {name: f"{more} --stop_after_step {last} --resume_from_checkpoint latest"})
+    curves = [[(line["loss"], line["often/samples"]) for line in metrics(each)] for each in (folder, whole)]
+    assert np.array(curves[0]) == pytest.approx(np.array(curves[1]), rel=1e-11)
+    assert relative(parameters(folder), parameters(whole)) < 1e-12
+    steps = samples_of_steps(folder)
+    assert steps == samples_of_steps(whole)
+    uses = [use for step in steps.values() for use in step]
+    assert len(set(uses)) == len(uses) == 70
+    # Two epochs of 2 x 12 and 0.5 x 20 samples, and two samples of the third
+    often = [use for use in uses if use[1] < 12 and use[0] < 4]
+    seldom = [use for use in uses if use[1] >= 12 and use[0] < 1]
+    assert (len(often), len(seldom)) == (4 * 12, 20)
 
 
 def test_it_learns(finetune):

@@ -406,12 +406,14 @@ def _read_template(file: str) -> str:
     if file in TEMPLATES:
         return TEMPLATES[file]
     try:
-        return Path(file).read_text(encoding="utf-8")
+        template, problem = Path(file).read_text(encoding="utf-8"), "cannot be read (it is empty)"
     except (OSError, UnicodeDecodeError) as error:
+        template, problem = "", f"cannot be read ({reason(error)})"
+    if not template.strip():
         raise UsageError(
-            f"chat_template {file!r} cannot be read ({reason(error)}): name a file with a Jinja template, or "
-            f"one of {', '.join(TEMPLATES)}"
-        ) from None
+            f"chat_template {file!r} {problem}: name a file with a Jinja template, or one of {', '.join(TEMPLATES)}"
+        )
+    return template
 
 
 def _join_texts(row: dict[str, str]) -> dict[str, str]:

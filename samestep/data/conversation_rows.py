@@ -143,7 +143,13 @@ def _hold_out(recipe: Any, entry: str, rows: Dataset) -> Source:
     """Hold a share of the rows out, unless the recipe names held-out files."""
     if recipe.validation_file is not None:
         return Source(entry, rows, rows.select([]))
-    return Source(entry, *documents.split_documents(rows, recipe.validation_fraction, recipe.seed))
+    fraction = recipe.validation_fraction
+    if fraction and len(rows) - max(2, round(fraction * len(rows))) < 2:
+        raise UsageError(
+            f"validation_fraction {fraction} of {len(rows)} samples leaves fewer than 2 to train on, as 2 at least are held "
+            "out: lower it, set it to 0, or give more samples"
+        )
+    return Source(entry, *documents.split_documents(rows, fraction, recipe.seed))
 
 
 def name_sources(entries: Sequence[str]) -> list[str]:
@@ -313,6 +319,8 @@ class _RowReader:
         if self.form is None:
             self._recognise(location, list(values))
         present = [name for name, value in values.items() if value is not None]
+        if missing := [name for name in self.required if name in values and values[name] is None]:
+            raise UsageError(f"{location}: {missing[0]} holds no value (null): fill it in, or leave out the row")
         is_new_prompt = self.form == "pair" and "prompt" in present and "prompt" not in self.required
         if is_new_prompt or not set(self.required) <= set(present):
             raise UsageError(

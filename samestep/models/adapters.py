@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from samestep._internals.torch_tracing import is_fake, keep_modules
-from samestep.errors import UsageError, reason
+from samestep.errors import UsageError, nearest, reason
 from samestep.models import quantization
 from samestep.recipe import extras
 from samestep.recipe.recipe import Recipe
@@ -35,12 +35,13 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         peft's model, whose only trained parameters are the adapters and modules_to_save.
 
     Raises:
-        UsageError: peft is not installed, or no module has a name of lora_targets.
+        UsageError: peft is not installed, or no module has a name of lora_targets or modules_to_save.
     """
     extras.require("adapters", f"lora_rank {recipe.lora_rank}")
     import peft  # takes seconds
 
     targets = list(recipe.lora_targets)
+    _check_names(model, recipe)
     config = peft.LoraConfig(
         # The head of a reward model is trained whole
         task_type=peft.TaskType.SEQ_CLS if recipe.objective == "reward" else peft.TaskType.CAUSAL_LM,
@@ -65,6 +66,20 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
             f"lora_targets {', '.join(targets)} cannot be adapted: {reason(error)}. Give all-linear, or names of linear "
             f"layers of {type(model).__name__}"
         ) from None
+
+
+def _check_names(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise UsageError for a name that no module has: peft trains nothing for it where another name is found."""
+    names = [name for name, _ in model.named_modules()]
+    for field in ("lora_targets", "modules_to_save"):
+        for wanted in getattr(recipe, field) or ():
+            if wanted != ALL_LINEAR and not any(f".{name}".endswith(f".{wanted}") for name in names):
+                valid = {
+                    name.rpartition(".")[2] for name, module in model.named_modules() if not any(module.children())
+                }
+                raise UsageError(
+                    f"{field} names {wanted}, but {type(model).__name__} has no such module: {nearest(wanted, valid)}"
+                )
 
 
 def load_adapter(model: Any, folder: Path) -> None:

@@ -22,8 +22,13 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: the file is missing, unreadable, or not a configuration of transformers.
     """
     file = Path(path)
-    file = file / "config.json" if os.path.isdir(file) else file
     origin = f"model_name_or_path {format_name(path)}"
+    if (file / "adapter_config.json").exists() and not (file / "config.json").exists():
+        raise UsageError(
+            f"{origin} is an adapter, not a model: give its base, or the adapter merged into it (--merge_adapter when it was "
+            "trained)"
+        )
+    file = file / "config.json" if os.path.isdir(file) else file
     config = read_json(file, f"{origin} (a folder with a config.json, or such a file)")
     if "model_type" not in config:
         raise UsageError(f"{origin} is not a configuration of transformers: it has no model_type")

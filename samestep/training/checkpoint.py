@@ -59,6 +59,8 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.digest import digest_tensor
 
+FROZEN = "frozen weights"
+"""What `fingerprint_frozen` is of, in messages."""
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -174,14 +176,14 @@ def find_frozen(model: nn.Module) -> set[str]:
 
 
 def fingerprint_frozen(model: nn.Module) -> dict[str, str]:
-    """Hash what `find_frozen` names: {"frozen weights": 16 hexadecimal digits}, or {} where nothing is left out.
+    """Hash what `find_frozen` names: {FROZEN: 16 hexadecimal digits}, or {} where nothing is left out.
 
     Args:
         model: not sharded.
     """
     state, names = model.state_dict(), sorted(find_frozen(model))
     lines = [f"{name} {digest_tensor(state[name])}" for name in names]
-    return {"frozen weights": xxhash.xxh3_64_hexdigest("\n".join(lines).encode())} if names else {}
+    return {FROZEN: xxhash.xxh3_64_hexdigest("\n".join(lines).encode())} if names else {}
 
 
 def _find_prefix(names: Iterable[str]) -> str:
@@ -724,9 +726,15 @@ def load(
     """
     for name, fingerprint in data_fingerprints.items():
         if (saved_fingerprint := state.data_fingerprints.get(name)) != fingerprint:
+            is_base = name == FROZEN
+            remedy = (
+                "the base of its adapter"
+                if is_base
+                else "the same ones, in the same order, and for text the same tokenizer"
+            )
             raise UsageError(
-                f"checkpoint {folder} was trained on other data: fingerprint of the {name} {saved_fingerprint} there, "
-                f"{fingerprint} here. Give the same ones, in the same order, and for text the same tokenizer"
+                f"checkpoint {folder} was trained on {'another base' if is_base else 'other data'}: fingerprint of the {name} "
+                f"{saved_fingerprint} there, {fingerprint} here. Give {remedy}"
             )
     try:
         tensors, moments = (read(folder, part) for part in ("model", "optimizer"))
