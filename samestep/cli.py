@@ -48,7 +48,7 @@ from samestep.planner.methods import (
     find_models,
     find_remedies,
 )
-from samestep.planner.page import page
+from samestep.planner.page import fits_page, page
 from samestep.planner.placement import Placement, TooLargeError, place
 from samestep.planner.workload import Workload, format_flags, from_model, from_recipe
 from samestep.recipe import pretrained_shape, run_settings, scaling
@@ -222,6 +222,7 @@ class FitSettings:
     global_batch_size: int | None = setting(
         "samples per optimizer step; none: 64, or one for each device", BATCH, default=None
     )
+    html: str | None = setting("page to write about it", default=None)
     price_per_hour: str | None = setting("dollars for an hour of one device, or a .yaml file of prices", default=None)
     network: str | None = setting(NETWORK, default=None)
     json: bool = setting("print one JSON object", default=False)
@@ -651,6 +652,8 @@ def what_fits(argv: list[str]) -> None:
         words = ["plan", STARTING_RECIPE, *format_flags(changes), "--on", settings.what_fits]
         command = _retype(words, network=settings.network, write_recipe="mine.yaml", write_config="launch.yaml")
     result |= {"command": command or None}
+    if settings.html is not None:
+        _write("html", settings.html, fits_page(result, text.make_fits_table(result), text.explain_band([result])))
     print(json.dumps(result) if settings.json else "\n".join(text.write_fits(result, command)))
 
 
