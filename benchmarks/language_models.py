@@ -8,6 +8,7 @@ Every row of benchmarks/language_models.yaml. The memory has no constant that is
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import harness
@@ -51,7 +52,9 @@ def plan_memory(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> Mem
     """Plan the bytes of one process of a row."""
     machine = hardware.parse(row["hardware"])
     layout = solve_layout(
-        num_processes=machine.num_processes, per_device_train_batch_size=row["b"], gradient_accumulation_steps=1
+        num_processes=machine.num_processes,
+        per_device_train_batch_size=row["b"],
+        gradient_accumulation_steps=row.get("k", 1),
     )
     return planned_memory(
         make_decoder(row, programs),
@@ -88,7 +91,7 @@ FLOAT8_RATE = 2
 
 def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: float) -> StepTime:
     """Predict the seconds of a step of a row."""
-    decoder, machine = make_decoder(row, programs), hardware.parse(row["hardware"])
+    decoder, machine = make_decoder(row, programs), hardware.parse(row["hardware"], row.get("network"))
     share = row.get("tensor_parallel", 1)
     if "memory_gb_per_s" in row:
         device = dataclasses.replace(machine.device, memory_gb_per_s=row["memory_gb_per_s"])
@@ -125,6 +128,7 @@ def predict_time(row: dict[str, Any], programs: dict[str, dict[str, Any]], susta
         *(work, layout, machine, "bf16", software),
         gradient_checkpointing=recomputed,
         sharded=is_sharded,
+        num_shards=row.get("num_shards"),
         offloaded=row.get("offloaded", False),
         sustained=dict.fromkeys(SUSTAINED, sustained),
     )
@@ -145,10 +149,12 @@ def speed(row: dict[str, Any], programs: dict[str, dict[str, Any]], sustained: f
 
 
 def solve_sustained(row: dict[str, Any], programs: dict[str, dict[str, Any]]) -> float | None:
-    """Find the constant with which a row is predicted right; None: its chip has none."""
+    """Find the constant with which a row is predicted right; None: its chip has none, or no rate of products explains it."""
     if hardware.parse(row["hardware"]).device.name.partition("-")[0] not in SUSTAINED:
         return None
     low, high = 0.3, 1.5
+    if not speed(row, programs, low) < row["value"] < speed(row, programs, high):
+        return None
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (middle, high) if speed(row, programs, middle) < row["value"] else (low, middle)
@@ -192,19 +198,28 @@ def compare_time(
     return results
 
 
-def compare_scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare what more devices keep of the speed per device, of rows that differ in their number only."""
+SAME = ("source", "model", "program", "float8", "rank")
+"""Fields that rows of one series share."""
+
+
+def compare_scaling(rows: list[dict[str, Any]], same: Sequence[str] = SAME) -> list[dict[str, Any]]:
+    """Compare what more devices keep of the speed per device, of rows of the same chip that differ in their number.
+
+    Args:
+        rows: with hardware, num_devices, value and predicted.
+        same: names of the other fields that they share.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        name = " ".join(str(row.get(key, "")) for key in ("source", "model", "program", "float8"))
+        name = " ".join([hardware.parse(row["hardware"]).device.name, *(str(row.get(key, "")) for key in same)])
         groups.setdefault(name, []).append(row)
     pairs = []
     for group in groups.values():
         few, many = min(group, key=lambda row: row["num_devices"]), max(group, key=lambda row: row["num_devices"])
-        if few["num_devices"] == many["num_devices"] or ("rank" in few and few["rank"] != many.get("rank")):
+        if few["num_devices"] == many["num_devices"]:
             continue
         published, predicted = many["value"] / few["value"], many["predicted"] / few["predicted"]
-        keys = {key: few.get(key) for key in ("source", "model", "program", "float8")}
+        keys = {key: few.get(key) for key in same} | {"why": few.get("why", many.get("why"))}
         pairs.append(
             keys
             | {"devices": [few["num_devices"], many["num_devices"]], "published": published, "predicted": predicted}
@@ -245,10 +260,14 @@ def share_within(rows: list[dict[str, Any]], limit: float, key: str = "error") -
     return statistics.mean(abs(row[key]) <= limit for row in rows if row[key] is not None)
 
 
+NO_TERMS = {"total", "at_peak", "communication", "share_of_peak"}
+"""Values of a step's time that are no part of its total."""
+
+
 def term_shares(rows: list[dict[str, Any]], name: str) -> list[list[str]]:
     """List each term's mean share of the total, and the mean error of rows in which it is at least a fifth."""
     lines = []
-    terms = {term for row in rows for term in row[name]} - {"total", "at_peak", "communication", "loading"}
+    terms = {term for row in rows for term, value in row[name].items() if value} - NO_TERMS
     for term in sorted(terms):
         shares = [(row[name][term] / sum_terms(row[name]), row["error"]) for row in rows if row["error"] is not None]
         large = [error for share, error in shares if share >= 0.2]
@@ -349,11 +368,16 @@ def main() -> None:
     arguments = harness.flags("language_models", __doc__).parse_args()
     results = measure()
     harness.write(arguments.output, results, markdown(results))
-    for name, key, limit in (("memory", "error", 0.15), ("time", "without_source", 0.25)):
+    for name, key, limit, parts in (("memory", "error", 0.15, "items"), ("time", "without_source", 0.25, "seconds")):
         rows = results[name]
         for source, (count, middle, worst) in summarize(rows, key).items():
             print(f"{name:6} {source:16} {count:3} rows, median {middle:.1%}, worst {worst:.1%}")
         print(f"{name:6} within {limit:.0%}: {share_within(rows, limit, key):.0%}")
+        for term, share, error in term_shares(rows, parts):
+            print(f"{name:6} {term:21} {share:>4} of the total, mean error where it is a fifth: {error}")
+    for row in results["scaling"]:
+        few, many = row["devices"]
+        print(f"{row['source']:15} {row['model']:14} {few} to {many} devices: {row['error']:+.1%}")
     if results["fitted"] != SUSTAINED["h100"]:
         print(f"samestep/planner/timing.py must hold SUSTAINED {results['fitted']}; then run this again")
 

@@ -16,6 +16,7 @@ import harness
 import numpy as np
 import yaml
 from harness import table
+from language_models import compare_scaling, summarize, term_shares
 
 from samestep.cut.layout import solve_layout
 from samestep.planner import hardware, memory, timing, transformer
@@ -78,8 +79,8 @@ def published_work(shape: dict, row: dict) -> Work:
         model = memory.model_from_recipe(load(shape["recipe"]))
         assert model.length == row["length"]
         return timing.count_work(model, mixed_precision)
-    if "llama" in shape:
-        return timing.count_work(transformer.llama(shape["llama"], row["length"]), mixed_precision)
+    if "gpt2" in shape:
+        return timing.count_work(transformer.gpt2(shape["gpt2"], row["length"], chunked_head=False), mixed_precision)
     size = {"num_parameters": shape["parameters"], "num_layers": shape["layers"]}
     if "flops" in shape:
         loaded = 1 if "cores" in row else 0
@@ -186,7 +187,15 @@ def measure(rows: list[Row]) -> dict:
             }
         )
     about = harness.about("make bench-timing", ("numpy",))
-    return {"about": about, "fitted": dataclasses.asdict(fitted), "rows": lines, "sharded": predict_sharded()}
+    sharded = predict_sharded()
+    scaling = compare_scaling(sharded, ("source", "work"))
+    return {
+        "about": about,
+        "fitted": dataclasses.asdict(fitted),
+        "rows": lines,
+        "sharded": sharded,
+        "scaling": scaling,
+    }
 
 
 def predict_sharded() -> list[dict]:
@@ -196,7 +205,8 @@ def predict_sharded() -> list[dict]:
         step = row.predict(CALIBRATION)
         predicted = row.published["value"] * row.ratio(CALIBRATION)
         seconds = dataclasses.asdict(step) | {"total": step.total, "share_of_peak": step.share_of_peak}
-        lines.append(row.published | {"predicted": predicted, "error": row.ratio(CALIBRATION) - 1, "seconds": seconds})
+        changed = {"predicted": predicted, "error": row.ratio(CALIBRATION) - 1, "seconds": seconds}
+        lines.append(row.published | changed | {"num_devices": row.step[1].num_processes})
     return lines
 
 
@@ -280,6 +290,23 @@ def markdown(results: dict) -> str:
             for row in results["sharded"]
         ],
     )
+    by_source = table(
+        "source, unseen | rows | median | worst",
+        [
+            [name, str(count), f"{half:.1%}", f"{largest:.1%}"]
+            for name, (count, half, largest) in summarize(rows, "without_source").items()
+        ],
+    )
+    scaling = table(
+        "source | work | devices | published | predicted | error",
+        [
+            [
+                *(row["source"], row["work"], f"{row['devices'][0]} to {row['devices'][1]}"),
+                *(f"{row['published']:.3f}", f"{row['predicted']:.3f}", f"{row['error']:+.1%}"),
+            ]
+            for row in results["scaling"]
+        ],
+    )
     by_name = by_machine(rows)
     middle = statistics.median(middle for _, middle, _ in by_name.values())
     machines = table(
@@ -298,15 +325,22 @@ def markdown(results: dict) -> str:
         f"{errors}\n"
         f"Most rows are V100s. Every machine counted once, the median error is {middle:.1%}:\n\n"
         f"{machines}\n"
+        "By source, the constants fitted without it:\n\n"
+        f"{by_source}\n"
+        "By term of a step's seconds: its share, and the error of rows in which it is a fifth or more.\n\n"
+        f"{table('term | share | mean error', term_shares(rows, 'seconds'))}\n"
         f"{constants}\n"
         f"Samples per second. Error: predicted over published, less 1. Sources and what their programs do: "
         "benchmarks/published.yaml.\n\n"
         f"{predictions}\n"
         f"Further off than {REMARKABLE:.0%}:\n\n"
         f"{reasons}\n"
-        "Sharded weights (FSDP2): tokens per second and device, predicted with the constants above. "
-        "None of them is fitted to\nthese rows. Recomputed: share of the forward that the backward computes again.\n\n"
-        f"{sharded}",
+        "Sharded weights (FSDP): tokens per second and device, predicted with the constants above. "
+        "None of them is fitted to\nthese rows. Recomputed: share of the forward that the backward computes again. Llama: "
+        "language_models.md.\n\n"
+        f"{sharded}\n"
+        "Speed per device on more devices, over that on few:\n\n"
+        f"{scaling}",
     )
 
 
@@ -314,6 +348,13 @@ def main() -> None:
     arguments = harness.flags("timing", __doc__).parse_args()
     results = measure(read())
     harness.write(arguments.output, results, markdown(results))
+    for source, (count, middle, worst) in summarize(results["rows"], "without_source").items():
+        print(f"{source:16} {count:3} rows, without it: median {middle:.1%}, worst {worst:.1%}")
+    for term, share, error in term_shares(results["rows"], "seconds"):
+        print(f"{term:21} {share:>4} of the total, mean error where it is a fifth: {error}")
+    for row in results["scaling"]:
+        few, many = row["devices"]
+        print(f"{row['source']:12} {row['work']:9} {few} to {many} devices: {row['error']:+.1%}")
     fitted = rounded(Calibration(**results["fitted"]))
     if fitted != CALIBRATION:
         print(f"samestep/planner/timing.py must hold {fitted}; then run this again")

@@ -25,7 +25,8 @@ import yaml
 from samestep.cut import layout as layouts
 from samestep.errors import UsageError, exit_code, nearest
 from samestep.planner import advice, answer, engines, text
-from samestep.planner.configs import IMAGE, has_formula, model_from_config, read_config
+from samestep.planner.base_models import find_config, is_decoder, shape_from_config
+from samestep.planner.configs import IMAGE, has_formula, model_from_config
 from samestep.planner.costs import DISK, MAX_PER_DAY, Terms, read_start
 from samestep.planner.growth import MOST_DEVICES
 from samestep.planner.hardware import (
@@ -47,7 +48,7 @@ from samestep.planner.methods import (
     find_models,
     find_remedies,
 )
-from samestep.planner.page import page
+from samestep.planner.page import fits_page, page
 from samestep.planner.placement import Placement, TooLargeError, place
 from samestep.planner.workload import Workload, format_flags, from_model, from_recipe
 from samestep.recipe import pretrained_shape, run_settings, scaling
@@ -198,6 +199,11 @@ class ModelSettings:
     )
     num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
 
+    @property
+    def name(self) -> str:
+        """The model's name, for messages."""
+        return Path(self.model_name_or_path).name or self.model_name_or_path
+
     def problems(self) -> list[str]:
         problems = []
         if self.max_train_steps is not None and self.num_train_epochs is not None:
@@ -216,6 +222,7 @@ class FitSettings:
     global_batch_size: int | None = setting(
         "samples per optimizer step; none: 64, or one for each device", BATCH, default=None
     )
+    html: str | None = setting("page to write about it", default=None)
     price_per_hour: str | None = setting("dollars for an hour of one device, or a .yaml file of prices", default=None)
     network: str | None = setting(NETWORK, default=None)
     json: bool = setting("print one JSON object", default=False)
@@ -367,29 +374,53 @@ def plan(name: str, argv: list[str]) -> None:
         recipe = pretrained_shape.load(name, changes)
     if settings.write_recipe is not None:
         _write_recipe(settings.write_recipe, name, changes)
+    _plan_recipe(name, recipe, changes, settings, data.num_train_samples, ["plan", name, *argv])
+
+
+def _plan_recipe(
+    name: str,
+    recipe: Recipe,
+    changes: Mapping[str, Any],
+    settings: PlanSettings,
+    num_train_samples: int | None,
+    words: list[str],
+    more_subject: Mapping[str, Any] | None = None,
+) -> None:
+    """Answer `plan` of a recipe.
+
+    Args:
+        name: what it was loaded from, before `changes`.
+        recipe: with the changes.
+        changes: field -> value.
+        settings: the flags.
+        num_train_samples: of the training data, where the recipe does not say it.
+        words: the words of the command line.
+        more_subject: fields of the answer's head, in place of the recipe's.
+    """
 
     def make(more: Mapping[str, Any]) -> Workload:
         """Make the workload with more changes, which a recipe written before does not hold."""
-        return from_recipe(
+        workload = from_recipe(
             build(type(recipe), recipes.overlay(dataclasses.asdict(recipe), more), f"recipe {name}")
             if more
             else recipe,
             source=settings.write_recipe or name,
-            changes=more if settings.write_recipe else changes | more,
+            changes=more if settings.write_recipe else {**changes, **more},
             attention=settings.attn_implementation,
-            num_train_samples=data.num_train_samples,
+            num_train_samples=num_train_samples,
             critical_batch_size=settings.critical_batch_size,
         )
+        return dataclasses.replace(workload, name=subject["recipe"])
 
     subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
-    subject |= dataclasses.asdict(recipe.scaled_hyperparameters())
+    subject |= dataclasses.asdict(recipe.scaled_hyperparameters()) | dict(more_subject or {})
 
     def trace(b: int, **options: Any) -> Any:
         return _import_trace().trace_recipe(recipe, b, **options)
 
-    _plan(make, settings, subject, trace, ["plan", name, *argv])
+    _plan(make, settings, subject, trace, words)
 
 
 TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -426,7 +457,11 @@ def plan_model(argv: list[str]) -> None:
             raise UsageError("--num_train_tokens with max_train_steps or num_train_epochs: leave out one of them")
         num_steps = _count_steps(settings.num_train_tokens, training.global_batch_size, training.seq_len)
         training = dataclasses.replace(training, max_train_steps=num_steps)
-    script_words = _write_fine_tuning(settings.write_recipe, training) if settings.write_recipe else None
+    config = find_config(training.model_name_or_path)
+    if is_decoder(config):
+        _plan_decoder(settings, training, argv)
+        return
+    script_words = _write_fine_tuning(settings.write_recipe, training, config) if settings.write_recipe else None
 
     def make(more: Mapping[str, Any]) -> Workload:
         known = {field.name for field in dataclasses.fields(training)}
@@ -434,10 +469,9 @@ def plan_model(argv: list[str]) -> None:
             raise UsageError(f"{', '.join(unknown)}: no field of a model without a recipe")
         changed = dataclasses.replace(training, **more)
         options = {"may_trace": settings.trace, "script_words": script_words}
-        return _make_workload(changed, settings.critical_batch_size, settings.attn_implementation, **options)
+        return _make_workload(changed, config, settings.critical_batch_size, settings.attn_implementation, **options)
 
-    name = Path(training.model_name_or_path).name or training.model_name_or_path
-    subject: dict[str, Any] = {"recipe": name, "description": training.model_name_or_path}
+    subject: dict[str, Any] = {"recipe": training.name, "description": training.model_name_or_path}
     subject |= {"source": "the model's configuration, and what was given with it"}
     if training.learning_rate is not None:
         adam = (0.9, 0.999, 1e-8) if training.optimizer == "adamw" else (None, None, None)
@@ -455,8 +489,63 @@ def plan_model(argv: list[str]) -> None:
     _plan(make, settings, subject, trace, ["plan", *argv])
 
 
+def _plan_decoder(settings: PlanSettings, training: ModelSettings, argv: list[str]) -> None:
+    """Answer `plan` of a decoder of Hugging Face, which is that of the recipe that fine-tunes it."""
+    recipe, changes = _load_fine_tuning(training)
+    if settings.write_recipe is not None:
+        _write_recipe(settings.write_recipe, STARTING_RECIPE, FINE_TUNING | changes)
+    # Of what was typed, what is no field of the recipe
+    mine = dict.fromkeys(field.name for field in dataclasses.fields(ModelSettings))
+    words = ["plan", STARTING_RECIPE, *format_flags(changes), *_drop_flags(argv, mine)]
+    subject = {"recipe": training.name, "description": training.model_name_or_path, "source": FINE_TUNING["source"]}
+    _plan_recipe(STARTING_RECIPE, recipe, changes, settings, training.num_train_samples, words, subject)
+
+
+FINE_TUNING = {
+    "source": "fine-tuning on conversations; the learning rate is the usual one of all weights where none was given, not tuned",
+    "expect": "not measured",
+}
+"""Texts of a recipe that fine-tunes a model of the hub."""
+
+
+def _load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
+    """Load the recipe that fine-tunes a causal language model on conversations; return it, and its changed fields.
+
+    Raises:
+        UsageError: no length, or one above the model's number of positions; an optimizer that the program does not have.
+    """
+    name = training.name
+    if training.seq_len is None:
+        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
+    if training.optimizer != "adamw":
+        raise UsageError(
+            f"optimizer is {training.optimizer}, but scripts/finetune_causal_lm.py trains {name} with AdamW: leave it out"
+        )
+    config = find_config(training.model_name_or_path)
+    num_positions = shape_from_config(config, name).max_length if is_decoder(config) else config.get("n_positions")
+    if num_positions is not None and training.seq_len > num_positions:
+        raise UsageError(
+            f"seq_len is {training.seq_len}, but {name} has {num_positions} positions: use {num_positions} or less"
+        )
+    changes = {
+        "model_name_or_path": training.model_name_or_path,
+        "max_seq_length": training.seq_len,
+        "global_batch_size": training.global_batch_size,
+        "learning_rate": training.learning_rate or 2e-5,
+        "learning_rate_batch_size": training.learning_rate_batch_size or training.global_batch_size,
+        "lr_scaling_rule": training.lr_scaling_rule,
+        "train_file": [CONVERSATION_FILE],
+    }
+    if training.max_train_steps is None:
+        changes |= {"num_train_epochs": training.num_train_epochs or 1.0}
+    else:
+        changes |= {"max_train_steps": training.max_train_steps}
+    return pretrained_shape.load(STARTING_RECIPE, changes), changes
+
+
 def _make_workload(
     training: ModelSettings,
+    config: Mapping[str, Any],
     critical_batch_size: float | None,
     attention: str = "sdpa",
     *,
@@ -467,24 +556,23 @@ def _make_workload(
 
     Args:
         training: the model and its training.
+        config: the model's.
         critical_batch_size, attention: as of `workload.from_model`.
         may_trace: whether a model without a formula is traced.
         script_words: what names it to scripts/finetune_causal_lm.py; None: no script trains it.
     """
-    path = training.model_name_or_path
-    config, name = _load_config(path), Path(path).name or path
     if may_trace and not has_formula(config):
-        model = _import_trace().traced_model(path, training.seq_len or IMAGE, attention)
+        model = _import_trace().traced_model(training.model_name_or_path, training.seq_len or IMAGE, attention)
         attention = "sdpa"  # it is in the trace
     else:
-        model = model_from_config(config, training.seq_len, name=name, load_defaults=_load_defaults)
+        model = model_from_config(config, training.seq_len, name=training.name, load_defaults=_load_defaults)
     per_epoch, num_steps = None, training.max_train_steps
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
         num_steps = num_steps or (training.num_train_epochs and layouts.num_steps(per_epoch, training.num_train_epochs))
     workload = from_model(
         dataclasses.replace(model, chunked_head=True) if script_words else model,
-        name,
+        training.name,
         global_batch_size=training.global_batch_size,
         optimizer=training.optimizer,
         num_steps=num_steps,
@@ -494,7 +582,7 @@ def _make_workload(
     )
     stored = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4
     workload = dataclasses.replace(workload, download_bytes=stored * model.num_parameters)
-    if str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS):
+    if _is_causal(config):
         hint = "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe FILE.yaml writes a recipe for it."
         workload = dataclasses.replace(workload, hint=hint)
     if script_words:
@@ -510,34 +598,17 @@ CONVERSATION_FILE = "chats.jsonl"
 """Name of the data in a command, for the user to replace."""
 
 
-def _write_fine_tuning(file: str, training: ModelSettings) -> list[str]:
+def _is_causal(config: Mapping[str, Any]) -> bool:
+    return str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS)
+
+
+def _write_fine_tuning(file: str, training: ModelSettings, config: Mapping[str, Any]) -> list[str]:
     """Write a recipe that fine-tunes a causal language model of the hub; return the words that name it to the script."""
-    config = _load_config(training.model_name_or_path)
-    kind = str((config.get("architectures") or ["?"])[0])
-    if not kind.endswith(CAUSAL_LMS) or training.seq_len is None:
-        raise UsageError(
-            f"--write_recipe {format_name(file)}: only causal language models with a --seq_len have one: leave it out"
-        )
-    if training.optimizer != "adamw":
-        raise UsageError(
-            f"--write_recipe {format_name(file)}: optimizer is {training.optimizer}, must be adamw: leave one out"
-        )
-    learning_rate = training.learning_rate or 2e-5
-    changes = {
-        "description": f"{training.model_name_or_path}, fine-tuned on conversations.",
-        "source": "written by `plan --write_recipe`: the learning rate is the usual one of full fine-tuning, not tuned",
-        "expect": "not measured",
-        "model_name_or_path": training.model_name_or_path,
-        "max_seq_length": training.seq_len,
-        "global_batch_size": training.global_batch_size,
-        "learning_rate": learning_rate,
-        "learning_rate_batch_size": training.learning_rate_batch_size or training.global_batch_size,
-        "lr_scaling_rule": training.lr_scaling_rule,
-        "max_train_steps": training.max_train_steps,
-        "num_train_epochs": None if training.max_train_steps else training.num_train_epochs or 1,
-    }
-    _write_recipe(file, STARTING_RECIPE, changes)
-    return ["--recipe", file, "--train_file", CONVERSATION_FILE]
+    if not _is_causal(config):
+        raise UsageError(f"--write_recipe {format_name(file)}: only causal language models have one: leave it out")
+    _, changes = _load_fine_tuning(training)
+    _write_recipe(file, STARTING_RECIPE, FINE_TUNING | changes)
+    return ["--recipe", file]
 
 
 def _write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
@@ -581,6 +652,8 @@ def what_fits(argv: list[str]) -> None:
         words = ["plan", STARTING_RECIPE, *format_flags(changes), "--on", settings.what_fits]
         command = _retype(words, network=settings.network, write_recipe="mine.yaml", write_config="launch.yaml")
     result |= {"command": command or None}
+    if settings.html is not None:
+        _write("html", settings.html, fits_page(result, text.make_fits_table(result), text.explain_band([result])))
     print(json.dumps(result) if settings.json else "\n".join(text.write_fits(result, command)))
 
 
@@ -589,22 +662,6 @@ def _load_defaults(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig  # here: it takes its time
 
     return AutoConfig.for_model(model_type).to_dict()
-
-
-def _load_config(name: str) -> dict[str, Any]:
-    """Load the configuration of a model here, or on the hub."""
-    if os.path.exists(name) or name.endswith(".json") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        return read_config(name)
-    from huggingface_hub import hf_hub_download  # here: it takes its time
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return read_config(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UsageError(
-            f"model_name_or_path {format_name(name)} is no file here, and the hub does not give its config.json: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from None
 
 
 def _plan(
@@ -815,13 +872,18 @@ def _describe_remedy(remedy: Remedy, workload: Workload) -> tuple[dict[str, Any]
 
 def _retype(words: list[str], **flags: object) -> str:
     """Write the command line of these words with other values of some flags; without those of value None."""
-    kept, is_replaced = [], False
+    new = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+    return f"{program_name()} {shlex.join(_drop_flags(words, flags) + new)}"
+
+
+def _drop_flags(words: list[str], flags: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line without some of its flags."""
+    kept, is_dropped = [], False
     for word in words:
         if word.startswith("--"):
-            is_replaced = word.removeprefix("--").partition("=")[0] in flags
-        kept += [] if is_replaced else [word]
-    new = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
-    return f"{program_name()} {shlex.join(kept + new)}"
+            is_dropped = word.removeprefix("--").partition("=")[0] in flags
+        kept += [] if is_dropped else [word]
+    return kept
 
 
 def scale(name: str, argv: list[str]) -> None:
@@ -831,7 +893,14 @@ def scale(name: str, argv: list[str]) -> None:
 
 def scale_model(argv: list[str]) -> None:
     settings, training = _read_model("scale", argv, ScaleSettings)
-    _scale(_make_workload(training, settings.critical_batch_size), settings)
+    config = find_config(training.model_name_or_path)
+    if is_decoder(config):
+        recipe, _ = _load_fine_tuning(training)
+        workload = from_recipe(recipe, critical_batch_size=settings.critical_batch_size)
+        workload = dataclasses.replace(workload, name=training.name)
+    else:
+        workload = _make_workload(training, config, settings.critical_batch_size)
+    _scale(workload, settings)
 
 
 def _scale(workload: Workload, settings: ScaleSettings) -> None:

@@ -140,10 +140,26 @@ def test_plan_with_a_trace(monkeypatch, capsys, tmp_path):
         ("plan bert_base --num_procs 2", "did you mean --num_processes"),
         ("plan bert_base --mixed_precision fp8", "must be one of no, bf16, fp16"),
         ("lits", "did you mean list"),
-        ("plan --model_name_or_path ./nothing --global_batch_size 8", "cannot be read: No such file or directory"),
+        (
+            "plan --model_name_or_path ./nothing --global_batch_size 8",
+            "is no folder here and not in the planner's table",
+        ),
+        ("plan --model_name_or_path nothing.json --global_batch_size 8", "cannot be read: No such file or directory"),
         (
             "plan --model_name_or_path bert_large --global_batch_size 8",
-            "no file here, and the hub does not give its config",
+            "is no folder here and not in the planner's table",
+        ),
+        (
+            "plan --model_name_or_path Qwen/Qwen3-8B --global_batch_size 8",
+            "Qwen3-8B reads tokens: --seq_len is missing",
+        ),
+        (
+            "plan --model_name_or_path Qwen/Qwen3-8B --global_batch_size 8 --seq_len 50000",
+            "has 40960 positions: use 40960",
+        ),
+        (
+            "plan --model_name_or_path Qwen/Qwen3-8B --global_batch_size 8 --seq_len 8 --optimizer sgd",
+            "with AdamW: leave it",
         ),
         ("plan --model_name_or_path CONFIG --seq_len 8", "global_batch_size is missing"),
         ("plan --model_name_or_path CONFIG --global_batch_size 8", "reads tokens: --seq_len is missing"),

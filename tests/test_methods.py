@@ -102,7 +102,8 @@ def test_the_command(monkeypatch, capsys):
 def test_the_proposed_command_works(monkeypatch, capsys, tmp_path):
     """As it is printed; it fits in the same memory, and writes both files."""
     monkeypatch.chdir(tmp_path)
-    answer = json.loads(run(monkeypatch, capsys, "plan --what_fits 1x3090 --json"))
+    answer = json.loads(run(monkeypatch, capsys, "plan --what_fits 1x3090 --html fits.html --json"))
+    assert (tmp_path / "fits.html").read_text(encoding="utf-8").count("<tr>") == 1 + len(answer["rows"])
     planned = json.loads(run(monkeypatch, capsys, f"plan {answer['command'].split('plan ')[1]} --json"))
     assert planned["memory_needed"] in [row["typical"]["memory_needed"] for row in answer["rows"]]
     assert (tmp_path / "mine.yaml").is_file()

@@ -20,8 +20,12 @@ from jinja2 import UndefinedError
 
 from samestep import cli as program
 from samestep.errors import UsageError, exit_code
+from samestep.planner.answer import describe_fits
 from samestep.planner.hardware import DEVICES, device_names, parse
-from samestep.planner.page import TEMPLATES, _date, page
+from samestep.planner.methods import METHODS, Fit, make_model_workload
+from samestep.planner.page import TEMPLATES, _date, fits_page, page
+from samestep.planner.placement import place
+from samestep.planner.text import explain_band, make_fits_table, round_number
 from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
 
@@ -97,6 +101,18 @@ def compared(xl) -> dict:
     flags = "--price_per_hour 1.5,0.25,1.2,2,0.6 --start 2026-11-28T09:30 --interruptions_per_day 3"
     rows = query(program.plan, "gpt2_xl_8xa100", "--on", names, *flags.split())["rows"]
     return xl | rows[0] | {"rows": rows}
+
+
+@pytest.fixture(scope="module")
+def fitting() -> tuple[dict, list, str]:
+    """What the page of `plan --what_fits` is made of: of two methods of each of two models, and one that is too large."""
+    hardware = parse("4xl4")
+    fits = []
+    for name, method in itertools.product(("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-3B"), METHODS[:2]):
+        placement = place(make_model_workload(name, 1024, 64, method.changes), hardware)
+        fits.append(Fit(name, method, placement, placement))
+    answer = describe_fits(hardware, fits, ["meta-llama/Llama-3.1-405B"], 0.7) | {"command": "python -m recipes plan"}
+    return answer, make_fits_table(answer), explain_band([answer])
 
 
 def per_cent(text: str) -> float:
@@ -492,6 +508,27 @@ def test_growth_is_drawn_into_a_png(xl, real_figures):
     assert pictures[0] != pictures[1]
 
 
+def test_what_fits_is_a_page(fitting):
+    answer, table, band = fitting
+    tree = check_it_stands_alone(fits_page(answer, table, band))
+    assert tree.all("title")[0]["text"] == "What fits on 4xl4"
+    assert [cell["text"] for cell in tree.all("th", scope="row")] == [row["model"] for row in answer["rows"]]
+    speeds = [cell["text"] for cell in tree.all("td") if cell["data-name"] == "tokens/s"]
+    assert speeds == [round_number(row["typical"]["tokens_per_second"]) for row in answer["rows"]]
+    assert "meta-llama/Llama-3.1-405B" in tree.section("too-large").source
+    assert " ".join(tree.single("p", class_="verdict")["text"].split()) == "✓ 2 models of 3 can be fine-tuned here."
+    assert tree.single("code", id="command")["text"] == answer["command"]
+    rows = [row | {"model": HOSTILE} for row in answer["rows"]]
+    hostile = answer | {"hardware": HOSTILE, "rows": rows, "too_large": [HOSTILE], "command": HOSTILE}
+    assert [element["tag"] for element in check_it_stands_alone(fits_page(hostile, table, HOSTILE)).elements].count(
+        "img"
+    ) == 0
+    nothing = answer | {"rows": [], "command": None}
+    tree = check_it_stands_alone(fits_page(nothing, make_fits_table(nothing), band))
+    assert "Nothing" in tree.single("p", class_="verdict")["text"]
+    assert not tree.all("table")
+
+
 # --------------------------------------------------------------------------------------------------------- in a browser
 
 
@@ -555,7 +592,7 @@ def browse(tmp_path):
     return opened
 
 
-def test_in_a_browser(xl, compared, browse, tmp_path):
+def test_in_a_browser(xl, compared, fitting, browse, tmp_path):
     """Nothing scrolls sideways, sticks out or overlaps on a phone and on a desktop; the button copies; no errors."""
     long = {
         "recipe": "a_recipe_of_a_rather_long_name_" + 3 * "and_more_",
@@ -564,10 +601,11 @@ def test_in_a_browser(xl, compared, browse, tmp_path):
     }
     long |= {"command": xl["command"] + " --output_dir " + 30 * "folder/"}
     answers = [xl, xl | long, compared | {"recipe": "compared"}, make_answer("bert_large_2080ti", "1x2080ti")]
-    cases = list(itertools.product(answers, (360, 768, 1280)))
+    sources = {answer["command"]: page(answer) for answer in answers} | {fitting[0]["command"]: fits_page(*fitting)}
+    cases = list(itertools.product([*map(page, answers), fits_page(*fitting)], (360, 768, 1280)))
     frames = FRAMES
-    for number, (answer, width) in enumerate(cases):
-        (tmp_path / f"{number}.html").write_text(page(answer).replace("</body>", PROBE), encoding="utf-8")
+    for number, (source, width) in enumerate(cases):
+        (tmp_path / f"{number}.html").write_text(source.replace("</body>", PROBE), encoding="utf-8")
         frames += f'<iframe src="{number}.html" width="{width}" height="800" style="border: 0"></iframe>'
     (tmp_path / "frames.html").write_text(frames, encoding="utf-8")
     document, console = browse(tmp_path / "frames.html")
@@ -579,8 +617,7 @@ def test_in_a_browser(xl, compared, browse, tmp_path):
         assert report["outside"] == []
         assert report["overlapping"] == []
         assert report["small"] >= 11
-    commands = {answer["command"] for answer in answers}
-    assert {report["copied"][0] for report in reports} == commands
+    assert {report["copied"][0] for report in reports} == sources.keys()
     assert all(report["covered"] == [] for report in reports)
     for report in reports:
         command = report["copied"][0]

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from samestep import cli as program
 from samestep.cut.layout import shares
 from samestep.errors import UsageError, exit_code
+from samestep.planner.base_models import find_base_model, shape_from_config
+from samestep.planner.decoder import Decoder
 from samestep.planner.hardware import device_names, parse
 from samestep.planner.placement import TooLargeError, place
-from samestep.planner.transformer import llama
 from samestep.planner.workload import from_model, from_recipe
 from samestep.recipe.recipe import load
 
@@ -181,15 +182,13 @@ def test_what_the_programs_refuse_is_not_planned():
         assert len(error.value.problems) == 1
 
 
-LLAMA_70B = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8}
-
-
 @pytest.mark.parametrize(("hardware", "published"), [("8x8xa100-80", 331), ("8x8xh100", None), ("512x8xh100", None)])
 def test_seventy_billion_parameters_fit_where_they_were_trained(hardware, published):
     """torchtitan trains Llama-3-70B with FSDP2 and full checkpointing on 64 A100, at 331 tokens per second and device."""
     machine = parse(hardware)
-    workload = from_model(llama(LLAMA_70B, 8192), "llama", global_batch_size=machine.num_processes)
+    config = find_base_model("meta-llama/Llama-3.1-70B")
+    model = Decoder(shape=shape_from_config(config, "it"), sequence_length=8192)
+    workload = from_model(model, "llama", global_batch_size=machine.num_processes)
     placement = place(workload, machine)
     assert placement.fits
     assert (placement.sharded, placement.gradient_checkpointing) == (True, True)

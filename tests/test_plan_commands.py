@@ -251,10 +251,12 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     words = ["plan", "--model_name_or_path", "model", "--seq_len", "1024", "--global_batch_size", "64", "--on", "4xl4"]
-    assert "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe" in run(monkeypatch, capsys, *words)
+    *_, command = read_commands(run(monkeypatch, capsys, *words, "--write_config", "launch.yaml"))
+    _, without_file, _ = read_launch(command)
     words += ["--write_recipe", "mine.yaml", "--write_config", "launch.yaml"]
     *_, command = read_commands(run(monkeypatch, capsys, *words))
     launch, recipe, settings = read_launch(command)
+    assert recipe.fingerprint == without_file.fingerprint
     assert (recipe.task, recipe.model_name_or_path) == ("causal_lm_finetuning", "model")
     assert (recipe.max_seq_length, recipe.global_batch_size, recipe.train_file) == (1024, 64, ("chats.jsonl",))
     assert recipe.learning_rate == recipe.scaled_hyperparameters().learning_rate == 2e-5

@@ -161,7 +161,10 @@ def test_what_cannot_be_fine_tuned(changes, message):
     ("fields", "message"),
     [
         ({"model_type": "opt"}, "model_type"),
-        ({"hidden_size": 10**15}, "hidden_size is 1000000000000000, must be a whole number from 1 to 131,072"),
+        (
+            {"hidden_size": 10**15},
+            "hidden_size is 1000000000000000 in its configuration, must be a whole number from 1 to 131,072",
+        ),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
     ],
 )

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -58,7 +58,7 @@ model = PeftModel.from_pretrained(base, "OUTPUT_DIR")
 tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
-def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
+def build_model(recipe: Recipe, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
 
     A reward model has a head of one score instead of tokens, with random weights if the file has none.
@@ -66,6 +66,7 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     Args:
         recipe: see `CausalLmSums`.
         source: with a `tokenizer`, whose tokens the vocabulary must hold; None: the recipe decides.
+        shape: fields of a configuration of transformers, of random weights; None: the recipe decides.
 
     Raises:
         UsageError: no such architecture, or it has no such field; the weights cannot be loaded, or the vocabulary is too small.
@@ -73,10 +74,10 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     tokenizer, is_reward = getattr(source, "tokenizer", None), recipe.objective == "reward"
     model_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     head = {"num_labels": 1} if is_reward else {}
-    if recipe.model_name_or_path is None:
-        config_class, values = _choose_config(recipe, tokenizer)
+    if shape is not None or recipe.model_name_or_path is None:
+        make, values = _choose_config(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
         try:
-            config = config_class(**values, **head)
+            config = make(**values, **head)
             model = model_class.from_config(config)
         except Exception as error:  # of any kind: each architecture has its own rules
             raise UsageError(
@@ -203,7 +204,7 @@ class CausalLmSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, source: Any) -> Self:
+    def from_recipe(cls, recipe: Recipe, source: Any, shape: Mapping[str, Any] | None = None) -> Self:
         """Build the model of a recipe.
 
         Args:
@@ -211,8 +212,9 @@ class CausalLmSums(SummedLosses):
                 loss_weights, preference_beta, preference_margin; lora_rank (None: all weights are trained) and the fields of
                 `adapters.add_lora`; base_quantization, nf4 or None.
             source: with a tokenizer; None: the recipe decides.
+            shape: as of `build_model`.
         """
-        model, notes = build_model(recipe, source), []
+        model, notes = build_model(recipe, source, shape), []
         if recipe.base_quantization is not None:
             notes.append(quantization.quantize_base(model, recipe.modules_to_save))
         if recipe.lora_rank is not None:
@@ -276,7 +278,7 @@ class CausalLmSums(SummedLosses):
         num_tokens = input_ids.shape[1]
         num_spare = round_up(num_tokens + 1, 6) - num_tokens  # at least one, and few sizes of rows in a run
         input_ids, position_ids = (F.pad(x, (0, num_spare)) for x in (input_ids, position_ids))
-        row = Sequences(ends, input_ids.shape[1])
+        row = Sequences(ends, input_ids.shape[1], num_tokens)
         self._name_rows(row, ends, position_ids)
         if self.is_padded:
             return packing.padded_hidden(self.causal_lm, input_ids, row)

@@ -39,17 +39,19 @@ class Sequences:
     Args:
         ends: int32 [Q + 1], 0 and the end of each sequence; sequences may be empty. Fake, without numbers: of equal lengths.
         num_tokens: M, tokens of the row, the last one spare.
+        num_used: tokens of the row that are a sequence's, where `ends` is fake; None: all but the spare one.
 
     Attributes:
         lengths: int [Q'], of the sequences that are not empty; one of all tokens where there are none.
         num_tokens: M.
     """
 
-    def __init__(self, ends: torch.Tensor, num_tokens: int):
+    def __init__(self, ends: torch.Tensor, num_tokens: int, num_used: int | None = None):
         self.num_tokens, self.device = num_tokens, ends.device
         num_sequences = len(ends) - 1
         if is_fake(ends):
-            lengths = np.full(num_sequences, (num_tokens - 1) // max(1, num_sequences))
+            num_used = num_tokens - 1 if num_used is None else num_used
+            lengths = np.full(num_sequences, num_used // max(1, num_sequences))
         else:
             lengths = np.diff(ends.cpu().numpy())
         lengths = lengths[lengths > 0]

@@ -12,7 +12,7 @@ inside itself, fragmentation, the allocator's rounding to 512 bytes.
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -257,16 +257,18 @@ def trace_recipe(
     1,557,611,200 parameters, 40.5 GB
     """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
-    matrix_bytes = 4
+    matrix_bytes, options = 4, {}
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
         matrix_bytes = model_from_recipe(recipe).method.matrix_bytes
-        recipe = _take_shape(recipe)
+        options["shape"] = shape = _find_shape(recipe.model_name_or_path)
+        values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"]}
+        recipe = dataclasses.replace(recipe, model_name_or_path=None, **values)
     elif hasattr(recipe, "model_name_or_path"):
         recipe = dataclasses.replace(recipe, model_name_or_path=None)
 
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
-            model = model_class.from_recipe(recipe, None)
+            model = model_class.from_recipe(recipe, None, **options)
         if matrix_bytes == 2:  # as the files of the base that is not there
             quantization.hold_base(model.model, torch.bfloat16)
         noise_by_sample(model, recipe.seed)
@@ -287,32 +289,11 @@ def trace_recipe(
         )
 
 
-def _take_shape(recipe: CausalLmFineTuning) -> CausalLmFineTuning:
-    """Return the recipe with the shape of its model_name_or_path in its own fields, without weights.
-
-    Raises:
-        UsageError: the configuration cannot be found, or has more to it than a recipe has fields.
-    """
-    path = recipe.model_name_or_path
-    config = base_models.find_config(path)
-    shape = base_models.shape_from_config(config, path)
-    if shape.num_experts or shape.latent or shape.head_dim * shape.num_heads != shape.hidden_size:
-        raise UsageError(
-            f"{path} has experts, or heads of a width of their own, which --trace of a recipe does not build: leave --trace "
-            "out, or trace the model itself, `plan FOLDER --trace`"
-        )
-    fields = {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_key_heads,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": shape.max_length or recipe.max_seq_length,
-        "tie_word_embeddings": shape.tied_head,
-        "initializer_range": 0.02,  # of no effect on memory
-    }
-    values = {"model_name_or_path": None, "architecture": config["model_type"], "vocab_size": shape.vocab_size}
-    return dataclasses.replace(recipe, **values, **fields)
+def _find_shape(name_or_path: str) -> dict[str, Any]:
+    """Find the fields of a decoder's configuration, as the planner does: weights stay on the hub."""
+    config = base_models.find_config(name_or_path)
+    fields = {**config, **(config.get("text_config") or {}), "model_type": base_models.find_kind(config)}
+    return {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype", "text_config")}
 
 
 def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

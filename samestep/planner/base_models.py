@@ -12,7 +12,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planner import configs
 from samestep.planner.decoder import Latent, Shape
-from samestep.recipe.reading import format_name, read_json
+from samestep.recipe.reading import format_name, format_value, read_json
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
 
 TABLE = Path(__file__).parent / "base_models.json"
@@ -40,8 +40,12 @@ FIELDS = {name: largest for name, largest in configs.SIZES.items() if not name.s
     "qk_nope_head_dim": 2**17,
     "v_head_dim": 2**17,
     "sliding_window": 2**24,
+    "first_k_dense_replace": 10_000,
 }
 """Field -> its largest value that is accepted."""
+MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
+GENERATORS = ("ForCausalLM", "ForConditionalGeneration")
+"""Ends of the names of classes whose head scores the next token."""
 
 
 @functools.cache
@@ -108,7 +112,7 @@ def find_config(name_or_path: str) -> dict[str, Any]:
 
 def _download_config(name: str) -> dict[str, Any]:
     problem = f"model_name_or_path {format_name(name)} is no folder here and not in the planner's table of base models"
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise UsageError(f"{problem}: give a folder with a config.json, or a name of the hub, such as Qwen/Qwen3-8B")
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     cached = sorted(cache.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
@@ -131,6 +135,29 @@ def _download_config(name: str) -> dict[str, Any]:
     return config
 
 
+def find_kind(config: Mapping[str, Any]) -> str | None:
+    """Find the `model_type` that has the formula of a configuration, or of the texts of one; None: it is no text."""
+    kind = {**config, **_text_part(config)}.get("model_type")
+    return MODEL_NAMES.get(kind, kind) if isinstance(kind, str) else None
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that is about texts, where it has one."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else {}
+
+
+def is_decoder(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration is of a language model of the kinds in `MODEL_TYPES`, head included.
+
+    >>> is_decoder({"model_type": "qwen3"}), is_decoder({"model_type": "qwen3", "architectures": ["Qwen3Model"]})
+    (True, False)
+    """
+    classes = config.get("architectures")
+    is_generator = not isinstance(classes, list) or not classes or str(classes[0]).endswith(GENERATORS)
+    return find_kind(config) in MODEL_TYPES and is_generator
+
+
 def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     """Return the shape of a decoder from its configuration.
 
@@ -141,19 +168,22 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     Raises:
         UsageError: a model_type without a formula, a field that is missing or no valid size.
     """
-    config = {**config, **(config.get("text_config") or {})}
-    kind = config.get("model_type")
-    kind = MODEL_NAMES.get(kind, kind)
+    kind = find_kind(config)
+    config = {**config, **_text_part(config)}
     if kind not in MODEL_TYPES:
         raise UsageError(
-            f"{name} has model_type {format_name(kind)}, for which there is no formula: known are {', '.join(MODEL_TYPES)}; "
-            "--trace finds its memory with torch"
+            f"{name} has model_type {format_value(config.get('model_type'))}, for which there is no formula: known are "
+            f"{', '.join(MODEL_TYPES)}; --trace finds its memory with torch"
         )
     for field, largest in FIELDS.items():
         value = config.get(field)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+        smallest = 0 if field in MAY_BE_ZERO else 1
+        is_size = isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
         if value is not None and not is_size:
-            raise UsageError(f"{name}: {field} is {value!r:.40}, must be a whole number from 1 to {largest:,}")
+            raise UsageError(
+                f"{name}: {field} is {format_value(value)} in its configuration, must be a whole number from {smallest} to "
+                f"{largest:,}"
+            )
 
     def need(field: str) -> int:
         if config.get(field) is None:

@@ -74,7 +74,8 @@ def model_from_config(
     if kind not in _SHAPES:
         raise UsageError(
             f"{name} is a {format_name(kind)} (model_type {format_name(config['model_type'])}), for which there is no "
-            f"formula: known are {', '.join(_SHAPES)}; --trace finds its memory with torch"
+            f"formula: known are {', '.join(_SHAPES)}, and decoders such as Llama, Qwen and Gemma; --trace finds its memory "
+            "with torch"
         )
     is_text = kind != "ResNetForImageClassification"
     if is_text and length is None:
@@ -114,7 +115,7 @@ SIZES = {
 }
 LISTS = {"hidden_sizes": 2**17, "depths": 1000}
 MAX_STAGES = 64
-RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "attention_dropout")
+RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop")
 
 
 def _check(config: Mapping[str, Any], name: str) -> None:
@@ -182,9 +183,5 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any], Any], Model]] = {
         {**config, "num_labels": _count_labels(config)}, length, None
     ),
     "GPT2LMHeadModel": lambda config, length: transformer.gpt2(config, length, chunked_head=False),
-    "LlamaForCausalLM": transformer.llama,
-    "MistralForCausalLM": transformer.llama,
-    "Qwen2ForCausalLM": lambda config, length: transformer.llama(config, length, qkv_bias=True),
-    "Qwen3ForCausalLM": lambda config, length: transformer.llama(config, length, qk_norm=True),
     "ResNetForImageClassification": _resnet,
 }

@@ -242,6 +242,8 @@ class Program:
         has_chunked_head: logits exist in parts only.
         logit_bytes: bytes per logit at the peak of a whole head; None: 12, see `Decoder.head_bytes`.
         keeps_gradients: whether gradients exist while a forward is computed; False: they begin with its backward.
+        sums_whole_gradients: whether gradients of sharded weights are summed whole over the micro-batches of a step and reduced
+            after the last one (`no_sync` of FSDP); False: each micro-batch's are reduced.
         updates_in_backward: the optimizer's step is part of the backward, so that a gradient never waits.
         recomputed: what is recomputed where gradient checkpointing is asked for: all; selective (every second matmul, and all
             between them).
@@ -258,6 +260,7 @@ class Program:
     has_chunked_head: bool = True
     logit_bytes: float | None = None
     keeps_gradients: bool = True
+    sums_whole_gradients: bool = False
     updates_in_backward: bool = False
     recomputed: str = "all"
     offloads_inputs: bool = False
@@ -546,18 +549,23 @@ class Decoder:
 
     def _attention_bytes(self, b: int) -> float:
         shape, program = self.shape, self.program
-        q, r, t = shape.queries, shape.keys, self.sequence_length
+        q, r = shape.queries, shape.keys
         repeats = shape.num_heads > shape.num_key_heads and not shape.latent
         if shape.latent:
             return b * (2 * q + 2 * shape.values)
         whole = b * (q + shape.values)
         if program.is_ours and self._stores_scores:
-            # Traced: probabilities in float32; in 16 bits their cast and the scores, too; capped scores
-            pairs = (8 if b == 2 else 4) + b * shape.soft_caps
-            return whole + b * 2 * r + shape.num_heads * t * pairs
+            # Probabilities in float32, and in 16 bits their cast; of soft caps the hyperbolic tangent
+            pairs = (6 if b == 2 else 4) + b * shape.soft_caps
+            return whole + b * 2 * r + self._square * pairs
         if not program.expands_keys or not repeats:
             return whole + b * 2 * r
         return whole + b * 2 * q + (b * 2 * r if program.is_ours else 0)
+
+    @property
+    def _square(self) -> int:
+        """Pairs of tokens per token, of all heads, in the tables of this repository's attention, whose length is rounded up."""
+        return self.shape.num_heads * round_up(self.sequence_length, 4) ** 2 // self.sequence_length
 
     @property
     def _stores_scores(self) -> bool:
@@ -577,19 +585,21 @@ class Decoder:
         f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
         f = max(f, shape.experts_per_token * shape.expert_size * 2)
         post = shape.num_post_norms > 0
-        if self._stores_scores:
-            # Gradients of the [T, T] matrices come when what the feed-forward layer saved is gone; of soft caps traced whole
-            square = shape.num_heads * self.sequence_length
-            feed_forward = 6 * h + 8 * f + 8 * h * post
-            if shape.soft_caps:
-                return feed_forward + 20 * square
-            return max(feed_forward, (6 if autocast else 8) * square - (8 if autocast else 16) * f)
         if not self.program.is_ours:
             return 6 * h + 4 * f
-        if self.method.rank is None:
-            post_bytes = (8 if shape.num_pre_norms else 12) * h * post
-            return 6.5 * h + 2 * f + post_bytes if autocast else 4 * h + 8 * f + 8 * h * post
-        return (9 * h + 8 * f + 4 * h * post) if autocast else (4 * h + 8 * f + 4 * h * post)
+        is_full = self.method.rank is None
+        # What the normalisation behind the feed-forward layer saved is gone by then, but in 16 bits its casts are not
+        if is_full:
+            behind = (6 if shape.num_pre_norms else 12) if autocast else -6
+            rest = 6.5 * h + 2 * f + behind * h * post if autocast else 4 * h + 8 * f + behind * h * post
+        else:
+            rest = 9 * h + 8 * f if autocast else 4 * h + 8 * f - 2 * h * post
+        if not self._stores_scores:
+            return rest
+        # Gradients of probabilities and of scores in float32, when what the feed-forward layer and both normalisations behind
+        # it and behind attention saved is gone, and in 16 bits the cast probabilities, too
+        gone = (8 if autocast else 16) * f + shape.num_post_norms * (8 if is_full else 4) * h
+        return max(rest, (6 if autocast else 8) * self._square - gone)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Memory
@@ -605,6 +615,10 @@ class Decoder:
         In chunks c <= LOGITS_AT_ONCE logits at once take 8 c, in 16 bits 10 c; the matrix's gradient 4 V h if it is trained,
         its 16-bit copy 2 V h, and the gradient of the hidden states. Whole, m logits take 2 m in 16 bits, 4 m in float32, and
         their log-probabilities and gradient 4 m each, of which three are there at once: 12 m.
+
+        Soft caps of logits are plain operations, computed again in the backward: at the end of the forward the capped ones,
+        their quotient and log-probabilities take 12 c, in 16 bits 10 c; in the backward the hyperbolic tangent, the
+        log-probabilities and two gradients 16 c, in 16 bits 14 c.
         """
         h, rows, vocab = self.hidden_size, self.rows(num_samples), self.vocab_size
         if self.num_scored:
@@ -621,12 +635,17 @@ class Decoder:
         chunk = min(rows, max(1, LOGITS_AT_ONCE // vocab)) * vocab
         if not self.program.is_ours:
             chunk = rows * vocab  # torchtune cuts the loss only: its 16-bit logits are there as a whole
-        each = 2 if not self.program.is_ours else 10 if is_half else 8
+        each = again = 2 if not self.program.is_ours else 10 if is_half else 8
+        if self.program.is_ours and self.shape.soft_caps:
+            each, again = (10, 14) if is_half else (12, 16)
         states = 4 * rows * h * (1 if self._recomputes_logits or not self.program.is_ours else 3)
         forward = states + copy + round(each * chunk) + (0 if self._recomputes_logits else gradient)
-        backward = (
-            states + 4 * rows * h + (copy + round(each * chunk) + gradient if self._recomputes_logits else gradient)
-        )
+        if self.program.is_ours and self.shape.soft_caps:
+            # The matrix's gradient comes when one gradient of the chunk is left
+            backward = states + 4 * rows * h + copy + max(round(again * chunk), 4 * chunk + gradient)
+        else:
+            logits = copy + round(each * chunk) if self._recomputes_logits else 0
+            backward = states + 4 * rows * h + logits + gradient
         return forward, backward
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:

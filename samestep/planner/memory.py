@@ -109,8 +109,7 @@ def has_formula(recipe: Recipe) -> bool:
     config = {"model_type": recipe.architecture}
     if path is not None:
         config = base_models.find_local_config(path) or {}
-    kind = (config.get("text_config") or config).get("model_type")
-    return base_models.MODEL_NAMES.get(kind, kind) in base_models.MODEL_TYPES
+    return base_models.find_kind(config) in base_models.MODEL_TYPES
 
 
 def image_classification(recipe: ImageClassification) -> ConvNet:
@@ -251,6 +250,9 @@ def planned_memory(
     if offloaded:
         trained = weights = 0
     gradients, moments = gradient_bytes * trained, moment_bytes * trained
+    is_cut = layout.gradient_accumulation_steps > 1
+    if isinstance(model, Decoder) and model.program.sums_whole_gradients and is_cut:
+        gradients = gradient_bytes * count_trained(model)
     if isinstance(model, Decoder) and not model.program.keeps_gradients:
         # Until the backward ends, gradients are not there; then all are, or, updated within it, the largest one
         last = model.last_peak(num_samples, **{name: options[name] for name in ("autocast", "gradient_checkpointing")})

@@ -1,7 +1,7 @@
 """A plan as one HTML page that needs no other file: memory, time, scaling, the learning rate, and the command that launches it.
 
-The templates in templates/, for Jinja, decide how it looks: page.html.j2, its charts, its style and its script. This module
-computes the values that they show.
+And what fits on some hardware, as such a page. The templates in templates/, for Jinja, decide how it looks: page.html.j2 and
+fits.html.j2, their frame, charts, style and script. This module computes the values that they show.
 """
 
 import dataclasses
@@ -78,6 +78,22 @@ def page(answer: dict[str, Any]) -> str:
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
     parts["comparison"] = _comparison(answer["rows"])
     return environment.get_template("page.html.j2").render(answer=answer, **parts)
+
+
+def fits_page(answer: dict[str, Any], table: Sequence[Sequence[str]], band: str) -> str:
+    """Write the page of `plan --what_fits`, as `page` does.
+
+    Args:
+        answer: the object that `python -m recipes plan --what_fits HARDWARE --json` prints.
+        table: names of columns, and then a row of cells for each of the answer's rows, the model's name first.
+        band: how far speeds may be off, in words.
+    """
+    num_models = len({row["model"] for row in answer["rows"]})
+    columns, *rows = table
+    columns = [*columns[:-1], "tokens/s at the longest"]  # a card of a row shows no order of columns
+    values = {"columns": columns, "rows": [(row[0], row[1:]) for row in rows], "band": band, "num_models": num_models}
+    values |= {"num_tried": num_models + len(answer["too_large"])}
+    return make_environment(TEMPLATES).get_template("fits.html.j2").render(answer=answer, **values)
 
 
 def make_environment(*folders: Path) -> "jinja2.Environment":
@@ -232,7 +248,7 @@ def _comparison(rows: list[dict] | None) -> dict[str, Any] | None:
     ]
     return {
         "columns": list(cells),
-        "rows": [(row["hardware"], [values[i] or "–" for values in cells.values()]) for i, row in enumerate(placed)],
+        "rows": [(row["hardware"], [values[i] for values in cells.values()]) for i, row in enumerate(placed)],
         "axis": linear_axis(label, 1.03 * max(lengths)),
         "bars": bars,
         "problems": [(row["hardware"], row["problem"]) for row in rows if "problem" in row],

@@ -83,7 +83,7 @@ def _describe_duration(answer: dict[str, Any]) -> str:
     hours = format_range(answer["seconds_to_end"], *answer["seconds_to_end_range"])
     length = f"{answer['num_steps']:,} steps"
     length += f" ({round_number(answer['num_tokens'])} tokens)" if tokens else ""
-    parts = [f"{hours} for {length}: {speed}; {_explain_band([answer])}", _describe_end(answer)]
+    parts = [f"{hours} for {length}: {speed}; {explain_band([answer])}", _describe_end(answer)]
     energy = answer["energy_kwh"]
     if energy is not None and energy >= 0.01:
         parts.append(f"{round_number(energy)} kWh at the power limit")
@@ -423,17 +423,23 @@ def write_fits(answer: dict[str, Any], command: str) -> Iterator[str]:
     if not answer["rows"]:
         yield "None of the models that the planner knows: take more or larger devices, or shorter samples"
     else:
-        room = f"GB of {answer['rows'][0]['typical']['memory_of_device'] / 1e9:.1f}"
-        names = ("model", "method", "tokens", room, "b", "with", "tokens/s", "$ a billion", "longest", "tokens/s")
-        table = [names, *(_list_fit_cells(row) for row in answer["rows"])]
-        table = [column for column in zip(*table, strict=True) if any(column[1:])]
-        yield from write_table(list(zip(*table, strict=True)))
-        yield from _wrap(f"Speeds: {_explain_band([answer])}.")
+        yield from write_table(make_fits_table(answer))
+        yield from _wrap(f"Speeds: {explain_band([answer])}.")
     if answer["too_large"]:
         yield from _wrap(f"Too large: {', '.join(answer['too_large'])}", indent="  ")
     if command:
         yield from ("", "To plan one of them, with its launch file and its recipe")
         yield from _wrap_command(command)
+
+
+def make_fits_table(answer: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Make the table of what fits: names of columns, and a row for each of the answer's, without columns that are empty."""
+    if not answer["rows"]:
+        return [("model",)]
+    room = f"GB of {answer['rows'][0]['typical']['memory_of_device'] / 1e9:.1f}"
+    names = ("model", "method", "tokens", room, "b", "with", "tokens/s", "$ a billion", "longest", "tokens/s")
+    table = [names, *(_list_fit_cells(row) for row in answer["rows"])]
+    return list(zip(*(column for column in zip(*table, strict=True) if any(column[1:])), strict=True))
 
 
 def _list_fit_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -461,10 +467,10 @@ def _list_missing(rows: list[dict[str, Any]]) -> Iterator[str]:
     if first["seconds_to_end"] is None:
         yield from _wrap(f"How long: {_explain_missing(first)}.")
     else:
-        yield from _wrap(f"Ranges: {_explain_band(rows)}.")
+        yield from _wrap(f"Ranges: {explain_band(rows)}.")
 
 
-def _explain_band(answers: list[dict[str, Any]]) -> str:
+def explain_band(answers: list[dict[str, Any]]) -> str:
     unknown = [answer["hardware"] for answer in answers if not answer["is_speed_compared"]]
     text = f"published speeds were predicted {answers[0]['speed_band']:.0%} wrong at the worst"
     names = ", ".join(unknown) if len(answers) > 1 else "this device"

@@ -1,7 +1,7 @@
 """The shape of a transformer: its parameters, the FLOPs of a sample, and the memory of a forward and its backward.
 
 Arithmetic only. Letters: V vocabulary, T tokens per sample, h width, f width of the feed-forward layer, L layers, a heads, N
-parameters, b samples in one forward. Pairs of numbers are for float32 and for autocast. Kinds: BERT, GPT-2 and Llama.
+parameters, b samples in one forward. Pairs of numbers are for float32 and for autocast. Kinds: BERT and GPT-2.
 """
 
 import dataclasses
@@ -35,14 +35,12 @@ class Layer(NamedTuple):
         saved_bytes: all bytes that the forward saves, feed-forward included.
         feed_forward_bytes: the part of them that the feed-forward layer's activation saves.
         temporary_bytes: gradients on their way through the feed-forward layer.
-        repeated_bytes: bytes that eager attention saves on top: keys and values, repeated for all queries.
     """
 
     num_parameters: int
     saved_bytes: tuple[int, int]
     feed_forward_bytes: tuple[int, int]
     temporary_bytes: tuple[int, int]
-    repeated_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Transformer:
         probabilities = 6 if autocast else 4 + 4 * self.attention_dropout
         probabilities += self.attention_dropout and self.keeps_masks
         square = self.num_heads * self.length * probabilities
-        return self.layer.saved_bytes[autocast] + self.eager_attention * (self.layer.repeated_bytes[autocast] + square)
+        return self.layer.saved_bytes[autocast] + self.eager_attention * square
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
         """Count the bytes at the peaks of a micro-batch of b samples, in order of time; the first ends the forward.
@@ -451,62 +449,4 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) ->
         attention_dropout=shape["attn_pdrop"] > 0,
         chunked_head=chunked_head,
         keeps_masks=not chunked_head,
-    )
-
-
-def llama(shape: Mapping[str, Any], length: int, *, qkv_bias: bool = False, qk_norm: bool = False) -> Transformer:
-    """Return the shape of Llama or a relative: RMS normalisation, rotated queries and keys, fewer keys, a gated feed-forward.
-
-    With q the width of all queries and r the keys' part of that width, a layer saves per token
-
-        float32    24 h + (8 + 8 r) q + 16 f + (8 + 8 r) q [qk_norm]
-        autocast   26 h + (4 + 4 r) q +  8 f + (6 + 6 r) q [qk_norm]
-
-    float32: each normalisation saves its input, the normalised input and its output (12 h, twice); attention the rotated
-    queries and its output, keys and values; the feed-forward layer gate, its activation, up, and their product. Norms of
-    queries and keys save their input and the normalised input. autocast: the normalisations stay float32 (16 h), and their
-    outputs are cast for each of five matmuls (10 h). Eager attention repeats keys and values: r = 1 in (8 + 8 r) q.
-
-    Measured on the CPU as in `_layer`, f = 3 h, in units of h: 88.2, 84.2 and 82.2 in float32 for r = 1, 1/2 and 1/4, 58.2,
-    56.2 and 55.2 under autocast; with qk_norm 104.4, 96.4 and 92.3; 70.4, 65.4 and 62.8.
-
-    Args:
-        shape: as `transformers.LlamaConfig` takes it.
-        length: T.
-        qkv_bias: whether queries, keys and values have biases (Qwen2).
-        qk_norm: whether queries and keys are normalised per head (Qwen3).
-    """
-    vocab, h, f, layers, a = (
-        shape[name]
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    )
-    # Widths of all queries and of all keys, which values share
-    head = shape.get("head_dim") or h // a
-    queries, keys = a * head, (shape.get("num_key_value_heads") or a) * head
-    attention = 2 * h * queries + 2 * h * keys
-    biases = (queries + 2 * keys) * qkv_bias + 2 * head * qk_norm
-    tied = bool(shape.get("tie_word_embeddings", False))
-    layer = Layer(
-        num_parameters=attention + 3 * h * f + 2 * h + biases,
-        saved_bytes=(
-            24 * h + (8 * queries + 8 * keys) * (1 + qk_norm) + 16 * f,
-            26 * h + 4 * queries + 4 * keys + (6 * queries + 6 * keys) * qk_norm + 8 * f,
-        ),
-        feed_forward_bytes=(16 * f, 8 * f),
-        temporary_bytes=(4 * h + 8 * f, 6 * h + 4 * f),
-        repeated_bytes=(8 * (queries - keys), 4 * (queries - keys)),
-    )
-    matmuls = layers * (attention + 3 * h * f) + vocab * h
-    return Transformer(
-        vocab_size=vocab,
-        length=length,
-        num_predicted=length,
-        hidden_size=h,
-        num_layers=layers,
-        num_heads=a,
-        layer=layer,
-        num_outside=vocab * h * (1 if tied else 2) + h,
-        flops_per_sample=length * (6 * matmuls + 12 * layers * queries * length),
-        attention_dropout=shape.get("attention_dropout", 0.0) > 0,
-        tied_head=tied,
     )

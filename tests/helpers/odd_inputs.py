@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from samestep import cli as command
 from samestep.errors import exit_code
+from samestep.planner.base_models import FIELDS
 from samestep.planner.configs import LISTS, RATES, SIZES
 from samestep.planner.hardware import DEVICES, Device
 from samestep.recipe import recipe as recipes
@@ -213,7 +214,9 @@ RESNET = {
 }
 MODELS = (BERT, BERT | {"architectures": ["BertForSequenceClassification"]}, GPT2, LLAMA, RESNET)
 CONFIG_FIELDS = dict.fromkeys([*(field for model in MODELS for field in model), "unknown"])
-CONFIG_FIELDS |= dict.fromkeys(SIZES, int) | dict.fromkeys(RATES, float) | dict.fromkeys(LISTS, tuple[int, ...])
+CONFIG_FIELDS |= (
+    dict.fromkeys([*SIZES, *FIELDS], int) | dict.fromkeys(RATES, float) | dict.fromkeys(LISTS, tuple[int, ...])
+)
 DEVICE = yaml.safe_load((DEVICES / "t4.yaml").read_text(encoding="utf-8"))
 GPUS = "2x4xt4"
 

@@ -17,14 +17,16 @@ SMALL_CONFIGS = {
     "RobertaForMaskedLM": ("RobertaConfig", BERT),
     "RobertaForSequenceClassification": ("RobertaConfig", BERT | {"num_labels": 5}),
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}),
-    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
-    "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
-    "Qwen2ForCausalLM": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
-    "Qwen3ForCausalLM": ("Qwen3Config", LLAMA | {"head_dim": 16}),
     "ResNetForImageClassification": (
         "ResNetConfig",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 7},
     ),
+}
+SMALL_DECODERS = {
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA),
+    "MistralForCausalLM": ("MistralConfig", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2ForCausalLM": ("Qwen2Config", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen3ForCausalLM": ("Qwen3Config", LLAMA | {"head_dim": 16}),
 }
 SMALL_RECIPES = {
     "gpt2": {"n_embd": 128, "n_head": 2, "n_positions": 192, "block_size": 128, "vocab_size": 1000},
@@ -35,7 +37,7 @@ NUM_SAMPLES = 4
 
 
 def save(folder, kind: str, **changes) -> transformers.PreTrainedConfig:
-    name, shape = SMALL_CONFIGS[kind]
+    name, shape = (SMALL_CONFIGS | SMALL_DECODERS)[kind]
     config = getattr(transformers, name)(**shape | changes, architectures=[kind])
     config.save_pretrained(folder)
     return config
