@@ -59,6 +59,19 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.digest import digest_tensor
 
+LATER_FIELDS = (
+    "global_batch_size",
+    "batch_schedule",
+    "max_train_steps",
+    "num_train_epochs",
+    "lr_scheduler_type",
+    "lr_num_steps",
+    "min_lr_ratio",
+    "lr_power",
+    "lr_decay_ratio",
+)
+"""Fields of a recipe that may decide later steps only: a checkpoint whose recipe has other values is taken where all steps so
+far are the same."""
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -699,13 +712,26 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
         if not isinstance(saved_recipe, dict):
             raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
         pairs = [(name, saved_recipe.get(name), value) for name, value in recipe.decisive_fields().items()]
-        differences = "; ".join(
-            f"{name} {saved_value} there, {value} here" for name, saved_value, value in pairs if saved_value != value
-        )
-        raise UsageError(
-            f"checkpoint {folder} is of another recipe: {differences}. Its recipe is {folder / 'recipe.yaml'}"
-        )
+        differences = {name: (saved, value) for name, saved, value in pairs if saved != value}
+        if not differences.keys() <= set(LATER_FIELDS):
+            text = "; ".join(f"{name} {saved} there, {value} here" for name, (saved, value) in differences.items())
+            raise UsageError(
+                f"checkpoint {folder} is of another recipe: {text}. Its recipe is {folder / 'recipe.yaml'}"
+            )
     return folder, state
+
+
+def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | None:
+    """Read the recipe of a checkpoint that `find` returned, if it is another one: it differs in `LATER_FIELDS` alone.
+
+    Returns:
+        `recipe` with the checkpoint's values; None: they are the same.
+    """
+    if state.recipe_fingerprint == recipe.fingerprint:
+        return None
+    saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    values = {name: saved.get(name) for name in LATER_FIELDS}
+    return dataclasses.replace(recipe, **values) if any(getattr(recipe, n) != v for n, v in values.items()) else None
 
 
 def load(
