@@ -30,7 +30,7 @@ from advise import reaches, train
 
 from samestep.recipe import recipe as recipes
 
-BATCH, LARGEST, SAMPLES = 16, 64, 19_200
+BATCH, LARGEST, SAMPLES = 16, 64, 9_600
 SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 4, "block_size": 64, "n_positions": 64, "vocab_size": 2048}
 WAYS = {"constant": "one batch", "seesaw": "Seesaw", "even": "as few steps of one batch"}
 GROWTHS = ("seesaw from 3", "3, 7 at 0.2, 16 at 0.6, rate by sqrt", "power 0.6 from 2")

@@ -336,7 +336,7 @@ def test_a_finished_training_goes_on_from_its_stable_part(train, capsys, tmp_pat
         for field in ("loss", "learning_rate", "samples"):
             assert [line[field] for line in ours] == pytest.approx([line[field] for line in anew[6:]], rel=1e-5)
     with pytest.raises(
-        UsageError, match=r"part from this one's after step 8: max_train_steps 14 \(was 10\).*checkpoint-6 is"
+        UsageError, match=r"part from this one's after step 8: max_train_steps 10 there, 14 here.*checkpoint-6 is"
     ):
         train("late", f"{flags} --max_train_steps 14 --resume_from_checkpoint {first}/checkpoint-10", **options)
     early = {"extends": "gpt2_small_cpu", "batch_schedule": "16, 32 at 96 samples"}

@@ -57,6 +57,7 @@ from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.settings import build
 from samestep.training.digest import digest_tensor
 
 LATER_FIELDS = (
@@ -731,7 +732,9 @@ def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | 
         return None
     saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     values = {name: saved.get(name) for name in LATER_FIELDS}
-    return dataclasses.replace(recipe, **values) if any(getattr(recipe, n) != v for n, v in values.items()) else None
+    if all(getattr(recipe, name) == value for name, value in values.items()):
+        return None  # an earlier version's, without fields that are null here
+    return build(type(recipe), dataclasses.asdict(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
 
 
 def load(

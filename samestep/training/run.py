@@ -136,8 +136,8 @@ class Run:
         if earlier is None:
             return
         order, num_steps, schedule = self._plan_steps(earlier, num_samples, mixture)
-        changes = ", ".join(
-            f"{name} {getattr(recipe, name)} (was {getattr(earlier, name)})"
+        changes = "; ".join(
+            f"{name} {getattr(earlier, name)} there, {getattr(recipe, name)} here"
             for name in checkpoint.LATER_FIELDS
             if getattr(recipe, name) != getattr(earlier, name)
         )
@@ -150,13 +150,13 @@ class Run:
             fitting = [f"checkpoint-{step}" for step in steps if step <= parting] if is_same else []
             where = f"{fitting[-1]} is one" if fitting else "there is none beside it"
             raise UsageError(
-                f"checkpoint {self.checkpoint} is of a recipe whose steps part from this one's after step "
+                f"checkpoint {self.checkpoint} is of another recipe, whose steps part from this one's after step "
                 f"{parting if is_same else 0}: {changes}. Resume from a checkpoint up to there ({where}), or with "
                 f"{self.checkpoint / 'recipe.yaml'}"
             )
         self.accelerator.print(
             f"going on from step {done} of a training of {num_steps}, whose steps so far are those of this one of "
-            f"{self.num_steps}; from here on {changes}"
+            f"{self.num_steps}: {changes}"
         )
 
     def _describe_growth(self) -> str:
