@@ -142,7 +142,7 @@ bench-noise: venv ## dropout by sample beside random numbers and torch's; FLAGS=
 bench-noise-scale: venv ## do intervals of the gradient noise scale cover the truth, and what does measuring cost: an hour
 	$(BIN)/python benchmarks/noise_scale.py $(FLAGS)
 
-bench-advise: venv ## train what `advise` says beside the recipe and twice that batch, 5 seeds: hours, resumable
+bench-advise: venv ## train what `advise` says beside the recipe and twice that batch, 5 seeds: half an hour, resumable
 	$(BIN)/python benchmarks/advise.py $(FLAGS)
 
 bench-ramp: venv ## does a batch that grows reach the loss in fewer steps, and the same curve wherever resumed: an hour

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from common import metrics
+from common import all_metrics, metrics
 from compare import parameters, relative
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +128,8 @@ def test_a_step_of_a_long_training_is_found_at_once():
         ("seesaw from 100", "global_batch_size 64"),
         ("16, 32 at 0.5", "set it to 32"),
         ("seesaw from 16, rate by sqrt", "written like"),
+        ("noise 2 from 16", "from 0.001 to 1"),
+        ("noise 0.1 from 16", "num_train_epochs"),
     ],
 )
 def test_nonsense_is_refused_in_a_line(text, words):
@@ -253,7 +255,10 @@ GROWTHS = {
     "stages": "4, 7 at 0.2, 16 at 0.5, rate by sqrt",
     "power": "power 0.7 from 3",
     "seesaw": "seesaw from 5",
+    "noise": "noise 0.5 from 4",
 }
+KNOWN = [kind for kind in GROWTHS if kind != "noise"]
+"""Those that are known before they are trained."""
 
 
 @pytest.fixture
@@ -269,7 +274,7 @@ def growing(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", GROWTHS)
+@pytest.mark.parametrize("kind", KNOWN)
 def test_a_run_resumes_anywhere(train, growing, kind):
     """From a random step on, in other micro-batches: the same curve; what the log, the plan and the settings say is true."""
     flags, options = growing(kind), {"program": "pretrain_gpt2"}
@@ -303,6 +308,32 @@ def test_bits_do_not_depend_on_the_processes(train, train_on, growing, num_proce
     ours, usual = metrics(folder / name), metrics(whole)
     assert [line["step"] for line in ours] == list(range(6, 11))
     assert [line["digest"] for line in ours] == [line["digest"] for line in usual[5:]]
+
+
+def test_a_batch_follows_the_noise(train, growing, capsys):
+    """It grows by what was measured; goes on from any checkpoint as before; and the stages that it notes repeat the run."""
+    options = {"program": "pretrain_gpt2"}
+    flags = growing("noise").replace(
+        "--max_train_steps 10", "--max_train_steps none --num_train_epochs 0.6 --warmup_ratio 0"
+    )
+    flags += " --reproducible 2 --noise_scale_steps 1 --digest_steps 1 --checkpointing_steps 5"
+    whole = train("whole", flags, **options)
+    usual = metrics(whole)
+    sizes = [line["samples"] for line in usual]
+    assert sizes == sorted(sizes)
+    assert 4 == sizes[0] < sizes[-1] <= 16
+    length = json.loads((whole / "all_results.json").read_text())["train_samples"]
+    assert sum(sizes[:-1]) < 0.6 * length <= sum(sizes), "as many samples as the epochs have"
+    events = [line for line in all_metrics(whole) if line.get("event", "").startswith("the batch grows")]
+    assert len(events) == len(set(sizes)) - 1
+    assert json.loads((whole / "settings.json").read_text())["num_steps"] == len(sizes) == events[-1]["num_steps"]
+    resumed = metrics(train("resumed", f"{flags} --resume_from_checkpoint {whole}/checkpoint-5", **options))
+    assert [line["digest"] for line in resumed] == [line["digest"] for line in usual[5:]]
+    stages = {"extends": "gpt2_small_cpu", "batch_schedule": events[-1]["so_far"], "global_batch_size": sizes[-1]}
+    (whole.parent / "noise.yaml").write_text(json.dumps(stages | {"lr_scaling_rule": "none"}))
+    flags = flags.replace("--global_batch_size 16", f"--global_batch_size {sizes[-1]}")
+    repeated = metrics(train("repeated", flags, **options))
+    assert [line["digest"] for line in repeated] == [line["digest"] for line in usual]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

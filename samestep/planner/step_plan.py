@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from samestep.cut.spans import Spans
@@ -80,7 +80,7 @@ def describe_sizes(sizes: list[tuple[int, int]]) -> str:
     return ", ".join([f"batch {size:,} ({number:,} steps)", *(f"{size:,} ({number:,})" for number, size in others)])
 
 
-def plan_steps(recipe: Recipe, num_samples: int | None) -> StepPlan | None:
+def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage] = ()) -> StepPlan | None:
     """Plan the steps of a recipe with a `batch_schedule`.
 
     The training ends when the epochs are over or, for max_train_steps, after so many steps of whatever size: then the places
@@ -89,6 +89,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None) -> StepPlan | None:
     Args:
         recipe: with a `batch_schedule`.
         num_samples: samples of an epoch; None: nobody has counted them.
+        decided: of a batch that follows the measured noise, its stages so far: the last one goes on to the end.
 
     Returns:
         The plan; None: the length of the training needs `num_samples`.
@@ -102,7 +103,8 @@ def plan_steps(recipe: Recipe, num_samples: int | None) -> StepPlan | None:
 
     def find_spans(total: int) -> Spans:
         ratio: Callable[[int], float] = _make_schedule(recipe, growth, n, epoch_end, total).find_ratio
-        stages = find_stages(growth, recipe.global_batch_size, total, recipe.tokens_per_sample or 1, ratio)
+        length = recipe.tokens_per_sample or 1
+        stages = find_stages(growth, recipe.global_batch_size, total, length, ratio, decided)
         return Spans(n, epoch_end, stages)
 
     if steps is None:

@@ -7,8 +7,9 @@ many of them, stay as they are with a constant batch:
     "16, 32 at 8000 samples"        the same by samples, or, where all samples have as many tokens, by tokens
     "power 0.5 from 16"             global_batch_size x (samples so far / all samples) ^ 0.5, at least 16
     "seesaw from 16"                16 / (learning rate / peak), at most global_batch_size; see `find_stages`
+    "noise 0.1 from 16"             as the measured noise of the gradient allows: what takes 10 % more tokens than 16 samples
 
-The first two may end with ", rate by sqrt" (or linear): then the learning rate, which is that of learning_rate_batch_size,
+All but Seesaw may end with ", rate by sqrt" (or linear): then the learning rate, which is that of learning_rate_batch_size,
 grows with the square root of the batch (or in proportion). global_batch_size is the largest batch: what it needs in memory, and
 how it is cut, is planned for it.
 """
@@ -17,13 +18,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 MAX_STAGES = 64
 """Sizes that a power and Seesaw grow through at most: kernels meet no more shapes than that."""
-EXAMPLES = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16" or "seesaw from 16"'
+EXAMPLES = '"16, 32 at 0.25, 64 at 0.5", "power 0.5 from 16", "seesaw from 16" or "noise 0.1 from 16"'
 EXPONENTS = {None: 0.0, "sqrt": 0.5, "linear": 1.0}
 """How the learning rate follows the batch -> exponent of (batch / learning_rate_batch_size)."""
 TOLERANCE = 1e-12  # of thresholds: libraries for mathematics differ in the last bit
@@ -32,6 +33,7 @@ _SIZE = r"([1-9][0-9]{0,7})"
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
 _RATE = re.compile(r"(.*?), *rate by (\w+)")
 _POWER = re.compile(rf"power {_NUMBER} from {_SIZE}")
+_NOISE = re.compile(rf"noise {_NUMBER} from {_SIZE}")
 _SEESAW = re.compile(rf"seesaw from {_SIZE}")
 _STAGE = re.compile(rf"{_SIZE} at {_NUMBER} *(%|samples|tokens)?")
 
@@ -53,11 +55,12 @@ class BatchSchedule:
     """A `batch_schedule`, read.
 
     Attributes:
-        kind: stages, power or seesaw.
+        kind: stages, power, seesaw or noise.
         sizes: of each stage; of the others the first size alone.
         places: where each stage but the first begins, in `unit`.
         unit: share (of the training's samples), samples or tokens.
         power: exponent of power; None for the others.
+        more_tokens: of noise, the share of its tokens that a batch may take more than the first one; None for the others.
         rate: how the learning rate follows the batch: a key of `EXPONENTS`.
     """
 
@@ -66,6 +69,7 @@ class BatchSchedule:
     places: tuple[Fraction, ...] = ()
     unit: str = "share"
     power: float | None = None
+    more_tokens: float | None = None
     rate: str | None = None
 
 
@@ -92,6 +96,11 @@ def parse(text: str) -> BatchSchedule:
         if not 0.01 <= power <= 100:
             raise ValueError("a power is from 0.01 to 100")
         return BatchSchedule("power", (int(match[2]),), power=power, rate=rate)
+    if match := _NOISE.fullmatch(rest):
+        more_tokens = float(match[1])
+        if not 0.001 <= more_tokens <= 1:
+            raise ValueError("a share of more tokens is from 0.001 to 1")
+        return BatchSchedule("noise", (int(match[2]),), more_tokens=more_tokens, rate=rate)
     first, *others = re.split(r" *, *", rest)
     matches = [_STAGE.fullmatch(part) for part in others]
     if not re.fullmatch(_SIZE, first) or not matches or None in matches:
@@ -133,6 +142,7 @@ def find_stages(
     num_samples: int,
     tokens_per_sample: int,
     ratio: Callable[[int], float],
+    decided: Sequence[Stage] = (),
 ) -> tuple[Stage, ...]:
     """Find the stages of a training.
 
@@ -157,6 +167,7 @@ def find_stages(
         num_samples: samples of the training.
         tokens_per_sample: of each sample, where places are tokens.
         ratio: learning rate over its peak where a step begins at a sample, without Seesaw; it never grows again once it fell.
+        decided: of noise, the stages so far.
 
     Returns:
         Stages in order; the first begins at 0.
@@ -170,6 +181,8 @@ def find_stages(
         factor = {"share": Fraction(num_samples), "samples": Fraction(1), "tokens": Fraction(1, tokens_per_sample)}
         places = [0, *(math.ceil(place * factor[growth.unit]) for place in growth.places)]
         return tuple(map(Stage, places, growth.sizes))
+    if growth.kind == "noise":
+        return tuple(decided) or (Stage(0, growth.sizes[0]),)
     first, *sizes = make_sizes(growth.sizes[0], largest)
     if growth.kind == "power":
         shares = ((size / largest) ** (1 / growth.power) for size in sizes)

@@ -216,6 +216,11 @@ class Recipe:
             problems.append(
                 f"{subject}, which grows as the learning rate falls, but lr_scheduler_type is constant: choose another one"
             )
+        if growth.kind == "noise" and self.max_train_steps is not None:
+            problems.append(
+                f"{subject}, so that nobody knows yet how many steps there will be, but max_train_steps is "
+                f"{self.max_train_steps}: give num_train_epochs instead"
+            )
         if growth.unit == "tokens" and self.tokens_per_sample is None:
             problems.append(
                 f"{subject}, but samples of this recipe have different numbers of tokens: give shares of the training, or "

@@ -96,6 +96,7 @@ class State:
         scaler: state of the gradient scaler, plain numbers; None: there is none.
         exact_sum: what the next step's bits depend on beside all this, under --reproducible: the settings that decide them,
             and the exponent of the last gradients; None: the run is not reproducible.
+        growth: of a batch that follows the measured noise, see `planner.ramp.NoiseFollower.record`; None: it does not.
     """
 
     step: int = 0
@@ -105,6 +106,7 @@ class State:
     run_id: str = ""
     scaler: dict[str, Any] | None = None
     exact_sum: dict[str, Any] | None = None
+    growth: dict[str, Any] | None = None
 
 
 class DamagedCheckpoint(Exception):
@@ -275,7 +277,7 @@ class Saver:
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
-        describe_exact_sum: returns `State.exact_sum`.
+        describe_exact_sum, describe_growth: return `State.exact_sum` and `State.growth`.
     """
 
     def __init__(
@@ -289,8 +291,9 @@ class Saver:
         start: State,
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
         describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
+        describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
     ):
-        self.tokenizer, self.describe_exact_sum = tokenizer, describe_exact_sum
+        self.tokenizer, self.describe_exact_sum, self.describe_growth = tokenizer, describe_exact_sum, describe_growth
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.settings = (
             model,
@@ -327,7 +330,8 @@ class Saver:
         parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         exact_sum = self.describe_exact_sum()
-        state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler, exact_sum)
+        fingerprints = self.recipe.fingerprint, self.data_fingerprints
+        state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, self.describe_growth())
         writes = isinstance(self.model, FSDPModule)
         if self.accelerator.is_main_process:
             writes = False
@@ -610,7 +614,7 @@ def _verify(folder: Path) -> State:
             with safe_open(folder / name, "pt") as file:
                 file.keys()
         record = json.loads((folder / "state.json").read_bytes())
-        record = {"exact_sum": None} | record  # earlier versions had none
+        record = {"exact_sum": None, "growth": None} | record  # earlier versions had none
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpoint(f"it was written wrongly ({error!r})") from None
@@ -622,7 +626,9 @@ def _verify(folder: Path) -> State:
     return state
 
 
-_TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum")}
+_TYPES = {
+    name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum", "growth")
+}
 
 
 def _is_complete(files: dict[str, Any]) -> bool:

@@ -133,8 +133,7 @@ class RunLog:
             for name in LINES[1:]:
                 _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            session = json.dumps(self._describe_session(), indent=2) + "\n"
-            (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
+            self._write_session()
         steps, evaluations = read_metrics(self.output_dir) if accelerator.is_main_process else ([], [])
         self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
@@ -144,6 +143,16 @@ class RunLog:
             accelerator.print(text.explain_accumulation(recipe.second_moment))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
+
+    def change_length(self, num_steps: int, spans: Spans) -> None:
+        """Note that the batch grew, so that the training has fewer steps: the same samples."""
+        self.num_steps, self.spans = num_steps, spans
+        if self.accelerator.is_main_process:
+            self._write_session()
+
+    def _write_session(self) -> None:
+        session = json.dumps(self._describe_session(), indent=2) + "\n"
+        (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
 
     def _describe_session(self) -> dict[str, Any]:
         """Describe how this session is run, for people and `python -m recipes compare`: nothing else reads it."""

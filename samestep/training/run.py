@@ -8,11 +8,13 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from samestep import interrupt
@@ -24,8 +26,11 @@ from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
 from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
+from samestep.planner.batch_size import Measurement
+from samestep.planner.ramp import NoiseFollower
 from samestep.planner.step_plan import describe_sizes, plan_steps
 from samestep.recipe import run_settings
+from samestep.recipe.batch_schedule import parse
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
@@ -105,6 +110,9 @@ class Run:
             )
         mixture = getattr(train, "mixture", ())
         num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
+        self.follower: NoiseFollower | None = None
+        if recipe.batch_schedule is not None and (growth := parse(recipe.batch_schedule)).kind == "noise":
+            self.follower = NoiseFollower(growth, recipe.global_batch_size, self.start.growth)
         self.order, self.num_steps, self.schedule = self._plan_steps(recipe, num_uses, mixture)
         if self.checkpoint is not None:
             self._check_earlier_steps(num_uses, mixture)
@@ -113,12 +121,14 @@ class Run:
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         return train, held_out
 
-    @staticmethod
-    def _plan_steps(recipe: Recipe, num_samples: int, mixture: tuple) -> tuple[Order, int, Callable[[int], float]]:
+    def _plan_steps(
+        self, recipe: Recipe, num_samples: int, mixture: tuple
+    ) -> tuple[Order, int, Callable[[int], float]]:
         """Plan the steps of a recipe: the samples of each, how many they are, the learning rate of each."""
         order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
         if recipe.batch_schedule is not None:
-            plan = plan_steps(recipe, num_samples)
+            decided = self.follower.stages if self.follower else (self.start.growth or {"stages": ()})["stages"]
+            plan = plan_steps(recipe, num_samples, decided)
             return dataclasses.replace(order, stages=plan.stages), plan.num_steps, plan.schedule
         num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
         return order, num_steps, recipe.schedule(num_steps, float(order.steps_per_epoch))
@@ -158,6 +168,29 @@ class Run:
             f"going on from step {done} of a training of {num_steps}, whose steps so far are those of this one of "
             f"{self.num_steps}: {changes}"
         )
+
+    def _follow_noise(self, step: "Step") -> bool:
+        """Let the batch grow if the noise of a measured step says so; whether it does. Called by all processes."""
+        if self.follower is None or step.noise is None:
+            return False
+        signal, own = step.noise.sum(1).tolist()
+        size = None
+        if math.isfinite(signal + own):
+            measured = Measurement(step.index + 1, *(float(f"{x:.6g}") for x in (signal, own * step.data.num_samples)))
+            size = self.follower.add(measured)
+        (size,) = broadcast_object_list([size])  # process 0 decides, whatever others have in their last digit
+        if size is None:
+            return False
+        self.follower.grow(self.order.spans.find(step.index + 1)[0], size)
+        order, self.num_steps, self.schedule = self._plan_steps(self.recipe, self.order.num_samples, self.order.mixture)
+        self.order = self.recovery.steps.order = order
+        self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
+        text = self.follower.describe(self.follower.growth.rate)
+        self.log.change_length(self.num_steps, order.spans)
+        self.log.add_event(
+            step.index + 1, "the batch grows with the noise", batch=size, num_steps=self.num_steps, so_far=text
+        )
+        return True
 
     def _describe_growth(self) -> str:
         """Say how the batch grows, after the layout in the first line of a run; nothing where it stays."""
@@ -228,6 +261,7 @@ class Run:
             self.start,
             tokenizer,
             self._describe_exact_sum,
+            lambda: self.follower and self.follower.record,
         )
         spans = self.order.spans if self.order.stages else None
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans)
@@ -319,6 +353,12 @@ class Run:
         )
         self.log.start()
         self.model.train()
+        while self.completed_steps < self.last_step and not recovery.should_stop:
+            yield from self._iterate_steps()
+
+    def _iterate_steps(self) -> Iterator["Step"]:
+        """Iterate over the steps, until the batch grows with the noise, which was not known when they were prepared."""
+        accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         workers = settings.dataloader_num_workers
         for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
             for attempt in recovery.iterate_attempts(data):
@@ -331,6 +371,7 @@ class Run:
                 self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
             self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
             self.completed_steps += 1
+            has_grown = self._follow_noise(step)
             if recovery.should_stop:
                 return
             every = settings.checkpointing_steps
@@ -338,6 +379,8 @@ class Run:
             if is_due and self.completed_steps < self.last_step:
                 self.log.save(self.completed_steps, is_routine=every is None)
                 recovery.restart_save_clock()
+            if has_grown:
+                return
 
     def evaluates_before(self, step: "Step") -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
