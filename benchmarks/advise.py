@@ -1,10 +1,11 @@
 """Is the batch that `python -m recipes advise` says right? Recipes of the catalog, what it makes of them, and twice its batch.
 
-    make bench-advise                                                   # hours on 2 cores, resumable
+    make bench-advise                                                   # half an hour on 2 cores, resumable
     python benchmarks/advise.py --only gpt2_small_cpu --seeds 1 --flags "--max_train_steps 60 --num_warmup_steps 6" \
       --work runs/advise-short --output short
 
-Of each recipe:
+Recipes are those of the catalog in a smaller shape (`RECIPES`), with batch, rate and schedule as they are; --whole takes their
+own shape, in hours. Of each:
 
 1. It is trained with its noise measured (--noise_scale_steps), one run for each seed.
 2. `advise` reads the first seed's run, and writes the recipe for the batch that it says, which takes at most 5 % more tokens.
@@ -12,8 +13,8 @@ Of each recipe:
 
 Compared are the held-out losses at the end, of the same seeds. A batch reaches the recipe's loss if its mean is above the
 recipe's by less than two standard errors of the paired differences. The advised batch should, and twice that should not. Also
-the seconds of training beside those that `advise` predicts from the first run. All runs of a seed are trained in turn, one
-after the other, so that a machine whose speed drifts is about the same for all.
+the seconds of training over those that `advise` predicts, from the steps of the same seed's run that are not measured. All runs
+of a seed are trained in turn, one after the other, so that a machine whose speed drifts is about the same for all.
 
 A run that is finished is not done again: WORK/RECIPE/RUN holds it. Remove the folder to measure anew.
 """
@@ -33,8 +34,15 @@ import harness
 from samestep.planner import advice
 from samestep.recipe import recipe as recipes
 
-RECIPES = {"gpt2_small_cpu": 10, "bert_small_cpu": 5, "finetune_small_cpu": 5}
-"""Recipe -> every how many steps its noise is measured."""
+RECIPES = {
+    "gpt2_small_cpu": (10, "--n_layer 2 --n_embd 128 --block_size 64 --n_positions 64 --vocab_size 2048"),
+    "bert_small_cpu": (
+        12,
+        "--num_hidden_layers 2 --hidden_size 128 --intermediate_size 512 --max_seq_length 64 --vocab_size 2048",
+    ),
+    "finetune_small_cpu": (5, "--num_hidden_layers 2 --hidden_size 128 --intermediate_size 512 --max_seq_length 64"),
+}
+"""Recipe -> every how many steps its noise is measured, and flags that make it small."""
 MORE_TOKENS = 0.05
 KINDS = ("recipe", "advised", "twice")
 
@@ -65,8 +73,9 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
     None: `advise` does not know, or keeps the batch.
     """
     first_seed, folder = recipes.load(name).seed, work / name
-    every = ["--noise_scale_steps", str(RECIPES[name])]
+    every = ["--noise_scale_steps", str(RECIPES[name][0])]
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    plain = []
     files = {"recipe": name, "advised": str(folder / "advised.yaml"), "twice": str(folder / "twice.yaml")}
     answer: dict[str, Any] = {}
     for seed in range(first_seed, first_seed + num_seeds):
@@ -74,6 +83,8 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
             more = [*flags, *every] if kind == "recipe" else []
             results[kind].append(train(files[kind], seed, folder / f"{kind}-{seed}", more, threads))
             print(name, seed, kind, results[kind][-1], file=sys.stderr, flush=True)
+            if kind == "recipe":
+                plain.append(find_seconds(folder / f"recipe-{seed}"))
             if kind == "recipe" and seed == first_seed:
                 answer, changed = advice.advise(str(folder / f"recipe-{seed}"), MORE_TOKENS)
                 print("\n".join(advice.write(answer, None)), file=sys.stderr, flush=True)
@@ -92,12 +103,18 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
         "advised": answer["advised_batch_size"],
         "noise_scale": answer["noise_scale"],
         "predicted_tokens": row["tokens"],
-        "predicted_time": row["hours"] / own["hours"],
-        "predicted_seconds": 3600 * row["hours"],
+        "predicted_seconds": [seconds * row["hours"] / own["hours"] for seconds in plain],
         "losses": {kind: [result["eval_loss"] for result in results[kind]] for kind in KINDS},
         "seconds": {kind: [result["train_seconds"] for result in results[kind]] for kind in KINDS},
         "samples": {kind: [result["samples_seen"] for result in results[kind]] for kind in KINDS},
     }
+
+
+def find_seconds(folder: Path) -> float:
+    """Find the seconds of a run, as if none of its steps had been measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    return len(steps) * statistics.median(line["seconds"] for line in steps if "grad_signal" not in line)
 
 
 def reaches(losses: list[float], reference: list[float]) -> bool:
@@ -115,13 +132,15 @@ def main() -> None:
     parser = harness.flags("advise", __doc__, only=RECIPES, threads=True)
     parser.add_argument("--seeds", type=harness.positive, default=5, help="of each recipe [5]")
     parser.add_argument("--flags", default="", help="of the recipe's own runs, to shorten them")
+    parser.add_argument("--whole", action="store_true", help="recipes in their own shape")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "advise", help="folder of the runs")
     arguments = parser.parse_args()
     rows = harness.read_other_rows(arguments.output, "rows", "recipe", arguments.only)
     about = harness.about("make bench-advise", ("torch", "transformers", "accelerate"), threads=arguments.threads)
-    about["flags"] = arguments.flags
+    about |= {"flags": arguments.flags, "whole": arguments.whole}
     for name in arguments.only:
-        if row := measure(name, arguments.seeds, arguments.flags.split(), arguments.work, arguments.threads):
+        flags = [*("" if arguments.whole else RECIPES[name][1]).split(), *arguments.flags.split()]
+        if row := measure(name, arguments.seeds, flags, arguments.work, arguments.threads):
             rows.append(row)
         results = {"about": about, "rows": rows}
         harness.write(arguments.output, results, markdown(results), is_last=name == arguments.only[-1])
@@ -130,26 +149,29 @@ def main() -> None:
 def markdown(results: dict) -> str:
     rows = []
     for row in results["rows"]:
-        losses, seconds, samples = row["losses"], row["seconds"], row["samples"]
+        losses, samples = row["losses"], row["samples"]
+        times = harness.ratios(row["seconds"]["advised"], row["predicted_seconds"])
         for kind in KINDS:
             batch = {"recipe": row["batch"], "advised": row["advised"], "twice": 2 * row["advised"]}[kind]
             tokens = samples[kind][0] / samples["recipe"][0]
             verdict = "" if kind == "recipe" else "yes" if reaches(losses[kind], losses["recipe"]) else "no"
-            times = statistics.median(harness.ratios(seconds[kind], seconds["recipe"]))
-            predicted = f"{row['predicted_time']:.2f}" if kind == "advised" else ""
-            rows.append([row["recipe"], kind, batch, f"{tokens:.3f}", harness.spread(losses[kind], ".4f"), verdict])
-            rows[-1] += [f"{times:.2f}", predicted]
+            mean = statistics.fmean(a - b for a, b in zip(losses[kind], losses["recipe"], strict=True))
+            rows.append(
+                [row["recipe"], kind, batch, f"{tokens:.3f}", harness.spread(losses[kind], ".4f"), f"{mean:+.4f}"]
+            )
+            rows[-1] += [verdict, harness.spread(times, ".2f") if kind == "advised" else ""]
     scales = [
         "{recipe}: {value:.0f} ({low:.0f} to {high:.0f})".format(**row["noise_scale"], recipe=row["recipe"])
         for row in results["rows"]
     ]
     flags = f" Shortened: {results['about']['flags']}." if results["about"]["flags"] else ""
-    columns = "recipe | trained | batch | tokens | held-out loss | reaches it | time | predicted"
+    columns = "recipe | trained | batch | tokens | held-out loss | mean difference | reaches it | seconds / predicted"
     return harness.page(
         "The advised batch",
         "advise.py",
         results["about"],
-        f"Tokens and time are over those of the recipe; losses: median (smallest to largest).{flags}\n\n"
+        f"Recipes of the catalog{'' if results['about']['whole'] else ' in a smaller shape'}. Tokens are over those of the "
+        f"recipe; losses, and seconds over those predicted: median (smallest to largest).{flags}\n\n"
         f"{harness.table(columns, rows)}\nNoise scale in samples (90 % interval): {'; '.join(scales)}.\n",
     )
 

@@ -6,7 +6,7 @@
   mean and covariance are given. A program under `Run` trains it, every step measured, on 1 to 3 processes. Its steps are cut
   into runs of --num_measurements; of each the estimate and its 90 % interval, and whether that covers the truth. Problems:
   even (one target per sample), ragged (1 to 31, the targets of a sample correlated, too), two_terms (1 to 31 targets of the
-  first term, one of the second, in another direction). Layouts: see `LAYOUTS`.
+  first term, one of the second, in another direction), and each of its terms alone. Layouts: see `LAYOUTS`.
 - cost: gpt2_small_cpu, bert_small_cpu and a GPT-2 of 12 x 768, steps as they are beside measured ones, in turns in one process:
   seconds of a measured step / of one that is not, and what that makes at every 20th and 50th step.
 """
@@ -133,7 +133,9 @@ class TwoTerms(Recipe):
     loss_weights: ClassVar = dict(zip(("first", "second"), WEIGHTS["two_terms"], strict=True))
 
 
-def true_ratio(kind: str, samples: list[int], targets: list[list[int]], sizes: list[float]) -> float:
+def true_ratio(
+    kind: str, samples: list[int], targets: list[list[int]], sizes: list[float], term: int | None = None
+) -> float:
     """Compute the mean noise of a sample over the signal, of steps with so many samples and targets.
 
     Args:
@@ -141,14 +143,16 @@ def true_ratio(kind: str, samples: list[int], targets: list[list[int]], sizes: l
         samples: of each step.
         targets: of each step, of each term.
         sizes: of each step, the sum of the squares of its samples' targets of the first term.
+        term: number of the loss term whose own ratio is meant; None: of all.
     """
     variance, noises = np.square(DEVIATIONS).sum(), []
+    weights = [weight * (term in (None, number)) for number, weight in enumerate(WEIGHTS[kind])]
     for number, counts, squares in zip(samples, targets, sizes, strict=True):
-        noise = sum(weight**2 * variance / count for weight, count in zip(WEIGHTS[kind], counts, strict=True))
+        noise = sum(weight**2 * variance / count for weight, count in zip(weights, counts, strict=True))
         if kind == "ragged":
             noise += SHARED**2 * variance * squares / counts[0] ** 2
         noises.append(number * noise)
-    mean = sum(weight * mean for weight, mean in zip(WEIGHTS[kind], MEANS, strict=False))
+    mean = sum(weight * mean for weight, mean in zip(weights, MEANS, strict=False))
     return statistics.fmean(noises) / np.square(mean).sum()
 
 
@@ -183,11 +187,12 @@ def write_recipe(kind: str, num_steps: int, file: Path) -> None:
     file.write_text(yaml.safe_dump(recipe))
 
 
-def judge(kind: str, folder: Path, num_measurements: int) -> list[dict[str, float]]:
-    """Cut the steps of a training into runs, and judge the interval of each."""
+def judge(kind: str, folder: Path, num_measurements: int, term: int | None = None) -> list[dict[str, float]]:
+    """Cut the steps of a training into runs, and judge the interval of each: of all terms, or of one alone."""
     lines = [json.loads(line) for line in (folder / "noise.jsonl").read_text().splitlines()]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measurements = batch_size.read_measurements([line for line in steps if "loss" in line])
+    name = None if term is None else list(TwoTerms.loss_weights)[term]
+    measurements = batch_size.read_measurements([line for line in steps if "loss" in line], name)
     order, source, rows = Order(10**9, BATCH, 1), Gradients(kind), []
     for first in range(0, len(lines) - num_measurements + 1, num_measurements):
         part = slice(first, first + num_measurements)
@@ -196,14 +201,14 @@ def judge(kind: str, folder: Path, num_measurements: int) -> list[dict[str, floa
             pairs = zip(*(array.tolist() for array in order.samples(line["step"] - 1)), strict=True)
             sizes.append(sum(source.draw(*pair).counts[0] ** 2 for pair in pairs) if kind == "ragged" else 0.0)
         targets = [list(line["targets"].values()) for line in lines[part]]
-        truth = true_ratio(kind, [line["samples"] for line in lines[part]], targets, sizes)
+        truth = true_ratio(kind, [line["samples"] for line in lines[part]], targets, sizes, term)
         row = {"truth": truth, "value": estimate.value, "low": estimate.low, "high": estimate.high}
         rows.append({name: float(value) for name, value in row.items()})
     return rows
 
 
-def measure_coverage(kind: str, layout: str, num_runs: int, num_measurements: int) -> dict[str, Any]:
-    """Train a problem on a layout, and count how often the interval covers the truth."""
+def measure_coverage(kind: str, layout: str, num_runs: int, num_measurements: int) -> list[dict[str, Any]]:
+    """Train a problem on a layout, and count how often the interval covers the truth: a row, and one for each of two terms."""
     config, flags = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "problem.yaml", Path(folder) / "run"
@@ -218,18 +223,24 @@ def measure_coverage(kind: str, layout: str, num_runs: int, num_measurements: in
         )
         if done.returncode:
             sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
-        rows = judge(kind, output, num_measurements)
+        terms = dict(enumerate(TwoTerms.loss_weights)) if kind == "two_terms" else {}
+        names = {None: kind} | {term: f"{kind}, {name} alone" for term, name in terms.items()}
+        judged = {term: judge(kind, output, num_measurements, term) for term in names}
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    results = []
+    for term, rows in judged.items():
+        prefix = "" if term is None else f"{terms[term]}_"
         signal, noise = (
-            statistics.fmean(json.loads(line)[name] for line in (output / "metrics.jsonl").read_text().splitlines())
-            for name in ("grad_signal", "grad_noise")
+            statistics.fmean(line[prefix + name] for line in lines) for name in ("grad_signal", "grad_noise")
         )
-    covered = sum(row["low"] <= row["truth"] <= row["high"] for row in rows)
-    truth = statistics.fmean(row["truth"] for row in rows)
-    result = {"problem": kind, "layout": layout, "runs": len(rows), "covered": covered, "truth": truth}
-    result |= {"all_steps": BATCH * noise / signal, "unbounded": sum(math.isinf(row["high"]) for row in rows)}
-    result["factor"] = statistics.median(row["high"] / row["low"] if row["low"] else math.inf for row in rows)
-    print(result, file=sys.stderr)
-    return result
+        covered = sum(row["low"] <= row["truth"] <= row["high"] for row in rows)
+        truth = statistics.fmean(row["truth"] for row in rows)
+        result = {"problem": names[term], "layout": layout, "runs": len(rows), "covered": covered, "truth": truth}
+        result |= {"all_steps": BATCH * noise / signal, "unbounded": sum(math.isinf(row["high"]) for row in rows)}
+        result["factor"] = statistics.median(row["high"] / row["low"] if row["low"] else math.inf for row in rows)
+        print(result, file=sys.stderr)
+        results.append(result)
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,11 +329,16 @@ def main() -> None:
     results |= {"about": harness.about("make bench-noise-scale", ("torch", "accelerate"), threads=1)}
     results["about"] |= {"measurements": arguments.num_measurements}
     if "coverage" in arguments.only:
-        results["coverage"] = [
-            measure_coverage(kind, list(LAYOUTS)[number], arguments.num_runs, arguments.num_measurements)
-            for kind in arguments.problems
-            for number in arguments.layouts
-        ]
+        # Rows of other problems and layouts stay
+        layouts = [list(LAYOUTS)[number] for number in arguments.layouts]
+        for kind in arguments.problems:
+            for layout in layouts:
+                rows = measure_coverage(kind, layout, arguments.num_runs, arguments.num_measurements)
+                old = [row for row in results["coverage"] if row["layout"] == layout]
+                old = [row for row in old if row["problem"].partition(",")[0] == kind]
+                results["coverage"] = [row for row in results["coverage"] if row not in old] + rows
+                results["coverage"].sort(key=lambda row: (row["problem"], list(LAYOUTS).index(row["layout"])))
+                harness.write(arguments.output, results, markdown(results), is_last=False)
     if "cost" in arguments.only:
         results["cost"] = [measure_cost(name, arguments.num_steps) for name in SHAPES]
     harness.write(arguments.output, results, markdown(results))

@@ -260,6 +260,7 @@ class AdviseSettings:
     max_extra_tokens: float = setting(
         "share of its tokens that a larger batch may take more to the same loss", limit(1, 0.001), default=0.05
     )
+    ramp: bool = setting("the changed recipe is that of a batch that grows with the noise scale", default=False)
     write_recipe: str | None = setting("file to write the changed recipe to; none: no file", default=None)
     json: bool = setting("print one JSON object", default=False)
 
@@ -1029,7 +1030,7 @@ def advise(argv: list[str]) -> int:
     file = settings.write_recipe
     if file is not None and not file.endswith((".yaml", ".yml")):
         raise UsageError(f"write_recipe is {format_name(file)}, must end in .yaml: recipes are found by that")
-    result, changed = advice.advise(folders[0], settings.max_extra_tokens)
+    result, changed = advice.advise(folders[0], settings.max_extra_tokens, grows=settings.ramp)
     if file is not None and changed is not None:
         _write("write_recipe", file, changed.to_yaml())
     is_written = file is not None and changed is not None

@@ -1,12 +1,15 @@
 """`python -m recipes advise`: what batch a run's noise allows, the recipe for it, and when it is not known."""
 
 import json
+import math
 import sys
 
 import pytest
 
 from samestep import cli
 from samestep.errors import exit_code
+from samestep.planner import ramp, step_plan
+from samestep.planner.batch_size import Measurement
 from samestep.recipe import recipe as recipes
 
 EVEN = (1.0, 9.0, 0.1)
@@ -148,3 +151,42 @@ def test_bad_usage(ask, monkeypatch, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def measure(ratio: float, first: int) -> list[Measurement]:
+    """Make ten steps of a batch of 16 whose noise scale is `ratio` batches."""
+    return [Measurement(first + number, 1 + (-1) ** number / 100, 16 * ratio) for number in range(10)]
+
+
+def test_a_batch_that_grows_with_the_noise():
+    """Each part gets the batch that its own share of the signal allows, but none that a later part does not."""
+    windows = [measure(ratio, 1 + 10 * number) for number, ratio in enumerate((3, 9, 39, 19))]
+    found = ramp.find_ramp(windows, 40, 16, 0.05, round)
+    assert found.stages == ((0.0, 19), (0.25, 24), (0.5, 32))
+    assert found.tokens == pytest.approx((1 + 0.25 * 3 / 16 + 1 + 0.1 * 0.5 + 1 + 1 / 40 + 1 + 0.05) / 4, rel=1e-2)
+    assert found.steps == pytest.approx((1.047 * 16 / 19 + 1.05 * 16 / 24 + (1.025 + 1.05) * 16 / 32) / 4, rel=1e-2)
+    old = recipes.load("gpt2_small_cpu")
+    new, changes = ramp.make_recipe(old, found, "run")
+    assert new.batch_schedule == "19, 24 at 0.25, 32 at 0.5, rate by sqrt"
+    assert changes["global_batch_size"] == [16, 32]
+    plan = step_plan.plan_steps(new, 1000)
+    assert plan.num_samples == pytest.approx(16 * old.max_train_steps * found.tokens, rel=0.01)
+    assert plan.schedule(400) == pytest.approx(
+        old.schedule(800, 62.5).peak
+        * math.sqrt(plan.spans.find_size(400) / 16)
+        * plan.schedule.by_samples.find_ratio(plan.spans.find(400)[0])
+    )
+    assert ramp.find_ramp([measure(9, 1), measure(9, 11)], 20, 16, 0.05, round) is None, "nothing grows"
+    assert ramp.find_ramp(windows[:1], 10, 16, 0.05, round) is None
+
+
+def test_the_command_writes_the_ramp(ask, tmp_path):
+    """The noise of the run stays, so none is proposed; and a run whose batch grows is not advised on."""
+    code, out, _ = ask("gpt2_small_cpu", EVEN, 32, "--ramp --write_recipe new.yaml")
+    assert code == 0
+    assert "no batch that grows" in out
+    assert not (tmp_path / "new.yaml").exists()
+    growing = {"batch_schedule": "seesaw from 4", "lr_scaling_rule": "none"}
+    code, out, _ = ask("gpt2_small_cpu", EVEN, 32, "", **growing)
+    assert code == 1
+    assert "its batch grows" in out

@@ -19,7 +19,7 @@ from samestep.planner import batch_size
 from samestep.recipe import run_settings
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import TASKS
-from samestep.step.noise_scale import NoiseMeter
+from samestep.step.noise_scale import NoiseMeter, TermMeter
 
 FLAGS = " --global_batch_size 16 --max_train_steps 8 --noise_scale_steps 2"
 
@@ -71,6 +71,36 @@ def test_a_step_is_what_the_formula_says():
     assert not meter.sums, "the hooks are gone"
 
 
+def test_terms_are_measured_alone():
+    """Each with the shares of its own targets; a term of one micro-batch is not known; gradients of the step stay."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, dtype=torch.float64)
+    x, counts = torch.randn(9, 5, dtype=torch.float64), torch.tensor([[4, 1, 0], [10, 2, 3], [1, 0, 0]])
+    parts, totals = [x[:2], x[2:8], x[8:]], counts.sum(0)
+    model.weight.grad = torch.ones_like(model.weight)
+
+    def losses(number):
+        y = model(parts[number])
+        return torch.stack([y.square().sum(), y.sin().sum(), y.sum()]) / totals
+
+    meter = TermMeter(list(model.parameters()), 3)
+    meter.measure(counts, totals, losses)
+    signal, noise = meter.finish()
+    assert (model.weight.grad == 1).all()
+    for term in (0, 1):
+        cells = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(losses(number)[term], list(model.parameters()))])
+            for number in range(3)
+            if counts[number, term]
+        ]
+        vectors, shares = torch.stack(cells), (counts[:, term] / totals[term])[counts[:, term] > 0].double()
+        off = ~torch.eye(len(cells), dtype=torch.bool)
+        expected = (vectors @ vectors.T)[off].sum() / (shares[:, None] * shares)[off].sum()
+        torch.testing.assert_close(signal[term], expected)
+        torch.testing.assert_close(signal[term] + noise[term], vectors.sum(0).square().sum())
+    assert signal[2].isnan()
+
+
 @pytest.mark.parametrize(("num_processes", "cap", "max_tokens"), [(1, 24, None), (1, 5, None), (3, 2, 31), (5, 9, 40)])
 def test_measured_steps_hold_the_same_samples_cut_whatever_their_lengths(num_processes, cap, max_tokens):
     source = load_benchmark("noise_scale").Gradients("ragged")
@@ -114,6 +144,12 @@ def test_intervals_cover_the_truth(tmp_path, kind, flags):
         TASKS.pop(f"known_noise_{kind}", None)
     rows = benchmark.judge(kind, tmp_path / "run", 10)
     assert len(rows) == number
+    for term in (0, 1) if kind == "two_terms" else ():
+        own = benchmark.judge(kind, tmp_path / "run", 10, term)
+        assert sum(row["low"] <= row["truth"] <= row["high"] for row in own) >= 0.75 * number
+        name = ("first", "second")[term]
+        found = batch_size.estimate(batch_size.read_measurements(metrics(tmp_path / "run"), name), confidence=0.999)
+        assert found.low < statistics.fmean(row["truth"] for row in own) < found.high < 3 * found.low
     assert sum(row["low"] <= row["truth"] <= row["high"] for row in rows) >= 0.75 * number
     whole = batch_size.estimate(batch_size.read_measurements(metrics(tmp_path / "run")), confidence=0.999)
     assert whole.low < statistics.fmean(row["truth"] for row in rows) < whole.high < 1.8 * whole.low
@@ -152,6 +188,8 @@ def test_a_run_writes_what_it_measured(train):
     assert [line["step"] for line in measured] == [line["step"] for line in noises] == [2, 4, 6, 8]
     for line, noise in zip(measured, noises, strict=True):
         assert line["grad_signal"] + line["grad_noise"] == pytest.approx(line["grad_norm"] ** 2, rel=1e-4)
+        norms = [(line[f"{term}_grad_signal"] + line[f"{term}_grad_noise"]) ** 0.5 for term in ("mlm", "nsp")]
+        assert abs(norms[0] - norms[1]) < line["grad_norm"] < sum(norms), "the terms add up to the gradient"
         for name in ("grad_signal", "grad_noise"):
             assert sum(layer[name] for layer in noise["layers"].values()) == pytest.approx(line[name], rel=1e-3)
         assert noise["samples"] == 16

@@ -62,6 +62,14 @@ def test_it_reads_what_a_run_appends(folder):
     assert [event["event"] for event in run["events"]] == [HOSTILE]
 
 
+def test_the_time_left_knows_that_the_batch_grows(folder):
+    """8 of 10 steps are left: 3 of 4 samples, and 5 of 16, in units of a step of 4."""
+    settings = {"num_steps": 10, "batch_sizes": [[5, 4], [5, 16]]}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    append(folder, *(step_line(step, samples=4) for step in (1, 2)))
+    assert read(folder)[1]["seconds_left"] == 0.5 * (3 + 5 * 4)
+
+
 @pytest.mark.parametrize("way", ["shorter", "replaced"])
 def test_it_reads_all_again_when_a_resumed_run_writes_its_lines_again(folder, way):
     append(folder, *(step_line(step) for step in range(1, 6)))

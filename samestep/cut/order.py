@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from samestep.cut.layout import num_steps, steps_per_epoch
+from samestep.cut.spans import Spans
 
 # Rounds of the Feistel network. Four make a pseudo-random permutation when the round function is random (Luby and
 # Rackoff 1988, https://doi.org/10.1137/0217022); small domains want more.
@@ -74,13 +75,15 @@ class Order:
 
     Attributes:
         num_samples: n, length of the dataset.
-        global_batch_size: B.
+        global_batch_size: B; the largest one where the batch grows.
         seed: seed of the order of every epoch.
         epoch_end: treatment of the rest when B does not divide n. `carry`: the stream of epochs is cut every B samples, so a
             step may hold the last samples of one epoch and the first samples of the next. `keep`: the epoch's last step is
             smaller. `drop`: the rest of the epoch is left out (other samples in each epoch).
         mixture: of several sources, which lie one after the other in the dataset, for each its number of samples, and how many
             of them an epoch uses; `num_samples` are the uses. Empty: an epoch uses each sample once. See `find_uses`.
+        stages: of a batch that grows, (place, size), see `spans.Spans`: the same stream of samples, cut elsewhere. Empty: every
+            step has B samples.
     """
 
     num_samples: int
@@ -88,14 +91,26 @@ class Order:
     seed: int
     epoch_end: str = "carry"
     mixture: tuple[tuple[int, int], ...] = ()
+    stages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # checks the rules
 
     @property
     def steps_per_epoch(self) -> fractions.Fraction:
-        """Optimizer steps per epoch; not whole for `carry` when B does not divide n."""
+        """Optimizer steps per epoch, of B samples; not whole for `carry` when B does not divide n."""
         return steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """Part of the stream of samples that each step holds."""
+        return Spans(self.num_samples, self.epoch_end, self.stages or ((0, self.global_batch_size),))
+
+    def count_epochs(self, step: int) -> float:
+        """Count the epochs, a fraction, that are done after a step (0 is the first)."""
+        if self.stages:
+            return self.spans.find(step)[1] / self.num_samples
+        return float((step + 1) / self.steps_per_epoch)
 
     def num_steps(self, num_epochs: float) -> int:
         """Count the steps of `num_epochs` epochs, rounded up."""
@@ -105,8 +120,9 @@ class Order:
         """Find the samples of a step (0 is the first).
 
         Returns:
-            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`. Of a mixture, a
-            sample's pass over its source instead of the epoch: so no pair of both comes twice in a training.
+            epoch, int64 [S], and sample id, int64 [S]; S = B except in the last step of an epoch under `keep`, and where the
+            batch grows. Of a mixture, a sample's pass over its source instead of the epoch: so no pair of both comes twice in
+            a training.
 
         >>> order = Order(num_samples=5, global_batch_size=3, seed=0)
         >>> [order.samples(step)[0].tolist() for step in range(3)]
@@ -121,14 +137,7 @@ class Order:
 
     def _find_places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Find epoch and place in the epoch's order of each sample of a step, both int64 [S]."""
-        n, size = self.num_samples, self.global_batch_size
-        if self.epoch_end == "carry":
-            first = step * size
-            return np.divmod(np.arange(first, first + size, dtype=np.int64), n)
-        number, epoch_step = divmod(step, int(self.steps_per_epoch))
-        first = epoch_step * size
-        index = np.arange(first, min(first + size, n), dtype=np.int64)
-        return np.full(index.shape, number, np.int64), index
+        return np.divmod(np.arange(*self.spans.find(step), dtype=np.int64), self.num_samples)
 
 
 @functools.lru_cache(maxsize=4)

@@ -149,7 +149,7 @@ class Steps(Dataset):
             micro_batches=micro_batches,
             counts=counts.sum(0),
             samples=[[(int(epochs[place]), int(ids[place])) for place in micro_batch] for micro_batch in places],
-            epoch=float((step + 1) / self.order.steps_per_epoch),
+            epoch=self.order.count_epochs(step),
             num_samples=len(samples),
             num_tokens=int(lengths.sum()),
             num_micro_batches=sum(len(micro_batch) > 0 for micro_batches in parts for micro_batch in micro_batches),

@@ -4,6 +4,7 @@ Reads what a run left in its output folder: metrics.jsonl, noise.jsonl, recipe.y
 """
 
 import dataclasses
+import functools
 import math
 import shlex
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from samestep.errors import UsageError
-from samestep.planner import batch_size
+from samestep.planner import batch_size, ramp
 from samestep.planner.text import round_number
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
@@ -34,12 +35,13 @@ LIMITS = (
 )
 
 
-def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | None]:
+def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dict[str, Any], Recipe | None]:
     """Find the batch that a run's noise allows, and the recipe for it.
 
     Args:
         folder: output folder of the run.
         more_tokens: share of its tokens that a larger batch may take more, to the same loss.
+        grows: whether the changed recipe is that of the batch that grows.
 
     Returns:
         The answer, for `write` or as JSON; the changed recipe, None where no other batch is advised.
@@ -69,6 +71,8 @@ def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | No
     }
     if len(measurements) < batch_size.MIN_MEASUREMENTS:
         return answer | {"unknown": _explain_few(answer)}, None
+    if recipe.batch_schedule is not None:
+        return answer | {"unknown": "its batch grows: measure a run with one batch"}, None
     windows = batch_size.split(measurements)
     share = batch_size.find_signal_share(windows, recipe.global_batch_size)
     answer["windows"] = [
@@ -76,7 +80,12 @@ def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | No
     ]
     answer["noise_scale"] = _describe(_find_noise_scale(share, recipe.global_batch_size, len(measurements)))
     answer["targets_per_sample"] = _count_targets(noises)
-    answer["layers"] = _describe_layers(noises)
+    answer["layers"] = {name: _describe(found) for name, found in batch_size.estimate_layers(noises).items()}
+    answer["terms"] = {
+        term: _describe(batch_size.estimate(own))
+        for term in recipe.loss_weights
+        if len(own := batch_size.read_measurements(steps, term)) >= batch_size.MIN_MEASUREMENTS
+    }
     answer["signal_share"] = share._asdict()
     if share.value <= 0 or share.high - share.value > MAX_HALF_WIDTH * share.value:
         return answer | {"unknown": _explain_wide(answer, share)}, None
@@ -88,6 +97,14 @@ def advise(folder: str, more_tokens: float) -> tuple[dict[str, Any], Recipe | No
     answer["batches"] = [
         _describe_batch(size, recipe.global_batch_size, share, hardware, steps) for size in sorted(batches) if size > 0
     ]
+    round_size = functools.partial(_round_to_micro_batches, old_batch=recipe.global_batch_size, hardware=hardware)
+    growth = ramp.find_ramp(windows, len(steps), recipe.global_batch_size, more_tokens, round_size)
+    growing = growth and ramp.make_recipe(recipe, growth, path.name)
+    if growing:
+        answer["ramp"] = dataclasses.asdict(growth) | {"changes": growing[1]}
+        answer["ramp"]["command"] = _write_command(growing[0], hardware)
+    if grows:
+        return answer | {"is_ramp": True}, growing[0] if growing else None
     if abs(batch / recipe.global_batch_size - 1) < MIN_CHANGE:
         return answer | {"advised_batch_size": recipe.global_batch_size}, None
     ratio = batch_size.tokens_ratio(share.value, batch / recipe.global_batch_size)
@@ -142,17 +159,6 @@ def _count_targets(noises: list[dict[str, Any]]) -> dict[str, float]:
         name: sum(line["targets"][name] for line in noises) / samples
         for name in (noises[0]["targets"] if noises else ())
     }
-
-
-def _describe_layers(noises: list[dict[str, Any]]) -> dict[str, Any]:
-    """Estimate the noise scale of each layer over the second half of the measurements."""
-    noises = noises[len(noises) // 2 :]
-    layers = {}
-    for name in noises[0]["layers"] if noises else ():
-        lines = [line["layers"][name] | {"step": line["step"], "samples": line["samples"]} for line in noises]
-        if measurements := batch_size.read_measurements(lines):
-            layers[name] = _describe(batch_size.estimate(measurements))
-    return layers
 
 
 def _choose(batch: int, share: float, more_tokens: float) -> tuple[float, bool]:
@@ -311,6 +317,13 @@ def write(answer: dict[str, Any], file: str | None) -> Iterator[str]:
         yield f"Not known: {answer['unknown']}"
         return
     yield from _write_batches(answer, unit)
+    if "ramp" in answer:
+        yield from _write_ramp(answer, unit, file)
+    if "is_ramp" in answer:
+        if "ramp" not in answer:
+            yield "Advice: no batch that grows; the noise scale does not grow by enough, or is not known well enough."
+        yield LIMITS
+        return
     advised = answer["advised_batch_size"]
     if advised == batch:
         yield f"Advice: keep the batch of {batch:,}; another would gain little."
@@ -348,11 +361,30 @@ def _write_noise(answer: dict[str, Any]) -> Iterator[str]:
         ]
         text += f"; that is {', '.join(parts)}"
     yield text
+    for name, term in answer["terms"].items():
+        yield f"  {name} alone: {_write_estimate(term)}"
     known = [(layer["value"], name) for name, layer in answer["layers"].items() if layer["value"] is not None]
     if len(known) > 1:
         (low, first), (high, last) = min(known), max(known)
         sizes = batch_size.format_size(low), batch_size.format_size(high)
         yield f"  by layer, second half: from {sizes[0]} ({first}) to {sizes[1]} ({last})"
+
+
+def _write_ramp(answer: dict[str, Any], unit: str, file: str | None) -> Iterator[str]:
+    """Write the batch that grows; `file`: where the changed recipe was written, which is its own with --ramp."""
+    found = answer["ramp"]
+    yield (
+        f"The noise scale grows, and so may the batch: {found['tokens']:.3f} of the {unit}s, {found['steps']:.2f} of the "
+        "steps, by the upper end of its intervals:"
+    )
+    for name, (old, new) in found["changes"].items():
+        yield f"  {name}: {old} -> {new}"
+    if "is_ramp" not in answer:
+        yield "  To write that recipe: --ramp --write_recipe FILE"
+    elif file is not None:
+        yield f"Wrote {file}." + (
+            f" To train it:\n  {found['command']} {shlex.quote(file)}" if found["command"] else ""
+        )
 
 
 def _write_estimate(values: dict[str, Any]) -> str:

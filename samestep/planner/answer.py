@@ -119,6 +119,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
+        "batch_sizes": [list(pair) for pair in workload.sizes] or None,
         "missing": None if num_steps is not None else "num_train_samples" if workload.script else "max_train_steps",
         "hint": None if workload.script else workload.hint,
         "is_adapter": count_trained(model) < model.num_parameters,
@@ -133,7 +134,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         answer |= {
             "flops_per_token": model.flops_per_sample / model.length,
             "tokens_per_step": workload.global_batch_size * model.length,
-            "num_tokens": None if num_steps is None else num_steps * workload.global_batch_size * model.length,
+            "num_tokens": None if num_steps is None else workload.num_samples * model.length,
         }
     if schedule is not None:
         steps = {0, schedule.num_warmup_steps, num_steps, *(num_steps * i // POINTS for i in range(POINTS))}

@@ -65,14 +65,25 @@ def format_size(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1 else f"{value:.2g}"
 
 
-def read_measurements(lines: Iterable[Mapping[str, Any]]) -> list[Measurement]:
-    """Read the measurements in lines of metrics.jsonl."""
-    names = "grad_signal", "grad_noise", "samples"
+def read_measurements(lines: Iterable[Mapping[str, Any]], term: str | None = None) -> list[Measurement]:
+    """Read the measurements in lines of metrics.jsonl: of the whole gradient, or of a loss term's."""
+    prefix = "" if term is None else f"{term}_"
+    names = f"{prefix}grad_signal", f"{prefix}grad_noise", "samples"
     return [
-        Measurement(line["step"], line["grad_signal"], line["grad_noise"] * line["samples"])
+        Measurement(line["step"], line[names[0]], line[names[1]] * line["samples"])
         for line in lines
         if all(isinstance(line.get(name), int | float) for name in names)
     ]
+
+
+def estimate_layers(lines: Sequence[Mapping[str, Any]]) -> dict[str, "Estimate"]:
+    """Estimate the noise scale of each layer's gradient over the second half of the lines of noise.jsonl."""
+    lines, layers = lines[len(lines) // 2 :], {}
+    for name in lines[0]["layers"] if lines else ():
+        rows = [line["layers"][name] | {"step": line["step"], "samples": line["samples"]} for line in lines]
+        if measurements := read_measurements(rows):
+            layers[name] = estimate(measurements)
+    return layers
 
 
 def t_quantile(probability: float, degrees: int) -> float:

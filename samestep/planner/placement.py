@@ -69,8 +69,20 @@ class Placement:
     @property
     def seconds_to_end(self) -> float | None:
         """Seconds to the last step, without evaluations and saving; None where the number of steps depends on the data."""
-        steps = self.workload.num_steps
-        return None if steps is None else steps * self.time.total
+        workload = self.workload
+        if workload.num_steps is None:
+            return None
+        if not workload.sizes:
+            return workload.num_steps * self.time.total
+        return sum(number * self._predict_step(size).total for number, size in workload.sizes)
+
+    def _predict_step(self, size: int) -> StepTime:
+        """Predict a step of another size, in micro-batches as large as those of the global batch."""
+        b = self.layout.per_device_train_batch_size
+        n = self.layout.num_processes
+        layout = solve_layout(num_processes=n, global_batch_size=size, per_device_train_batch_size=b)
+        options = self.mixed_precision, self.gradient_checkpointing, self.sharded
+        return _predict_time(self.workload, self.hardware, layout, *options)
 
     @property
     def needed_bytes(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 from samestep.cut.layout import Layout
 from samestep.planner.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
 from samestep.planner.placement import BAND, RESERVED
+from samestep.planner.step_plan import describe_sizes
 from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
@@ -253,6 +254,8 @@ def _list_schedule(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
         return
     per_epoch = answer["steps_per_epoch"]
     epochs = "" if per_epoch is None else f", {per_epoch:,.6g} per epoch"
+    if answer["batch_sizes"] is not None:
+        epochs = f", {describe_sizes(answer['batch_sizes'])}"
     text = f"{answer['num_steps']:,} steps{epochs}"
     if answer["learning_rates"] is not None:
         (_, first), (_, last) = answer["learning_rates"][0], answer["learning_rates"][-1]

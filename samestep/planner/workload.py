@@ -18,6 +18,7 @@ from samestep.planner.memory import (
     model_from_recipe,
     planned_memory,
 )
+from samestep.planner.step_plan import GrowingSchedule, plan_steps
 from samestep.planner.transformer import Transformer
 from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
@@ -36,10 +37,11 @@ class Workload:
     Attributes:
         name: name of the recipe, or of the model's configuration.
         model: shape of the model.
-        global_batch_size: B.
+        global_batch_size: B; the largest one where the batch grows.
         num_steps: optimizer steps to the end; None where that depends on data that nobody has counted yet.
         steps_per_epoch: optimizer steps of an epoch; None likewise.
         schedule: the learning rate of each step; None likewise.
+        sizes: of a batch that grows, (steps, samples of each) one after the other; empty: all steps have B samples.
         script: file in scripts/ that trains it; None: this repository has none.
         script_words: what names it to the script, as words of a command line: the recipe, and every field that was changed.
         hint: sentence about that, where `script` is None.
@@ -58,7 +60,8 @@ class Workload:
     global_batch_size: int
     num_steps: int | None = None
     steps_per_epoch: float | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | GrowingSchedule | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
     script: str | None = None
     script_words: tuple[str, ...] = ()
     hint: str = "No script of this repository trains it."
@@ -70,6 +73,12 @@ class Workload:
     critical_batch_size: float | None = None
     may_shard: bool = True
     download_bytes: int = 0
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples to the end, each epoch's counted again; None where `num_steps` is."""
+        sizes = self.sizes or ((self.num_steps, self.global_batch_size),)
+        return None if self.num_steps is None else sum(number * size for number, size in sizes)
 
     @property
     def state_bytes(self) -> int:
@@ -167,13 +176,19 @@ def from_recipe(
         num_steps, per_epoch = num_steps or layouts.num_steps(exact, recipe.num_train_epochs), float(exact)
     counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
+    plan = None if recipe.batch_schedule is None else plan_steps(recipe, num_samples)
+    if recipe.batch_schedule is None:
+        schedule = recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None
+    else:
+        num_steps, schedule = (None, None) if plan is None else (plan.num_steps, plan.schedule)
     return Workload(
         name=recipe.name,
         model=model,
         global_batch_size=recipe.global_batch_size,
         num_steps=num_steps,
         steps_per_epoch=per_epoch,
-        schedule=recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None,
+        schedule=schedule,
+        sizes=() if plan is None else tuple(plan.sizes),
         script=recipe.parts.script,
         script_words=("--recipe", source or recipe.name, *format_flags(changes or {})),
         moment_bytes=MOMENTS[optimizer],

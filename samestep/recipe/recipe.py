@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from samestep.errors import UsageError, nearest
-from samestep.recipe import scaling, schedule
+from samestep.recipe import batch_schedule, scaling, schedule
 from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
 from samestep.recipe.settings import (
     ACTIVATIONS,
@@ -140,6 +140,10 @@ class Recipe:
     max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE)
     num_train_epochs: float | None = setting("length of training in epochs", POSITIVE)
 
+    batch_schedule: str | None = setting(
+        f"a batch that grows to global_batch_size: {batch_schedule.EXAMPLES} (docs/batch-size.md); null: it stays"
+    )
+
     # AdamW
     learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
     learning_rate_batch_size: int = setting("global batch that learning_rate, betas and eps were tuned at", BATCH)
@@ -191,7 +195,53 @@ class Recipe:
             self.scaled_hyperparameters()
         except UsageError as error:
             problems += error.problems
+        return problems + self._problems_of_batch_schedule()
+
+    def _problems_of_batch_schedule(self) -> list[str]:
+        if self.batch_schedule is None:
+            return []
+        subject, batch = f"batch_schedule is {format_value(self.batch_schedule)}", self.global_batch_size
+        try:
+            growth = batch_schedule.parse(self.batch_schedule)
+        except ValueError as error:
+            return [f"{subject}, but {error}: correct it, or set it to null"]
+        problems = []
+        if growth.kind == "stages" and growth.sizes[-1] != batch:
+            problems.append(
+                f"{subject}, but global_batch_size is {batch}, which is the largest batch: set it to {growth.sizes[-1]}"
+            )
+        if growth.kind != "stages" and growth.sizes[0] >= batch:
+            problems.append(f"{subject}, but it grows to global_batch_size {batch}: set that to more")
+        if growth.kind == "seesaw" and self.lr_scheduler_type == "constant":
+            problems.append(
+                f"{subject}, which grows as the learning rate falls, but lr_scheduler_type is constant: choose another one"
+            )
+        if growth.kind == "noise" and self.max_train_steps is not None:
+            problems.append(
+                f"{subject}, so that nobody knows yet how many steps there will be, but max_train_steps is "
+                f"{self.max_train_steps}: give num_train_epochs instead"
+            )
+        if growth.unit == "tokens" and self.tokens_per_sample is None:
+            problems.append(
+                f"{subject}, but samples of this recipe have different numbers of tokens: give shares of the training, or "
+                "samples"
+            )
+        if self.lr_scaling_rule != "none":
+            problems.append(
+                f"{subject}, but lr_scaling_rule is {self.lr_scaling_rule}, which knows one batch: set it to none; "
+                "`, rate by sqrt` in batch_schedule makes the learning rate follow the batch"
+            )
+        if self.lr_num_steps is not None or self.lr_first_step:
+            problems.append(
+                f"{subject}, so that the learning rate counts samples, but lr_num_steps or lr_first_step counts steps of "
+                "another training: set them to null and 0"
+            )
         return problems
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of each sample, where all have as many; else None."""
+        return None
 
     @property
     def fingerprint(self) -> str:
@@ -240,7 +290,8 @@ class Recipe:
         """
         length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
         batch = _limit_rehearsed_batch(self.global_batch_size, length)
-        return dataclasses.replace(self, **self.small_shape, global_batch_size=batch)
+        growth = self.batch_schedule if batch == self.global_batch_size else None
+        return dataclasses.replace(self, **self.small_shape, global_batch_size=batch, batch_schedule=growth)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
         """Scale learning rate, betas and eps to this recipe's global batch, by its scaling rule.
@@ -273,7 +324,7 @@ class Recipe:
             first_step=self.lr_first_step,
         )
         is_decayed = self.lr_scheduler_type in schedule.STABLE
-        longest = num_steps - (base.num_decay_steps if is_decayed else 0)
+        longest = base.find_last_warmup()
         if num_warmup_steps > longest:
             names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}
             tenth = schedule.warmup_steps(**names, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
@@ -492,6 +543,10 @@ class Gpt2Pretraining(TextPretraining):
                 "document_mask is true, but without packing a sample never holds two documents: set it to false"
             )
         return problems
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        return self.block_size if self.packing else None
 
     @property
     def loss_weights(self) -> dict[str, float]:

@@ -360,6 +360,11 @@ def parse(
         )
     if run.noise_scale_steps is not None and (problem := _find_what_has_no_noise_scale(recipe)):
         raise UsageError(f"noise_scale_steps is {run.noise_scale_steps}, but {problem}")
+    if run.noise_scale_steps is None and (recipe.batch_schedule or "").startswith("noise"):
+        raise UsageError(
+            f"batch_schedule is {recipe.batch_schedule!r}, but noise_scale_steps is not set, so that nothing is measured: "
+            "set it"
+        )
     if problems := _find_conflicts(recipe, run):
         raise UsageError(problems)
     if run.reproducible is not None:

@@ -146,12 +146,31 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Compute the learning rate of the update that follows `step` updates; past the end, the final learning rate."""
-        step += self.first_step
-        if step < self.num_warmup_steps:
-            return self.peak * ((step + 1) / self.num_warmup_steps)
+        return self.between(step, step + 1)
+
+    def between(self, first: int, last: int) -> float:
+        """Compute the learning rate of an update that begins at `first` and ends at `last`, where a unit is not a step.
+
+        With a batch that grows it is a sample: `num_steps` and `num_warmup_steps` count samples then.
+
+        >>> by_samples = Schedule("linear", peak=1.0, num_steps=80, num_warmup_steps=16)
+        >>> by_samples.between(0, 8) == Schedule("linear", peak=1.0, num_steps=10, num_warmup_steps=2)(0)
+        True
+        """
+        first, last = first + self.first_step, last + self.first_step
+        if first < self.num_warmup_steps:
+            return self.peak * min(1.0, last / self.num_warmup_steps)
+        return self.peak * self.find_ratio(first)
+
+    def find_ratio(self, place: int) -> float:
+        """Find the learning rate over its peak at a step or sample of the schedule, without warm-up: 1 until that is over.
+
+        >>> [Schedule("linear", 0.5, num_steps=12, num_warmup_steps=2).find_ratio(step) for step in (0, 2, 7, 12)]
+        [1.0, 1.0, 0.5, 0.0]
+        """
         num_left = self.num_steps - self.num_warmup_steps
-        progress = (step - self.num_warmup_steps) / num_left if step < self.num_steps else 1.0
-        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * SHAPES[self.lr_scheduler_type](progress, self))
+        progress = max(0, place - self.num_warmup_steps) / num_left if place < self.num_steps else 1.0
+        return self.min_ratio + (1.0 - self.min_ratio) * SHAPES[self.lr_scheduler_type](progress, self)
 
     @property
     def num_decay_steps(self) -> int:
@@ -161,6 +180,10 @@ class Schedule:
         25
         """
         return max(1, _round_half_up(self.decay_ratio, self.num_steps))
+
+    def find_last_warmup(self) -> int:
+        """Find the most steps (or samples) that a warm-up may take."""
+        return self.num_steps - (self.num_decay_steps if self.lr_scheduler_type in STABLE else 0)
 
     @property
     def decay_share(self) -> float:

@@ -15,7 +15,7 @@ are all 1/K the two are the same. Of several loss terms w_q is the mean share: a
 little, and the signal's relative error is below their squared coefficient of variation over B.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -130,3 +130,68 @@ class NoiseMeter:
         self.hooks, self.sums = [], {}
         if self.exact_sum is not None:
             self.exact_sum.listener = None
+
+
+class TermMeter:
+    """Measures the noise of each loss term's gradient by itself, in a forward and backward for each term and micro-batch.
+
+    A backward of the step's loss adds the terms' gradients up, and cannot be told apart. Shares are those of the term's own
+    targets here. In a measured step: `measure`, which leaves the gradients of the parameters alone, and `finish`.
+
+    Args:
+        parameters: those that are trained.
+        num_terms: number of loss terms.
+        dtype: of sums of gradients; None: that of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_terms: int, dtype: torch.dtype | None = None):
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.num_terms, self.dtype = num_terms, dtype or self.parameters[0].dtype
+
+    def measure(
+        self, counts: torch.Tensor, totals: torch.Tensor, compute_losses: Callable[[int], torch.Tensor]
+    ) -> None:
+        """Compute the gradients of the terms in this process's micro-batches.
+
+        Args:
+            counts: int64 [micro-batches, terms], targets of this process's micro-batches.
+            totals: int64 [terms], targets of the whole step, all processes; on the device.
+            compute_losses: makes the terms' parts of the step's loss, [terms], in micro-batch `number`; each call is a forward.
+        """
+        device = self.parameters[0].device
+        shares = counts.to(device).double() / totals.clamp(min=1)  # [micro-batches, terms]
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self.gradients = torch.zeros(self.num_terms, size, dtype=self.dtype, device=device)
+        self.squares = torch.stack(
+            [torch.zeros_like(totals, dtype=torch.float64), shares.square().sum(0)]
+        )  # [2, terms]
+        for number, targets in enumerate(counts.tolist()):
+            for term in (term for term, count in enumerate(targets) if count):
+                loss = compute_losses(number)[term]
+                parts = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+                first = 0
+                for parameter, part in zip(self.parameters, parts, strict=True):
+                    last = first + parameter.numel()
+                    if part is not None:
+                        self.squares[0, term] += row_norms(part).double().square().sum()
+                        self.gradients[term, first:last] += part.reshape(-1)
+                    first = last
+
+    def finish(self, scale: float = 1.0) -> torch.Tensor:
+        """Compute signal and noise of the terms. Called by all processes; an all-reduce of a gradient for each term.
+
+        Args:
+            scale: factor of the losses that were computed: of fp16's loss.
+
+        Returns:
+            float64 [2, terms] on the device: |mu|^2 and V of each term. A term with all its targets in one micro-batch has NaN.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.gradients)
+            dist.all_reduce(self.squares)
+        whole = row_norms(self.gradients).double().square()
+        squares, share_squares = self.squares
+        signal = (whole - squares) / (1 - share_squares)
+        signal[share_squares > 1 - 1e-9] = torch.nan
+        del self.gradients, self.squares
+        return torch.stack([signal, whole - signal]) / scale**2

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
+from samestep.planner.step_plan import GrowingSchedule
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import Schedule
@@ -39,7 +40,7 @@ class Training:
     settings: RunSettings
     accelerator: Accelerator
     layout: Layout
-    schedule: Schedule
+    schedule: Schedule | GrowingSchedule
     train: Any
     held_out: Any
     num_steps: int
@@ -84,7 +85,7 @@ class Training:
             "seed": recipe.seed,
             "num_devices": self.layout.num_processes,
             "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
-            "total_train_batch_size": self.layout.global_batch_size,
+            "total_train_batch_size": recipe.batch_schedule or self.layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
             "max_grad_norm": recipe.max_grad_norm,
             "lr_scheduler_type": recipe.lr_scheduler_type,

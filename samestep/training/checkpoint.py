@@ -57,10 +57,24 @@ from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
+from samestep.recipe.settings import build
 from samestep.training.digest import digest_tensor
 
 FROZEN = "frozen weights"
 """What `fingerprint_frozen` is of, in messages."""
+LATER_FIELDS = (
+    "global_batch_size",
+    "batch_schedule",
+    "max_train_steps",
+    "num_train_epochs",
+    "lr_scheduler_type",
+    "lr_num_steps",
+    "min_lr_ratio",
+    "lr_power",
+    "lr_decay_ratio",
+)
+"""Fields of a recipe that may decide later steps only: a checkpoint whose recipe has other values is taken where all steps so
+far are the same."""
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -84,6 +98,7 @@ class State:
         scaler: state of the gradient scaler, plain numbers; None: there is none.
         exact_sum: what the next step's bits depend on beside all this, under --reproducible: the settings that decide them,
             and the exponent of the last gradients; None: the run is not reproducible.
+        growth: of a batch that follows the measured noise, see `planner.ramp.NoiseFollower.record`; None: it does not.
     """
 
     step: int = 0
@@ -93,6 +108,7 @@ class State:
     run_id: str = ""
     scaler: dict[str, Any] | None = None
     exact_sum: dict[str, Any] | None = None
+    growth: dict[str, Any] | None = None
 
 
 class DamagedCheckpoint(Exception):
@@ -263,7 +279,7 @@ class Saver:
             waits for it.
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
-        describe_exact_sum: returns `State.exact_sum`.
+        describe_exact_sum, describe_growth: return `State.exact_sum` and `State.growth`.
     """
 
     def __init__(
@@ -277,8 +293,9 @@ class Saver:
         start: State,
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
         describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
+        describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
     ):
-        self.tokenizer, self.describe_exact_sum = tokenizer, describe_exact_sum
+        self.tokenizer, self.describe_exact_sum, self.describe_growth = tokenizer, describe_exact_sum, describe_growth
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
         self.model, self.optimizer, self.data_fingerprints, self.settings = (
             model,
@@ -315,7 +332,8 @@ class Saver:
         parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         exact_sum = self.describe_exact_sum()
-        state = State(step, self.recipe.fingerprint, self.data_fingerprints, num_skipped, run_id, scaler, exact_sum)
+        fingerprints = self.recipe.fingerprint, self.data_fingerprints
+        state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, self.describe_growth())
         writes = isinstance(self.model, FSDPModule)
         if self.accelerator.is_main_process:
             writes = False
@@ -598,7 +616,7 @@ def _verify(folder: Path) -> State:
             with safe_open(folder / name, "pt") as file:
                 file.keys()
         record = json.loads((folder / "state.json").read_bytes())
-        record = {"exact_sum": None} | record  # earlier versions had none
+        record = {"exact_sum": None, "growth": None} | record  # earlier versions had none
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
     except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpoint(f"it was written wrongly ({error!r})") from None
@@ -610,7 +628,9 @@ def _verify(folder: Path) -> State:
     return state
 
 
-_TYPES = {name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum")}
+_TYPES = {
+    name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum", "growth")
+}
 
 
 def _is_complete(files: dict[str, Any]) -> bool:
@@ -701,13 +721,28 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
         if not isinstance(saved_recipe, dict):
             raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
         pairs = [(name, saved_recipe.get(name), value) for name, value in recipe.decisive_fields().items()]
-        differences = "; ".join(
-            f"{name} {saved_value} there, {value} here" for name, saved_value, value in pairs if saved_value != value
-        )
-        raise UsageError(
-            f"checkpoint {folder} is of another recipe: {differences}. Its recipe is {folder / 'recipe.yaml'}"
-        )
+        differences = {name: (saved, value) for name, saved, value in pairs if saved != value}
+        if not differences.keys() <= set(LATER_FIELDS):
+            text = "; ".join(f"{name} {saved} there, {value} here" for name, (saved, value) in differences.items())
+            raise UsageError(
+                f"checkpoint {folder} is of another recipe: {text}. Its recipe is {folder / 'recipe.yaml'}"
+            )
     return folder, state
+
+
+def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | None:
+    """Read the recipe of a checkpoint that `find` returned, if it is another one: it differs in `LATER_FIELDS` alone.
+
+    Returns:
+        `recipe` with the checkpoint's values; None: they are the same.
+    """
+    if state.recipe_fingerprint == recipe.fingerprint:
+        return None
+    saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    values = {name: saved.get(name) for name in LATER_FIELDS}
+    if all(getattr(recipe, name) == value for name, value in values.items()):
+        return None  # an earlier version's, without fields that are null here
+    return build(type(recipe), dataclasses.asdict(recipe) | values, f"recipe {folder / 'recipe.yaml'}")
 
 
 def load(

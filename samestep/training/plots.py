@@ -1,6 +1,7 @@
 """Charts as PNG pictures, drawn by matplotlib, which is imported only when a chart is drawn."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,11 @@ def plot_growth(answer: dict[str, Any]) -> bytes:
 
 
 def plot_training(
-    steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], terms: Sequence[str], title: str
+    steps: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+    terms: Sequence[str],
+    title: str,
+    noises: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
     """Draw the losses of a training over its steps, a panel for each that differs from the others, and the metrics beside; the
     noise scale of its gradient, too, where that was measured.
@@ -82,6 +87,7 @@ def plot_training(
         steps, evaluations: lines of metrics.jsonl, in order.
         terms: names of the loss terms.
         title: what was trained on what.
+        noises: lines of noise.jsonl, in order.
 
     Returns:
         The PNG file's content.
@@ -98,7 +104,9 @@ def plot_training(
     names = dict.fromkeys(name for line in evaluations for name in line if name.startswith("eval_") and "/" not in name)
     metrics = [name for name in names if not name.endswith(("loss", "perplexity"))]
     measurements = batch_size.read_measurements(steps)
-    num_panels = len(panels) + bool(metrics) + bool(measurements)
+    layers = batch_size.estimate_layers(noises)
+    place = len(panels) + bool(metrics)  # of the noise scale's panel, that of layers beside it
+    num_panels = place + bool(measurements) + bool(layers)
     num_columns = min(2, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = Figure(figsize=(6.5 * num_columns, 0.5 + 4 * num_rows), dpi=120, layout="constrained")
@@ -123,13 +131,18 @@ def plot_training(
             _plot_points(grid[len(panels)], evaluations, name, f"C{number}", "o-")
         grid[len(panels)].set_ylabel("of held-out data")
     if measurements:
-        _plot_noise_scale(grid[num_panels - 1], measurements, steps[-1]["samples"])
-    for place, axes in enumerate(grid):
-        axes.set_visible(place < num_panels)
+        batch = max(line["samples"] for line in steps)
+        named = {term: batch_size.read_measurements(steps, term) for term in terms}
+        named = {term: values for term, values in named.items() if values}
+        _plot_noise_scale(grid[place], {"": measurements} | named, batch)
+    for number, axes in enumerate(grid):
+        axes.set_visible(number < num_panels)
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
+    if layers:
+        _plot_layers(grid[num_panels - 1], layers, max(line["samples"] for line in noises))
     return _png(figure)
 
 
@@ -145,16 +158,37 @@ def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str,
         axes.plot(*curve, style, color=color, markersize=5, label=f"{name}: {curve[1][-1]:.4g} at the end")
 
 
-def _plot_noise_scale(axes: Any, measurements: Sequence[batch_size.Measurement], batch: int) -> None:
-    """Draw the noise scale over windows of a training, with 90 % intervals, beside the batch. What has no end is cut off."""
-    for window in batch_size.split(measurements, NUM_WINDOWS):
-        estimate, step = batch_size.estimate(window), np.mean([measurement.step for measurement in window])
-        low, high = max(estimate.low, 0.1), min(estimate.high, 1000 * batch)
-        axes.plot([step, step], [low, max(low, high)], color="C0", lw=1.5)
-        if np.isfinite(estimate.value) and estimate.value > 0:
-            axes.plot([step], [estimate.value], "o", color="C0", markersize=5)
+def _plot_noise_scale(axes: Any, measurements: Mapping[str, Sequence[batch_size.Measurement]], batch: int) -> None:
+    """Draw the noise scale over windows of a training, with 90 % intervals, beside the batch. What has no end is cut off.
+
+    Args:
+        measurements: of the whole gradient (no name), and of each loss term where there are several.
+        batch: samples of a step, the most.
+    """
+    colours = ("C0", *(f"C{number}" for number in range(2, 10)))
+    for name, color in zip(measurements, itertools.cycle(colours), strict=False):
+        label = f"{name} alone" if name else "all terms" if len(measurements) > 1 else None
+        for window in batch_size.split(measurements[name], NUM_WINDOWS):
+            estimate, step = batch_size.estimate(window), np.mean([measurement.step for measurement in window])
+            low, high = max(estimate.low, 0.1), min(estimate.high, 1000 * batch)
+            axes.plot([step, step], [low, max(low, high)], color=color, lw=1.5)
+            if np.isfinite(estimate.value) and estimate.value > 0:
+                axes.plot([step], [estimate.value], "o", color=color, markersize=5, label=label)
+                label = None
     axes.axhline(batch, color="C1", lw=1, label=f"global batch: {batch:,}")
     axes.set(yscale="log", ylabel="gradient noise scale, samples")
+
+
+def _plot_layers(axes: Any, layers: Mapping[str, batch_size.Estimate], batch: int) -> None:
+    """Draw the noise scale of each layer, with 90 % intervals, from the first layer down. What has no end is cut off."""
+    for number, found in enumerate(layers.values()):
+        low, high = max(found.low, 0.1), min(found.high, 1000 * batch)
+        axes.plot([low, max(low, high)], [number, number], color="C0", lw=1.5)
+        if np.isfinite(found.value) and found.value > 0:
+            axes.plot([found.value], [number], "o", color="C0", markersize=4)
+    axes.set_yticks(range(len(layers)), [name[-NAME_LENGTH:] for name in layers], fontsize="x-small")
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="gradient noise scale of each layer, samples, second half of the training")
 
 
 def plot_predictions(

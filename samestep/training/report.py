@@ -23,9 +23,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
+from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
 from samestep.errors import RunError, UsageError
 from samestep.planner import batch_size, text
+from samestep.recipe import reading
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
@@ -99,6 +101,7 @@ class RunLog:
         start: state at the end of an earlier session; its lines of later steps are removed, trackers go on with its run.
         num_steps: steps at the end of training.
         saver: writes checkpoints.
+        spans: parts of the stream of samples that the steps hold, where the batch grows; None: it stays.
     """
 
     def __init__(
@@ -109,16 +112,17 @@ class RunLog:
         start: checkpoint.State,
         num_steps: int,
         saver: checkpoint.Saver,
+        spans: Spans | None = None,
     ):
         self.accelerator, self.recipe, self.settings = accelerator, recipe, settings
         self.output_dir = Path(settings.output_dir)
-        self.num_steps, self.num_skipped = num_steps, start.num_skipped
+        self.num_steps, self.num_skipped, self.spans = num_steps, start.num_skipped, spans
         self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
         self.first_step = first_step
         self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pending_digests: dict[int, dict[str, Any]] = {}
-        self.pending_noise: dict[int, tuple[torch.Tensor, dict[str, Any], list[str]]] = {}
+        self.pending_noise: dict[int, tuple[torch.Tensor, dict[str, Any], list[str], torch.Tensor | None]] = {}
         self.unwritten_lines = dict.fromkeys(LINES, "")
         self.saver = saver
         if accelerator.is_main_process:
@@ -129,8 +133,7 @@ class RunLog:
             for name in LINES[1:]:
                 _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
             (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            session = json.dumps(self._describe_session(), indent=2) + "\n"
-            (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
+            self._write_session()
         steps, evaluations = read_metrics(self.output_dir) if accelerator.is_main_process else ([], [])
         self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
@@ -141,11 +144,24 @@ class RunLog:
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
 
+    def change_length(self, num_steps: int, spans: Spans) -> None:
+        """Note that the batch grew, so that the training has fewer steps: the same samples."""
+        self.num_steps, self.spans = num_steps, spans
+        if self.accelerator.is_main_process:
+            self._write_session()
+
+    def _write_session(self) -> None:
+        session = json.dumps(self._describe_session(), indent=2) + "\n"
+        (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
+
     def _describe_session(self) -> dict[str, Any]:
         """Describe how this session is run, for people and `python -m recipes compare`: nothing else reads it."""
         launch = {"num_processes": self.accelerator.num_processes, "mixed_precision": self.accelerator.mixed_precision}
         machine = {"device": self.accelerator.device.type, "machine": digest.machine_kind()}
-        return dataclasses.asdict(self.settings) | launch | machine | {"num_steps": self.num_steps}
+        length: dict[str, Any] = {"num_steps": self.num_steps}
+        if self.spans is not None:
+            length["batch_sizes"] = self.spans.list_sizes(self.num_steps)
+        return dataclasses.asdict(self.settings) | launch | machine | length
 
     def _start_tracker(self) -> None:
         """Start the tracker, or go on with its run; the recipe is its configuration."""
@@ -168,11 +184,17 @@ class RunLog:
             accelerator.init_trackers(recipe.name, config=config, init_kwargs=init_kwargs)
 
     def start(self) -> None:
-        """Start the clock and the progress bar: all that a run says before its first step is said."""
+        """Start the clock and the progress bar: all that a run says before its first step is said.
+
+        The bar counts steps or, where the batch grows, samples, so that it knows the time that is left.
+        """
+        total, initial, unit = self.num_steps, self.first_step, "step"
+        if self.spans is not None:
+            total, initial, unit = self.spans.find(total - 1)[1], self.spans.find(initial)[0], "sample"
         self.bar = tqdm(
-            total=self.num_steps,
-            initial=self.first_step,
-            unit="step",
+            total=total,
+            initial=initial,
+            unit=unit,
             disable=not self.accelerator.is_main_process,
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
@@ -213,11 +235,18 @@ class RunLog:
             self.pending_digests[line["step"]] = digests
         self.clock = now
         self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
-        self.bar.update()
+        self.bar.update(1 if self.spans is None else data.num_samples)
         if line["step"] % self.settings.logging_steps == 0:
             self.flush()
 
-    def add_noise(self, data: StepData, noise: torch.Tensor, layers: list[str], steps: Steps) -> None:
+    def add_noise(
+        self,
+        data: StepData,
+        noise: torch.Tensor,
+        layers: list[str],
+        steps: Steps,
+        noise_of_terms: torch.Tensor | None = None,
+    ) -> None:
         """Note the noise of a step's gradient, before the step itself.
 
         Args:
@@ -225,24 +254,30 @@ class RunLog:
             noise: float64 [2, layers] on the device: signal and noise of each layer's gradient.
             layers: their names.
             steps: its caps say how steps are cut that are not measured.
+            noise_of_terms: float64 [2, terms] on the device, the same of each loss term; None: there is one term.
         """
         caps = {
             "per_device_train_batch_size": steps.layout.per_device_train_batch_size,
             "per_device_train_tokens": steps.max_tokens,
         }
-        self.pending_noise[data.step + 1] = noise, {"micro_batches": data.num_micro_batches} | caps, layers
+        description = {"micro_batches": data.num_micro_batches} | caps
+        self.pending_noise[data.step + 1] = noise, description, layers, noise_of_terms
 
     def _take_noise(self, line: dict[str, Any], counts: torch.Tensor) -> list[dict[str, Any]]:
         """Add a step's signal and noise to its line; return its line of noise.jsonl, if it was measured and is finite."""
         if line["step"] not in self.pending_noise:
             return []
-        noise, description, layers = self.pending_noise.pop(line["step"])
+        noise, description, layers, noise_of_terms = self.pending_noise.pop(line["step"])
         rows = noise.tolist()
         totals = [_round(sum(row)) for row in rows]
         if not all(map(math.isfinite, totals)):
             return []
         line |= dict(zip(("grad_signal", "grad_noise"), totals, strict=True))
         self.measurements += batch_size.read_measurements([line])
+        if noise_of_terms is not None:
+            for name, signal, own in zip(self.recipe.loss_weights, *noise_of_terms.tolist(), strict=True):
+                if self.recipe.loss_weights[name] and math.isfinite(signal):
+                    line |= {f"{name}_grad_signal": _round(signal), f"{name}_grad_noise": _round(own)}
         targets = dict(zip(self.recipe.loss_weights, counts.tolist(), strict=True))
         parts = {
             name: dict(zip(("grad_signal", "grad_noise"), map(_round, pair), strict=True))
@@ -321,6 +356,8 @@ class RunLog:
         """Return what the progress bar says of the last step that was read, beside the time left."""
         memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
         numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
+        if self.spans is not None:
+            numbers = {"step": f"{line['step']}/{self.num_steps}", "batch": f"{line['samples']}"} | numbers
         if self.measurements:
             numbers["noise_scale"] = str(batch_size.estimate(self.measurements[-batch_size.RECENT :]))
         return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
@@ -577,7 +614,8 @@ def finish(
         results["skipped_steps"] = log.num_skipped
     results |= facts or {}
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    picture = plots.plot_training(*read_metrics(output_dir), list(recipe.loss_weights), _title(training))
+    noises = list(reading.read_lines(output_dir / "noise.jsonl"))
+    picture = plots.plot_training(*read_metrics(output_dir), list(recipe.loss_weights), _title(training), noises)
     (output_dir / "loss.png").write_bytes(picture)
     pictures = [name for name in PICTURES if (output_dir / name).exists()]
 

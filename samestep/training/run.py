@@ -6,12 +6,15 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 """
 
 import contextlib
+import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from samestep import interrupt
@@ -23,12 +26,17 @@ from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
 from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
+from samestep.planner.batch_size import Measurement
+from samestep.planner.ramp import NoiseFollower
+from samestep.planner.step_plan import describe_sizes, plan_steps
 from samestep.recipe import run_settings
+from samestep.recipe.batch_schedule import parse
 from samestep.recipe.launches import find_refusal
+from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
-from samestep.step.noise_scale import NoiseMeter
+from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
@@ -102,13 +110,93 @@ class Run:
             )
         mixture = getattr(train, "mixture", ())
         num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
-        self.order = Order(num_uses, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
-        self.num_steps = recipe.max_train_steps or self.order.num_steps(recipe.num_train_epochs)
-        self.schedule = recipe.schedule(self.num_steps, float(self.order.steps_per_epoch))
+        self.follower: NoiseFollower | None = None
+        if recipe.batch_schedule is not None and (growth := parse(recipe.batch_schedule)).kind == "noise":
+            self.follower = NoiseFollower(growth, recipe.global_batch_size, self.start.growth)
+        self.order, self.num_steps, self.schedule = self._plan_steps(recipe, num_uses, mixture)
+        if self.checkpoint is not None:
+            self._check_earlier_steps(num_uses, mixture)
         if self.settings.rehearse:
             self.num_steps = min(self.num_steps, NUM_STEPS)
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         return train, held_out
+
+    def _plan_steps(
+        self, recipe: Recipe, num_samples: int, mixture: tuple
+    ) -> tuple[Order, int, Callable[[int], float]]:
+        """Plan the steps of a recipe: the samples of each, how many they are, the learning rate of each."""
+        order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
+        if recipe.batch_schedule is not None:
+            decided = self.follower.stages if self.follower else (self.start.growth or {"stages": ()})["stages"]
+            plan = plan_steps(recipe, num_samples, decided)
+            return dataclasses.replace(order, stages=plan.stages), plan.num_steps, plan.schedule
+        num_steps = recipe.max_train_steps or order.num_steps(recipe.num_train_epochs)
+        return order, num_steps, recipe.schedule(num_steps, float(order.steps_per_epoch))
+
+    def _check_earlier_steps(self, num_samples: int, mixture: tuple) -> None:
+        """Check that a checkpoint of a recipe with another length, decay or growth has taken the same steps so far.
+
+        So a finished training goes on from its stable part, before its learning rate fell, with any length and decay.
+
+        Raises:
+            UsageError: a step so far had other samples, or another learning rate.
+        """
+        recipe, done = self.recipe, self.start.step
+        earlier = checkpoint.read_earlier_recipe(self.checkpoint, self.start, recipe)
+        if earlier is None:
+            return
+        order, num_steps, schedule = self._plan_steps(earlier, num_samples, mixture)
+        changes = "; ".join(
+            f"{name} {getattr(earlier, name)} there, {getattr(recipe, name)} here"
+            for name in checkpoint.LATER_FIELDS
+            if getattr(recipe, name) != getattr(earlier, name)
+        )
+        numbers = (dataclasses.replace(each.scaled_hyperparameters(), learning_rate=0.0) for each in (recipe, earlier))
+        is_same = len(set(numbers)) == 1
+        pairs = (order.spans.find, self.order.spans.find), (schedule, self.schedule)
+        parting = next((step for step in range(done) if any(a(step) != b(step) for a, b in pairs)), done)
+        if not is_same or parting < done:
+            steps = [int(path.name.split("-")[1]) for path in checkpoint.checkpoints(self.checkpoint.parent)]
+            fitting = [f"checkpoint-{step}" for step in steps if step <= parting] if is_same else []
+            where = f"{fitting[-1]} is one" if fitting else "there is none beside it"
+            raise UsageError(
+                f"checkpoint {self.checkpoint} is of another recipe, whose steps part from this one's after step "
+                f"{parting if is_same else 0}: {changes}. Resume from a checkpoint up to there ({where}), or with "
+                f"{self.checkpoint / 'recipe.yaml'}"
+            )
+        self.accelerator.print(
+            f"going on from step {done} of a training of {num_steps}, whose steps so far are those of this one of "
+            f"{self.num_steps}: {changes}"
+        )
+
+    def _follow_noise(self, step: "Step") -> bool:
+        """Let the batch grow if the noise of a measured step says so; whether it does. Called by all processes."""
+        if self.follower is None or step.noise is None:
+            return False
+        signal, own = step.noise.sum(1).tolist()
+        size = None
+        if math.isfinite(signal + own):
+            measured = Measurement(step.index + 1, *(float(f"{x:.6g}") for x in (signal, own * step.data.num_samples)))
+            size = self.follower.add(measured)
+        (size,) = broadcast_object_list([size])  # process 0 decides, whatever others have in their last digit
+        if size is None:
+            return False
+        self.follower.grow(self.order.spans.find(step.index + 1)[0], size)
+        order, self.num_steps, self.schedule = self._plan_steps(self.recipe, self.order.num_samples, self.order.mixture)
+        self.order = self.recovery.steps.order = order
+        self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
+        text = self.follower.describe(self.follower.growth.rate)
+        self.log.change_length(self.num_steps, order.spans)
+        self.log.add_event(
+            step.index + 1, "the batch grows with the noise", batch=size, num_steps=self.num_steps, so_far=text
+        )
+        return True
+
+    def _describe_growth(self) -> str:
+        """Say how the batch grows, after the layout in the first line of a run; nothing where it stays."""
+        if not self.order.stages:
+            return ""
+        return f"; {describe_sizes(self.order.spans.list_sizes(self.num_steps))}"
 
     def prepare(self, model_class: type[SummedLosses], train: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Make the model and the optimizer, as the checkpoint has them if there is one, ready for `accelerator.accumulate`.
@@ -173,11 +261,18 @@ class Run:
             self.start,
             tokenizer,
             self._describe_exact_sum,
+            lambda: self.follower and self.follower.record,
         )
-        self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
+        spans = self.order.spans if self.order.stages else None
+        self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans)
         names = checkpoint.name_parameters(self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
-        self.noise_meter = NoiseMeter(names, self.exact_sum) if settings.noise_scale_steps is not None else None
+        self.noise_meter = self.term_meter = None
+        if settings.noise_scale_steps is not None:
+            self.noise_meter = NoiseMeter(names, self.exact_sum)
+            if sum(weight > 0 for weight in weights) > 1:
+                dtype = torch.float64 if is_reproducible else None
+                self.term_meter = TermMeter(list(names.values()), len(weights), dtype)
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
         return model, optimizer
 
@@ -252,12 +347,18 @@ class Run:
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
         accelerator.print(
-            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}; on "
-            f"{accelerator.device}, mixed precision {accelerator.mixed_precision}; steps {self.completed_steps} to "
-            f"{self.last_step} of {self.num_steps}{self._describe_reproducible()}"
+            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}"
+            f"{self._describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
+            f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self._describe_reproducible()}"
         )
         self.log.start()
         self.model.train()
+        while self.completed_steps < self.last_step and not recovery.should_stop:
+            yield from self._iterate_steps()
+
+    def _iterate_steps(self) -> Iterator["Step"]:
+        """Iterate over the steps, until the batch grows with the noise, which was not known when they were prepared."""
+        accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         workers = settings.dataloader_num_workers
         for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
             for attempt in recovery.iterate_attempts(data):
@@ -266,9 +367,11 @@ class Run:
                 step.check_entry()
             digests = self.digests.add_step(step.index + 1)
             if step.noise is not None:
-                self.log.add_noise(attempt.data, step.noise, self.noise_meter.groups, recovery.steps)
+                layers = self.noise_meter.groups
+                self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
             self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
             self.completed_steps += 1
+            has_grown = self._follow_noise(step)
             if recovery.should_stop:
                 return
             every = settings.checkpointing_steps
@@ -276,6 +379,8 @@ class Run:
             if is_due and self.completed_steps < self.last_step:
                 self.log.save(self.completed_steps, is_routine=every is None)
                 recovery.restart_save_clock()
+            if has_grown:
+                return
 
     def evaluates_before(self, step: "Step") -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
@@ -418,6 +523,7 @@ class Step:
         grad_norm: norm of the whole gradient before clipping, scalar on the device; known after `clip_grad_norm_`.
         noise: signal and noise of each layer's gradient, float64 [2, layers] on the device, in steps that are measured; known
             after `clip_grad_norm_`.
+        noise_of_terms: the same of each loss term, float64 [2, terms]; None where there is only one.
     """
 
     def __init__(self, run: Run, attempt: Attempt):
@@ -426,6 +532,7 @@ class Step:
         self.learning_rate = run.schedule(self.index)
         self.is_entered = self.is_scaled = False
         self.noise: torch.Tensor | None = None
+        self.noise_of_terms: torch.Tensor | None = None
 
     @property
     def data(self) -> StepData:
@@ -491,14 +598,29 @@ class Step:
                 "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "
                 "accelerator.backward(loss * step.loss_scale)"
             )
+        scaler = run.accelerator.scaler
+        scale = scaler.get_scale() if scaler is not None and self.data.is_measured else 1.0
+        if self.data.is_measured and run.term_meter is not None:
+            self._measure_terms(scale)
         self.attempt.confirm_gradient()
         run.digests.add_gradients(self.index + 1)
         if self.data.is_measured:
-            scaler = run.accelerator.scaler
             local_scale = 1 if run.exact_sum is not None else run.accelerator.num_processes
-            self.noise = run.noise_meter.finish(local_scale, 1.0 if scaler is None else scaler.get_scale())
+            self.noise = run.noise_meter.finish(local_scale, scale)
+            self.noise_of_terms = None if run.term_meter is None else run.term_meter.finish(scale)
         self.grad_norm = accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm)
         run.recovery.skip_update_if_not_finite(self.grad_norm)
+
+    def _measure_terms(self, scale: float) -> None:
+        """Compute the gradients of the terms in the micro-batches of this step; `scale` is fp16's."""
+        run, data, num_targets = self.run, self.data, self.num_targets
+
+        def compute_losses(number: int) -> torch.Tensor:
+            run.noise.set_samples(data.samples[number], run.accelerator.device)
+            sums, _ = run.bare_model(**to_device(data.micro_batches[number], run.accelerator.device))
+            return run.loss_weights * sums / num_targets * scale
+
+        run.term_meter.measure(data.micro_batch_counts, self.attempt.counts, compute_losses)
 
     def add_to_log(self, sums: torch.Tensor) -> None:
         """Note the summed losses of a micro-batch, [terms], for the step's line in metrics.jsonl."""

@@ -6,6 +6,7 @@ templates/watch.html.j2, its style and its script decide how the page looks; thi
 
 import contextlib
 import http.server
+import itertools
 import json
 import math
 import time
@@ -135,13 +136,16 @@ class RunReader:
         seconds = self.curves["seconds"].values[-200:] if "seconds" in self.curves else []
         step, num_steps = self.last.get("step"), settings.get("num_steps")
         per_step = float(np.median(seconds)) if len(seconds) else None
+        left = None
+        if per_step and num_steps and step is not None:
+            left = per_step * self._count_steps_left(step, num_steps, settings.get("batch_sizes"))
         is_over = step is not None and num_steps is not None and step >= num_steps
         return {
             "name": str(self.folder),
             "description": recipe.get("description"),
             "step": step,
             "num_steps": num_steps,
-            "seconds_left": per_step * (num_steps - step) if per_step and num_steps and step is not None else None,
+            "seconds_left": left,
             "is_over": is_over,
             "silent_seconds": None if self.changed_at is None else max(0.0, time.time() - self.changed_at),
             "seconds_per_step": per_step,
@@ -155,6 +159,18 @@ class RunReader:
             "events": self.events[::-1],
             "curves": {name: curve.thin() for name, curve in self.curves.items() if name != "seconds"},
         }
+
+    def _count_steps_left(self, step: int, num_steps: int, sizes: list[list[int]] | None) -> float:
+        """Count the steps after `step`, in units of the last one where the batch grows: a step takes as long as its samples.
+
+        Args:
+            sizes: (steps, samples of each) of the whole training; None: all are the same.
+        """
+        if not sizes:
+            return num_steps - step
+        ends = itertools.accumulate((number for number, _ in sizes))
+        left = sum(size * max(0, min(number, end - step)) for (number, size), end in zip(sizes, ends, strict=True))
+        return left / max(1, self.last.get("samples", 1))
 
 
 def describe(runs: Sequence[RunReader]) -> dict[str, Any]:
