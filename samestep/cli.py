@@ -384,7 +384,10 @@ def plan(name: str, argv: list[str]) -> None:
     subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
-    subject |= dataclasses.asdict(recipe.scaled_hyperparameters())
+    scaled = recipe.scaled_hyperparameters()
+    subject |= dataclasses.asdict(scaled)
+    if recipe.optimizer_name == "muon":
+        subject["muon_learning_rate"] = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
 
     def trace(b: int, **options: Any) -> Any:
         return _import_trace().trace_recipe(recipe, b, **options)

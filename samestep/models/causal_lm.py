@@ -74,7 +74,7 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     model_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     head = {"num_labels": 1} if is_reward else {}
     if recipe.model_name_or_path is None:
-        config_class, values = _choose_config(recipe, tokenizer)
+        config_class, values = choose_config(recipe, tokenizer)
         try:
             config = config_class(**values, **head)
             model = model_class.from_config(config)
@@ -107,7 +107,7 @@ def build_model(recipe: Recipe, source: Any = None) -> PreTrainedModel:
     return model
 
 
-def _choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+def choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
     """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
     try:
         default = AutoConfig.for_model(recipe.architecture)
