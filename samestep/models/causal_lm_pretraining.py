@@ -15,7 +15,7 @@ PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_t
 
 
 def build_model(recipe: CausalLmPretraining, source: Any = None) -> PreTrainedModel:
-    """Build the recipe's architecture with random weights.
+    """Build the recipe's architecture with random weights, and without dropout.
 
     Args:
         recipe: decides the shape.
@@ -26,7 +26,11 @@ def build_model(recipe: CausalLmPretraining, source: Any = None) -> PreTrainedMo
     """
     config_class, values = choose_config(recipe, getattr(source, "tokenizer", None))
     try:
-        return AutoModelForCausalLM.from_config(config_class(**values))
+        config = config_class(**values)
+        for name, value in config.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+        return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # of any kind: each architecture has its own rules
         raise UsageError(
             f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"

@@ -108,7 +108,7 @@ class PretrainingSums(SummedLosses):
 
 
 def _narrow(tables: Tables, window: int) -> tuple[torch.Tensor | None, ...]:
-    """Make the masks of layers with a window: of each table bool [S' or 1, 1, T, T], None where every query sees every key.
+    """Make the masks of layers with a window: of each table bool [S', 1, T, T], None where every query sees every key.
 
     A query sees the keys up to `window` places before and after it that are tokens, and itself: padding must see something, for
     a softmax over nothing would be NaN.
@@ -121,7 +121,7 @@ def _narrow(tables: Tables, window: int) -> tuple[torch.Tensor | None, ...]:
             continue
         place = torch.arange(length, device=source.device)
         distance = (place - place[:, None]).abs()
-        near = (distance <= window)[None, None]
+        near = (distance <= window).expand(len(source), 1, -1, -1)
         masks.append(near if is_token is None else near & is_token | (distance == 0))
     return tuple(masks)
 
