@@ -79,7 +79,7 @@ def test_every_cut_in_space_is_the_same_step(train_modern, trainings, corpus, tm
 
 
 def test_a_row_of_modernbert_is_its_samples_alone(corpus):
-    """Of every kernel, in layers that see all and in layers with a window, hidden states and the gradient."""
+    """Of every kernel, in layers that see all and in layers with a window. Transformers rotates in float32."""
     recipe = parse("bert", corpus, "--short_seq_probability 0.7")
     source, _ = sentence_pairs.build(recipe)
     torch.manual_seed(0)
@@ -105,9 +105,9 @@ def test_a_row_of_modernbert_is_its_samples_alone(corpus):
         loss = loss + F.cross_entropy(logits, torch.from_numpy(targets), ignore_index=IGNORED, reduction="sum")
     loss.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert sums.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert sums.item() == pytest.approx(loss.item(), rel=1e-9)
     for gradient in gradients.values():
-        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-12
+        assert ((gradient - expected).norm() / expected.norm()).item() < 1e-6
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
