@@ -78,7 +78,7 @@ def measure_cost(rounds: int) -> dict[str, list[float]]:
     def iterate() -> float:
         return harness.seconds(lambda: [orthogonalize(matrix.detach()) for matrix in matrices])
 
-    return harness.in_turns({"block": step, "orthogonalization": iterate}, rounds, warm_up=1)
+    return harness.in_turns({"block": step, "orthogonalization": iterate}, rounds)
 
 
 def plan_cost() -> dict[str, float]:
@@ -110,8 +110,7 @@ def main() -> None:
     }
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "muon":
-        text = harness.part("muon.py", results["about"], tables(results))
-        harness.write_part(harness.ROOT / "docs" / "optimizers.md", "muon", text)
+        harness.write_part(harness.ROOT / "docs" / "optimizers.md", "muon", part(results))
 
 
 def cost_share(cost: dict[str, list[float]]) -> float:
@@ -133,6 +132,10 @@ def tables(results: dict[str, Any]) -> str:
         f"Of GPT-2 (124M), on this CPU: {iteration:.1f} s to orthogonalize all matrices, {block:.2f} s for a block, so "
         f"{cost_share(cost):.2%} of a step of {COST_BATCH} blocks. Planned, work shared out: {shares}.\n"
     )
+
+
+def part(results: dict[str, Any]) -> str:
+    return harness.part("muon.py", results["about"], tables(results))
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ from samestep.step.optim.muon import orthogonalize
 FLAGS = " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1 --dtype "
 
 
-
 def by_singular_values(matrix: torch.Tensor) -> torch.Tensor:
     """Each step of the iteration is an odd polynomial of the singular values."""
     u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from samestep.errors import UsageError, reason
+from samestep.models import row_norms
 from samestep.models.causal_lm import CausalLmSums, choose_config
 from samestep.recipe.recipe import CausalLmPretraining
 
@@ -43,6 +44,7 @@ class PretrainingSums(CausalLmSums):
     @classmethod
     def from_recipe(cls, recipe: CausalLmPretraining, source: Any) -> Self:
         sums = cls(build_model(recipe, source))  # which looks for leaks between sequences: before projections are 0
+        row_norms.use_few_passes(sums)
         if recipe.zero_init_projections:
             sums._zero_projections(recipe.architecture)
         return sums
