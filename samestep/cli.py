@@ -416,7 +416,10 @@ def _plan_recipe(
     subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
-    subject |= dataclasses.asdict(recipe.scaled_hyperparameters()) | dict(more_subject or {})
+    scaled = recipe.scaled_hyperparameters()
+    subject |= dataclasses.asdict(scaled) | dict(more_subject or {})
+    if recipe.optimizer_name == "muon":
+        subject["muon_learning_rate"] = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
 
     def trace(b: int, **options: Any) -> Any:
         return _import_trace().trace_recipe(recipe, b, **options)

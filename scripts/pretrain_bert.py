@@ -1,4 +1,4 @@
-"""Pretrain BERT (masked language modelling + next-sentence prediction): one recipe, the same step on any hardware.
+"""Pretrain BERT (masked tokens and next sentences) or ModernBERT (masked tokens): one recipe, the same step on any hardware.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/pretrain_bert.py --recipe bert_small_cpu
 
@@ -12,29 +12,28 @@ gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
 
 from samestep.recipe.run_settings import answer_early
 
-TASK = "bert_pretraining"
+TASKS = ("bert_pretraining", "modernbert_pretraining")
 if __name__ == "__main__":
-    answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
+    answer_early(sys.argv[1:], TASKS, __doc__)  # help and mistakes in flags, before torch is imported
 
 from samestep.data import sentence_pairs
 from samestep.errors import exit_code
-from samestep.models.bert_pretraining import PretrainingSums
 from samestep.training.run import Run
 
 USAGE = """\
-from transformers import AutoTokenizer, BertForPreTraining
-model = BertForPreTraining.from_pretrained("OUTPUT_DIR")
+from transformers import AutoTokenizer, MODEL
+model = MODEL.from_pretrained("OUTPUT_DIR")
 tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
-    run = Run(argv, TASK, description=__doc__)
+    run = Run(argv, TASKS, description=__doc__)
     recipe, accelerator = run.recipe, run.accelerator
 
-    # The model returns summed losses, one per term: means of micro-batches must not be added up
+    # The recipe's model returns summed losses, one per term: means of micro-batches must not be added up
     train, held_out = run.load_data(sentence_pairs.build)
-    model, optimizer = run.prepare(PretrainingSums, train)
+    model, optimizer = run.prepare(recipe.parts.find("model"), train)
 
     # The loss of a step, n_j being the targets of term j in the whole global batch (all processes, all micro-batches):
     #     L = sum_j w_j * (sum over all samples of s_j) / n_j
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> int:
     if trained_model is not None:
         trained_model.bert.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
-        run.publish(USAGE)
+        run.publish(USAGE.replace("MODEL", type(trained_model.bert).__name__))
     return run.close()
 
 

@@ -1,4 +1,4 @@
-"""Pretrain GPT-2 (causal language modelling): one recipe, the same step on any hardware.
+"""Pretrain GPT-2, or another causal language model, on text: one recipe, the same step on any hardware.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/pretrain_gpt2.py --recipe gpt2_small_cpu
 
@@ -12,30 +12,29 @@ gc.disable()  # while modules are imported: 1 s of 4 less; `Run` turns it on
 
 from samestep.recipe.run_settings import answer_early
 
-TASK = "gpt2_pretraining"
+TASKS = ("gpt2_pretraining", "causal_lm_pretraining")
 if __name__ == "__main__":
-    answer_early(sys.argv[1:], TASK, __doc__)  # help and mistakes in flags, before torch is imported
+    answer_early(sys.argv[1:], TASKS, __doc__)  # help and mistakes in flags, before torch is imported
 
 from samestep.data import token_blocks
 from samestep.errors import exit_code
-from samestep.models.gpt2_pretraining import PretrainingSums
 from samestep.models.pretrained import continue_text
 from samestep.training.run import Run
 
 USAGE = """\
-from transformers import AutoTokenizer, GPT2LMHeadModel
-model = GPT2LMHeadModel.from_pretrained("OUTPUT_DIR")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("OUTPUT_DIR")
 tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def main(argv: list[str]) -> int:
     # The recipe and the settings from the flags, the Accelerator, the output folder, the checkpoint to go on from (if any)
-    run = Run(argv, TASK, description=__doc__)
+    run = Run(argv, TASKS, description=__doc__)
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
 
-    # The model returns the summed loss: means of micro-batches must not be added up
+    # The recipe's model returns the summed loss: means of micro-batches must not be added up
     train, held_out = run.load_data(token_blocks.build)
-    model, optimizer = run.prepare(PretrainingSums, train)
+    model, optimizer = run.prepare(recipe.parts.find("model"), train)
 
     # The loss of a step, n being the predicted tokens of the whole global batch (all processes, all micro-batches):
     #     L = (sum over all samples of s) / n
@@ -59,12 +58,13 @@ def main(argv: list[str]) -> int:
     # The last checkpoint and evaluation; when the training is finished, what `from_pretrained` reads, loss.png, the model card
     trained_model = run.finish(lambda: run.evaluate(model, held_out))
     if trained_model is not None:
-        trained_model.gpt2.save_pretrained(run.output_dir)
+        trained_model.causal_lm.save_pretrained(run.output_dir)
         train.tokenizer.save_pretrained(run.output_dir)
         run.publish(USAGE)
         if settings.sample_prompt is not None:
             prompt, length = settings.sample_prompt, settings.sample_length
-            text = continue_text(trained_model.gpt2, train.tokenizer, prompt, length, recipe.seed)
+            with trained_model.own_attention() as language_model:
+                text = continue_text(language_model, train.tokenizer, prompt, length, recipe.seed)
             (run.output_dir / "sample.txt").write_text(text + "\n", encoding="utf-8")
             print(f"Sample (sample.txt):\n{text}")
     return run.close()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import metrics, tiny_argv
+from common import metrics, model_of, tiny_argv
 from compare import parameters, relative
 from faults import train_with_code
 from torch import nn
@@ -81,9 +81,9 @@ def test_adamw_is_near_the_exact_one(train):
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
-def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
+def test_memory_that_runs_out_ends_the_run(train, monkeypatch):
     """After the sizes were tried, in the third micro-batch of the second step: what is folded cannot be taken back."""
-    calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
+    calls, forward = [], model_of("pretrain_bert").forward
 
     def limited(self, *arguments, **keywords):
         if torch.is_grad_enabled():
@@ -92,7 +92,7 @@ def test_memory_that_runs_out_ends_the_run(train, scripts, monkeypatch):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(self, *arguments, **keywords)
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", limited)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", limited)
     with pytest.raises(RunError, match=r"in step 2, some gradients .* smaller --per_device_train_batch_size than 4"):
         train("short", ADAMW + "--per_device_train_batch_size 4")
 
@@ -104,7 +104,7 @@ def test_memory_that_runs_out_on_one_process_ends_both(trainings, corpus, tmp_pa
     flags = ADAMW + "--per_device_train_batch_size 4"
     code = (
         "import run_with_fault\nfrom samestep.models import bert_pretraining\n"
-        "run_with_fault.prepare()\nrun_with_fault.limit_memory(bert_pretraining, 1, 'synchronising')"
+        "run_with_fault.prepare()\nrun_with_fault.limit_memory(bert_pretraining.PretrainingSums, 1, 'synchronising')"
     )
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
     codes, said = train_with_code(trainings, code, argv, tmp_path)
@@ -112,15 +112,15 @@ def test_memory_that_runs_out_on_one_process_ends_both(trainings, corpus, tmp_pa
     assert "memory ran out on another process in step 5" in said
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, scripts, monkeypatch):
-    calls, forward = [], scripts["pretrain_bert"].PretrainingSums.forward
+def test_a_gradient_that_is_not_finite_ends_the_run_without_a_checkpoint(train, monkeypatch):
+    calls, forward = [], model_of("pretrain_bert").forward
 
     def breaking(self, *arguments, **keywords):
         sums, correct = forward(self, *arguments, **keywords)
         calls.append(torch.is_grad_enabled())
         return (sums * float("nan") if sum(calls) == 20 else sums), correct
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", breaking)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", breaking)
     flags = ADAMW + "--per_device_train_batch_size 4 --checkpointing_steps 1 --logging_steps 1"
     with pytest.raises(RunError, match=r"not finite.*Resume from a checkpoint before it"):
         train("broken", flags)

@@ -21,6 +21,7 @@ PARTS = {
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),
+    "muon": ("docs/optimizers.md", "muon", "part"),
     "stability": ("README.md", "stability", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }

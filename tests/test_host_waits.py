@@ -6,7 +6,7 @@ do not run ahead of themselves: here it clips as elsewhere.
 
 import pytest
 import torch
-from common import TINIES, metrics
+from common import TINIES, metrics, model_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.step import accumulate
@@ -63,13 +63,13 @@ def test_a_step_never_waits_for_the_device(train, looks, case):
     assert not looks
 
 
-def test_that_it_would_be_noticed(train, looks, scripts, monkeypatch):
-    forward = scripts["pretrain_bert"].PretrainingSums.forward
+def test_that_it_would_be_noticed(train, looks, monkeypatch):
+    forward = model_of("pretrain_bert").forward
 
     def looking(self, **micro_batch):
         assert micro_batch["first_index"].sum() >= 0
         return forward(self, **micro_batch)
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", looking)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", looking)
     train("run", "--global_batch_size 8 --max_train_steps 1")
     assert "aten._local_scalar_dense.default" in looks

@@ -270,6 +270,8 @@ def test_memory_grows_with_length(name, b, k, mixed_precision, recomputed, n, ea
         "gpt2_pretraining": "block_size",
         "text_classification": "max_seq_length",
         "causal_lm_finetuning": "max_seq_length",
+        "causal_lm_pretraining": "block_size",
+        "modernbert_pretraining": "max_seq_length",
         "image_classification": "image_width",
     }
     field = names.get(recipe.task, "image_height")

@@ -55,11 +55,11 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
     assert largest == {0: 2, 1: 2}, "both know before the first step"
 
 
-def test_memory_that_runs_out_again_and_again(train, scripts, monkeypatch):
+def test_memory_that_runs_out_again_and_again(train, monkeypatch):
     """10 samples at once, then 3, then 1: each time the step is done again, with prepared steps cut anew."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples --dataloader_num_workers 1"
     fits = iter([10] * 6 + [3] * 8 + [1] * 1000)  # forwards: two of the trial of sizes first
-    with limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)):
+    with limit_memory(monkeypatch, "pretrain_bert", lambda: next(fits)):
         shrinking = train("shrinking", flags)
     (values,) = json.loads(capacity.FILE.read_text()).values()
     assert (values["fits"], values["fails"]) == (0, 2), "2 samples at once are known not to fit"
@@ -105,11 +105,11 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
     assert failed == [0]
 
 
-def test_not_even_one_sample(train, scripts, monkeypatch):
+def test_not_even_one_sample(train, monkeypatch):
     fits = iter([10] * 4 + [0] * 1000)
     flags = "--global_batch_size 10 --checkpointing_steps 1"
     with (
-        limit_memory(monkeypatch, scripts, "pretrain_bert", lambda: next(fits)),
+        limit_memory(monkeypatch, "pretrain_bert", lambda: next(fits)),
         pytest.raises(
             RunError, match=r"memory ran out in step 3 with one sample in a micro-batch.*--gradient_checkpointing"
         ),

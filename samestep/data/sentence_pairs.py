@@ -27,7 +27,7 @@ from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
-from samestep.recipe.recipe import BertPretraining
+from samestep.recipe.recipe import BertPretraining, ModernBertPretraining
 from samestep.step.losses import IGNORED
 
 Dataset = optional("datasets").Dataset
@@ -36,6 +36,8 @@ Dataset = optional("datasets").Dataset
 CHUNKS, PAIRS, MASKS = 1, 2, 3
 REQUIRED_TOKENS = ("cls_token", "sep_token", "mask_token", "pad_token")
 NUM_SPECIAL = 3  # [CLS] A [SEP] B [SEP]
+OF_PAIRS = ("first_index", "next_sentence_label", "token_type_ids")
+"""Arguments of a model that only samples of two segments have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +46,20 @@ class Pair:
 
     Attributes:
         epoch, sample_id: of which the pair is a function.
-        first, second: token ids of segments A and B, int32 views.
+        first, second: token ids of segments A and B, int32 views; second is None where the sample is no pair.
         is_random: 0 when B follows A, 1 when it comes from another document (the label of `BertForPreTraining`).
     """
 
     epoch: int
     sample_id: int
     first: np.ndarray
-    second: np.ndarray
+    second: np.ndarray | None
     is_random: int
 
     @property
     def length(self) -> int:
-        """Number of tokens, with [CLS] and both [SEP]."""
-        return len(self.first) + len(self.second) + NUM_SPECIAL
+        """Number of tokens, with [CLS] and every [SEP]."""
+        return len(self.first) + (2 if self.second is None else len(self.second) + NUM_SPECIAL)
 
 
 class SentencePairs:
@@ -69,7 +71,7 @@ class SentencePairs:
         seed: decides every draw.
         max_seq_length: tokens per sample at most.
         short_seq_probability: share of the chunks cut to a random shorter length.
-        next_sentence_probability: share of the pairs whose B follows A.
+        next_sentence_probability: share of the pairs whose B follows A; None: a chunk is one segment, no pair.
         mlm_probability: share of a sample's ordinary tokens that are to be predicted (rounded, at least one).
         num_proc: processes that tokenize.
         description: names the corpus in messages.
@@ -86,14 +88,15 @@ class SentencePairs:
         seed: int,
         max_seq_length: int,
         short_seq_probability: float,
-        next_sentence_probability: float,
+        next_sentence_probability: float | None,
         mlm_probability: float,
         num_proc: int | None = None,
         description: str = "the corpus",
     ):
         self.seed, self.tokenizer = seed, tokenizer
         tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
-        self.max_length, self.max_tokens = max_seq_length, max_seq_length - NUM_SPECIAL
+        num_special = NUM_SPECIAL if next_sentence_probability is not None else 2  # [CLS] A [SEP]
+        self.max_length, self.max_tokens = max_seq_length, max_seq_length - num_special
         self.next_sentence_probability, self.mlm_probability = next_sentence_probability, mlm_probability
         self.cls, self.sep, self.mask_token = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
         self.is_special = np.zeros(len(tokenizer), bool)
@@ -118,10 +121,16 @@ class SentencePairs:
             ),
         )
         self.tokens, self.ends, self.cuts = (ListColumn(table, name) for name in ("tokens", "ends", "cuts"))
-        if len(self.tokens) < 2:
+        is_pair = next_sentence_probability is not None
+        if len(self.tokens) < 1 + is_pair:
             raise UsageError(
-                f"{description} has {len(self.tokens)} document(s) of two tokens or more: sentence pairs need at least 2, so "
-                "that B can come from another document (--txt_documents blocks: blank lines in .txt files separate documents)"
+                f"{description} has {len(self.tokens)} document(s) of two tokens or more: "
+                + (
+                    "sentence pairs need at least 2, so that B can come from another document"
+                    if is_pair
+                    else "give one"
+                )
+                + " (--txt_documents blocks: blank lines in .txt files separate documents)"
             )
 
     def __len__(self) -> int:
@@ -148,13 +157,17 @@ class SentencePairs:
         return {"tokenizer": fingerprint(self.tokenizer), "documents": documents}
 
     def draw(self, epoch: int, sample_id: int) -> Pair:
-        """Draw the pair of a sample in an epoch."""
+        """Draw the pair, or the one segment, of a sample in an epoch."""
         rng = sample_rng(self.seed, PAIRS, epoch, sample_id)
         # The sample is chunk `chunk` of document `row`: `tokens` [tokens], `ends` [sentences] in tokens, `cuts` [chunks + 1] in
         # sentences; sentence i is tokens[ends[i - 1] : ends[i]]
         row, chunk = self.cuts.find_gap(sample_id)
         tokens, ends, cuts = self.tokens[row], self.ends[row], self.cuts[row]
         first, last = cuts[chunk], cuts[chunk + 1]  # the chunk's sentences: [first, last), at least two
+        if self.next_sentence_probability is None:
+            segment = tokens[ends[first - 1] if first else 0 : ends[last - 1]]
+            front = int(rng.integers(max(0, len(segment) - self.max_tokens) + 1))
+            return Pair(int(epoch), int(sample_id), segment[front : front + self.max_tokens], None, 0)
         start, middle, stop = (
             ends[place - 1] if place else 0 for place in (first, int(rng.integers(first + 1, last)), last)
         )
@@ -175,6 +188,8 @@ class SentencePairs:
     def longest(self) -> Pair:
         """Return a pair of max_seq_length tokens."""
         tokens = np.full(self.max_tokens, self.tokenizer.unk_token_id, np.int32)
+        if self.next_sentence_probability is None:
+            return Pair(0, 0, tokens, None, 0)
         return Pair(0, 0, tokens[:1], tokens[1:], 0)
 
     def _truncate(self, a: np.ndarray, b: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +211,8 @@ class SentencePairs:
         Returns:
             input ids int64 [length], masked places int64 [m] ascending, the true tokens at these places int64 [m].
         """
-        tokens = np.concatenate([[self.cls], pair.first, [self.sep], pair.second, [self.sep]], dtype=np.int64)
+        second = [] if pair.second is None else [pair.second, [self.sep]]
+        tokens = np.concatenate([[self.cls], pair.first, [self.sep], *second], dtype=np.int64)
         rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
         candidates = np.flatnonzero(~self.is_special[tokens])
         num_masked = 0
@@ -219,17 +235,22 @@ class SentencePairs:
             masked_labels: int64 [M'], -100 up to that size.
             next_sentence_label: int64 [S].
             counts: int64 [2], targets of the masked-token and the next-sentence loss: M and S.
+            Of samples that are no pairs without first_index and next_sentence_label, and counts is int64 [1].
         """
         samples = pairs or [Pair(0, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), IGNORED)]
         tokens, places, labels = zip(*map(self.mask, samples), strict=True)
         num_first, is_random = [len(pair.first) + 2 for pair in samples], [pair.is_random for pair in samples]
-        return {
-            **make_pretraining_micro_batch(tokens, num_first, places, labels, is_random),
-            "counts": torch.tensor([sum(map(len, labels)), len(pairs)]),
-        }
+        batch = make_pretraining_micro_batch(tokens, num_first, places, labels, is_random)
+        counts = [sum(map(len, labels)), len(pairs)]
+        if self.next_sentence_probability is None:
+            batch = {name: value for name, value in batch.items() if name not in OF_PAIRS}
+            counts = counts[:1]
+        return batch | {"counts": torch.tensor(counts)}
 
 
-def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[SentencePairs, SentencePairs | None]:
+def build(
+    recipe: BertPretraining | ModernBertPretraining, num_proc: int | None = None
+) -> tuple[SentencePairs, SentencePairs | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
@@ -240,15 +261,14 @@ def build(recipe: BertPretraining, num_proc: int | None = None) -> tuple[Sentenc
         UsageError: data or tokenizer that cannot be used.
     """
     documents, held_out = load_split(recipe, num_proc)
-    name = recipe.tokenizer_name or recipe.model_name_or_path
+    weights = getattr(recipe, "model_name_or_path", None)
+    name = recipe.tokenizer_name or weights
     if name is None:
         tokenizer = train_wordpiece(documents, recipe.vocab_size, recipe.do_lower_case)
     else:
-        tokenizer = load_tokenizer(
-            name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
-        )
+        tokenizer = load_tokenizer(name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=weights is not None)
     names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
-    settings = {name: getattr(recipe, name) for name in names} | {"num_proc": num_proc}
+    settings = {name: getattr(recipe, name, None) for name in names} | {"num_proc": num_proc}
     train = SentencePairs(documents, tokenizer, **settings, description="training documents")
     return train, SentencePairs(held_out, tokenizer, **settings, description="held-out documents") if len(
         held_out

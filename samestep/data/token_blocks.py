@@ -1,4 +1,4 @@
-"""Documents to GPT-2's pretraining samples: runs of tokens in which each token predicts the next.
+"""Documents to samples of pretraining by next tokens: runs of tokens in which each token predicts the next.
 
 Documents are tokenized once with `datasets`: every document is <|endoftext|> and its tokens, in a memory-mapped file of 16-bit
 numbers where the vocabulary allows it. A sample of length T is T + 1 consecutive tokens: the first T are read, the last T
@@ -23,7 +23,7 @@ from samestep.data.documents import load_split
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_byte_level_bpe, train_characters
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
-from samestep.recipe.recipe import Gpt2Pretraining
+from samestep.recipe.recipe import CausalLmPretraining, CausalPretraining
 
 datasets = optional("datasets")
 Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
@@ -51,6 +51,7 @@ class TokenBlocks:
         tokenizer: with an eos_token, which begins every document and ends the last.
         block_size: tokens per sample at most.
         document_mask: whether attention and positions stay inside a document.
+        is_row: whether a micro-batch is a row of sequences end to end (`collate_row`) or a table of samples.
         seed: of the ring's cut in every epoch; None: it is never moved (held-out documents).
         num_proc: processes that tokenize.
         description: names the corpus in messages.
@@ -63,6 +64,7 @@ class TokenBlocks:
         *,
         block_size: int,
         document_mask: bool = False,
+        is_row: bool = False,
         seed: int | None = None,
         num_proc: int | None = None,
         description: str = "the corpus",
@@ -70,6 +72,7 @@ class TokenBlocks:
         self.tokenizer, self.end_of_text = tokenizer, tokenizer.eos_token_id
         tokenizer.model_max_length = block_size  # saved with it: a pipeline truncates to that
         self.max_length, self.document_mask, self.seed, self.description = block_size, document_mask, seed, description
+        self.is_row = is_row
         dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
         table = documents.map(
             _tokenize,
@@ -117,7 +120,10 @@ class TokenBlocks:
             labels: int64 [M], the next token of each token that is not padding.
             label_index: int64 [M], places of these tokens in the flattened [S * T]; None when nothing is padded.
             counts: int64 [1], M.
+            With `is_row`, what `collate_row` returns.
         """
+        if self.is_row:
+            return self.collate_row(runs)
         lengths = np.array([run.length for run in runs] or [0])
         shape = (len(lengths), max(1, lengths.max()))
         input_ids = np.full(shape, self.end_of_text, np.int64)
@@ -137,6 +143,33 @@ class TokenBlocks:
             "position_ids": position_ids,
             "labels": torch.from_numpy(labels),
             "label_index": label_index,
+            "counts": torch.tensor([len(labels)]),
+        }
+
+    def collate_row(self, runs: list[Run]) -> dict[str, torch.Tensor]:
+        """Make a micro-batch whose sequences, samples or with document_mask their documents, lie end to end, without padding.
+
+        No samples make one token without a target.
+
+        Returns:
+            input_ids, position_ids: int64 [1, M], positions anew from 0 in every sequence.
+            ends: int32 [Q + 1], 0 and the end of each sequence.
+            labels: int64 [M], the next token of each token; none where there are no samples.
+            counts: int64 [1], the number of labels.
+        """
+        tokens = np.concatenate([run.tokens[:-1] for run in runs] or [[self.end_of_text]]).astype(np.int64)
+        labels = np.concatenate([np.zeros(0, np.int64), *(run.tokens[1:] for run in runs)], dtype=np.int64)
+        is_first = np.zeros(len(tokens), bool)
+        is_first[np.cumsum([0, *(run.length for run in runs[:-1])])] = True
+        if self.document_mask:
+            is_first |= tokens == self.end_of_text
+        starts = np.flatnonzero(is_first)
+        place = np.arange(len(tokens))
+        return {
+            "input_ids": torch.from_numpy(tokens)[None],
+            "position_ids": torch.from_numpy(place - np.maximum.accumulate(np.where(is_first, place, 0)))[None],
+            "ends": torch.from_numpy(np.append(starts, len(tokens)).astype(np.int32)),
+            "labels": torch.from_numpy(labels),
             "counts": torch.tensor([len(labels)]),
         }
 
@@ -193,7 +226,7 @@ def _cut(seed: int, num_tokens: int, epoch: int) -> int:
     return int(sample_rng(seed, RING, epoch, 0).integers(num_tokens))
 
 
-def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
+def build(recipe: CausalPretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
@@ -204,16 +237,16 @@ def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBl
         UsageError: data or tokenizer that cannot be used.
     """
     documents, held_out = load_split(recipe, num_proc)
-    name = recipe.tokenizer_name or recipe.model_name_or_path
+    weights = getattr(recipe, "model_name_or_path", None)
+    name = recipe.tokenizer_name or weights
     if name is not None:
-        tokenizer = load_tokenizer(
-            name, recipe.vocab_size, ["eos_token"], "GPT-2", is_required=recipe.model_name_or_path is not None
-        )
+        tokenizer = load_tokenizer(name, recipe.vocab_size, ["eos_token"], "GPT-2", is_required=weights is not None)
     else:
         train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
         tokenizer = train(documents, recipe.vocab_size)
     kind = PackedBlocks if recipe.packing else SeparateDocuments
     settings = {"block_size": recipe.block_size, "document_mask": recipe.document_mask, "num_proc": num_proc}
+    settings["is_row"] = isinstance(recipe, CausalLmPretraining)
     blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
     return blocks, kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
 

@@ -182,7 +182,7 @@ def _attention_alone(
     keys = _row_keys(module, query_tables, (len(q),))
     tables = zip(to_tables(q, query_tables), to_tables(x, token_tables), token_tables.is_token, keys, strict=True)
     for query, tokens, is_token, row_keys in tables:  # [S', heads, 1, width], [S', 1, T, width]
-        p = _scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
+        p = scores(query.transpose(1, 2), tokens, is_token, module.scaling).softmax(-1)
         p = _drop(module, p, row_keys)
         outputs.append(torch.cat([p @ tokens, p.sum(-1, keepdim=True)], -1).transpose(1, 2))
     y = from_tables(outputs, query_tables, len(q))  # [W, heads, width + 1]: p X and sum(p)
@@ -246,7 +246,7 @@ def _attention(
                 queries, keys, values, attn_mask=is_token, dropout_p=dropout, scale=scaling
             )
         else:
-            y = _drop(module, _scores(queries, keys, is_token, scaling).softmax(-1), query_keys) @ values
+            y = _drop(module, scores(queries, keys, is_token, scaling).softmax(-1), query_keys) @ values
         outputs.append(y)
     return from_tables(outputs, query_tables, len(q))
 
@@ -310,7 +310,7 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, scaling: float) -> torch.Tensor:
+def scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, scaling: float) -> torch.Tensor:
     """Compute scaling q k^T, with the dtype's lowest number at padding: [S, heads, W, d], [S, heads, T, d] -> [S, heads, W, T].
 
     One product computes all of it: three passes over the scores would take a fifth of attention's time.

@@ -75,7 +75,7 @@ def build_model(recipe: Recipe, source: Any = None, shape: Mapping[str, Any] | N
     model_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     head = {"num_labels": 1} if is_reward else {}
     if shape is not None or recipe.model_name_or_path is None:
-        make, values = _choose_config(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
+        make, values = choose_config(recipe, tokenizer) if shape is None else (AutoConfig.for_model, shape)
         try:
             config = make(**values, **head)
             model = model_class.from_config(config)
@@ -108,7 +108,7 @@ def build_model(recipe: Recipe, source: Any = None, shape: Mapping[str, Any] | N
     return model
 
 
-def _choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+def choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
     """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
     try:
         default = AutoConfig.for_model(recipe.architecture)

@@ -1,5 +1,7 @@
 """Pretrain GPT-2: GPT2LMHeadModel that returns the sum over a micro-batch, and never holds the logits of all its tokens."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -26,6 +28,16 @@ class PretrainingSums(SummedLosses):
     def __init__(self, gpt2: GPT2LMHeadModel, block_size: int | None = None):
         super().__init__()
         self.gpt2, self.block_size = gpt2, block_size or gpt2.config.n_positions
+
+    @property
+    def causal_lm(self) -> GPT2LMHeadModel:
+        """The model of transformers."""
+        return self.gpt2
+
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[GPT2LMHeadModel]:
+        """Let the model be called by its own forward within this context, as generating text needs it: it always may."""
+        yield self.gpt2
 
     @classmethod
     def from_recipe(cls, recipe: Gpt2Pretraining, source: Any) -> Self:

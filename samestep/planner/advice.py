@@ -240,7 +240,7 @@ def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Reci
     """
     old_batch, numbers = recipe.global_batch_size, recipe.scaled_hyperparameters()
     kappa = batch / old_batch
-    is_adam = recipe.optimizer_name == "adamw"
+    is_adam = recipe.optimizer_name in ("adamw", "muon")
     rate_factor = math.sqrt(kappa) if is_adam else kappa
     changes: dict[str, Any] = {
         "global_batch_size": batch,
@@ -255,6 +255,12 @@ def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Reci
             "adam_beta1": numbers.adam_beta1,
             "adam_beta2": _shorten(scaling.beta2_half_life(numbers, old_batch, batch).adam_beta2),
             "adam_epsilon": numbers.adam_epsilon,
+        }
+    if recipe.optimizer_name == "muon":
+        rate = recipe.muon_learning_rate * numbers.learning_rate / recipe.learning_rate
+        changes |= {
+            "muon_learning_rate": _shorten(rate * rate_factor),
+            "muon_weight_decay": _shorten(recipe.muon_weight_decay * kappa / rate_factor / tokens),
         }
     if numbers.warmup_epochs is not None:
         changes["warmup_epochs"] = numbers.warmup_epochs

@@ -124,7 +124,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "hint": None if workload.script else workload.hint,
         "is_adapter": count_trained(model) < model.num_parameters,
         "model_bytes": 4 * count_trained(model),
-        "checkpoint_bytes": (4 + workload.moment_bytes) * count_trained(model),
+        "checkpoint_bytes": round((4 + workload.moment_bytes) * count_trained(model)),
         "steps_per_epoch": workload.steps_per_epoch,
         "num_warmup_steps": None,
         "learning_rates": None,

@@ -102,7 +102,7 @@ def describe_costs(placement: Placement, terms: Terms) -> dict[str, Any]:
     epoch = None if workload.steps_per_epoch is None else workload.steps_per_epoch * placement.time.total
     sample = placement.time.total / batch
     billion = sample / model.length * 1e9 if model.unit == "token" else None
-    checkpoint_bytes = (4 + workload.moment_bytes) * count_trained(model)
+    checkpoint_bytes = round((4 + workload.moment_bytes) * count_trained(model))
     write = checkpoint_bytes / (terms.disk_gb_per_s * 1e9)
     interval = 60 * RunSettings.checkpointing_minutes
     rate = None if terms.interruptions_per_day is None else terms.interruptions_per_day / 86400

@@ -394,6 +394,12 @@ class Decoder:
         mixtures = self.shape.num_mixtures
         return [(is_mixture, n) for is_mixture, n in ((False, self.num_layers - mixtures), (True, mixtures)) if n]
 
+    @property
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of all layers; experts, which are tables, left out."""
+        kinds = [linear for is_mixture, count in self._kinds() for linear in self.shape.linears(is_mixture) * count]
+        return [(linear.out, linear.width) for linear in kinds]
+
     def _layer_adapter(self, is_mixture: bool) -> int:
         if self.method.rank is None:
             return 0

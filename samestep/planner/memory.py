@@ -18,8 +18,10 @@ from samestep.recipe.recipe import (
     BertPretraining,
     CaptchaRecognition,
     CausalLmFineTuning,
+    CausalLmPretraining,
     Gpt2Pretraining,
     ImageClassification,
+    ModernBertPretraining,
     Recipe,
     TextClassification,
 )
@@ -66,9 +68,23 @@ def bert_pretraining(recipe: BertPretraining) -> Transformer:
     return transformer.bert(recipe.architecture, recipe.max_seq_length, num_predicted, is_unpadded=True)
 
 
+def modernbert_pretraining(recipe: ModernBertPretraining) -> Transformer:
+    """Return the shape of ModernBERT with its head."""
+    num_predicted = max(1, round((recipe.max_seq_length - 2) * recipe.mlm_probability))  # [CLS], [SEP]: never masked
+    return transformer.modernbert(recipe.architecture, recipe.max_seq_length, num_predicted)
+
+
 def gpt2_pretraining(recipe: Gpt2Pretraining) -> Transformer:
     """Return the shape of GPT-2."""
     return transformer.gpt2(recipe.architecture, recipe.block_size)
+
+
+def causal_lm_pretraining(recipe: CausalLmPretraining) -> Decoder:
+    """Return the decoder that is pretrained."""
+    config = recipe.shape | {"model_type": recipe.architecture, "vocab_size": recipe.vocab_size}
+    config["head_dim"] = recipe.hidden_size // recipe.num_attention_heads
+    shape = base_models.shape_from_config(config, f"architecture {recipe.architecture}")
+    return Decoder(shape=shape, sequence_length=recipe.block_size)
 
 
 def text_classification(recipe: TextClassification) -> Transformer:
@@ -103,9 +119,9 @@ def has_formula(recipe: Recipe) -> bool:
     """Tell whether `model_from_recipe` knows the recipe's model without asking the network."""
     if recipe.parts.shape is None:
         return False
-    if not isinstance(recipe, CausalLmFineTuning):
+    if not isinstance(recipe, CausalLmFineTuning | CausalLmPretraining):
         return True
-    path = recipe.model_name_or_path
+    path = getattr(recipe, "model_name_or_path", None)
     config = {"model_type": recipe.architecture}
     if path is not None:
         config = base_models.find_local_config(path) or {}
@@ -183,7 +199,7 @@ def planned_memory(
     fsdp_gather: str = "bf16",
     num_shards: int | None = None,
     offloaded: bool = False,
-    moment_bytes: int = MOMENTS["adamw"],
+    moment_bytes: float = MOMENTS["adamw"],
     gradient_bytes: int = 4,
 ) -> Memory:
     """Plan the memory that one process needs for a model's step, cut by a layout.
@@ -249,7 +265,7 @@ def planned_memory(
     first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
     if offloaded:
         trained = weights = 0
-    gradients, moments = gradient_bytes * trained, moment_bytes * trained
+    gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)
     is_cut = layout.gradient_accumulation_steps > 1
     if isinstance(model, Decoder) and model.program.sums_whole_gradients and is_cut:
         gradients = gradient_bytes * count_trained(model)

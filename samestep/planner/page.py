@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported by those who render a page
 TEMPLATES = Path(__file__).parent / "templates"
 LONGEST_BAR = 1.5
 """Largest length of a bar, in memories of the device; longer bars are cut off and marked."""
-OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
+OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 STEPS = ("num_steps", "num_warmup_steps", "steps_per_epoch", "energy_kwh", "tokens_per_second")
 COSTS = ("seconds_to_end", "seconds_to_end_range", "cost", "cost_range", "cost_per_epoch", "cost_per_billion_tokens")
 DATES = ("is_adapter", "start", "end", "write_command")

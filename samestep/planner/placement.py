@@ -370,7 +370,7 @@ def _predict_time(
 ) -> StepTime:
     model = workload.model
     options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
-    software = default_software(precision, **options)
+    software = dataclasses.replace(default_software(precision, **options), orthogonalized=workload.orthogonalized)
     work = count_work(model, precision)
     return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
 

@@ -13,7 +13,7 @@ from samestep.planner.placement import BAND, RESERVED
 from samestep.planner.step_plan import describe_sizes
 from samestep.recipe.reading import is_installed
 
-OPTIMIZER = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
+OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
 NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
 SHORT = 3600
 """Seconds of a training of which neither the day it ends nor interruptions are said."""

@@ -58,6 +58,8 @@ CALIBRATION = Calibration(
 HOST_LINK, HOST_MEMORY = 25e9, 200e9
 """Bytes per second between a device and its host, and of the memory of a host with several devices: PCIe 4.0 x16 and eight
 channels of DDR4-3200, of which four fifths and all are reached. Assumed."""
+NEWTON_SCHULZ_STEPS = 5
+"""Of Muon: each is three products, of n x m by m x n, n x n by n x n and n x n by n x m."""
 SUSTAINED = {"h100": 0.746, "h200": 0.746}
 """Chip -> part of `Device.reachable` that matmuls of language models keep for minutes, at the limit of power; 1 for others. One
 number for both Hopper chips, fitted to benchmarks/language_models.yaml by `make bench-language`."""
@@ -75,6 +77,7 @@ class Software:
         overlapped: whether gradients are reduced while the last backward still runs.
         gathered_bytes: bytes of a parameter, as gathered by FSDP2 from the processes.
         frozen_bytes: bytes moved per frozen parameter in every micro-batch: its cast, and two reads of it.
+        orthogonalized: rows and columns of the matrices that Muon orthogonalizes in float32, shared out over the processes.
     """
 
     kernels: str
@@ -84,6 +87,7 @@ class Software:
     overlapped: bool = True
     gathered_bytes: float = 4
     frozen_bytes: float = 10
+    orthogonalized: tuple[tuple[int, int], ...] = ()
 
 
 def default_software(
@@ -318,7 +322,7 @@ def step_time(
                          and s num_logits times the bytes moved for each / memory bandwidth
         weights          k (N_trained weight_bytes + N_frozen frozen_bytes) / memory bandwidth
         launches         k kernels launch; none when compiled
-        optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N
+        optimizer        N_trained optimizer_bytes / memory bandwidth, sharded: divided by N; with Muon `_orthogonalization`
         loading          s num_photographs loading / cores, less all of the above except the optimizer, at least 0
         communication    sum of the gradients in buckets of 25 MiB, once; hidden behind the backward, 2 / 3 of the last
                          micro-batch: exposed are max(0, communication - backward) and the last bucket
@@ -375,6 +379,7 @@ def step_time(
         work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration, num_shards
     )
     optimizer = work.trained * software.optimizer_bytes / bandwidth / parts
+    orthogonalization = _orthogonalization(software, hardware, sharded, calibration)
     if offloaded:
         crossing = (
             k * (2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained) / parts
@@ -386,12 +391,41 @@ def step_time(
         memory_traffic=memory_traffic,
         weights=weights,
         launches=launches,
-        optimizer=optimizer,
+        optimizer=optimizer + orthogonalization,
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
         exposed_communication=exposed,
         communication=communication,
         at_peak=layout.global_batch_size * work.flops / (peak_flops(device, mixed_precision) * layout.num_processes),
     )
+
+
+def _orthogonalization(software: Software, hardware: Hardware, sharded: bool, calibration: Calibration) -> float:
+    """Compute the seconds of `samestep.step.optim.muon`'s products in float32, N matrices at a time.
+
+    Results are sent, 4 bytes per number, while the next ones are computed, but for those of the last round. Where weights are
+    sharded, what they are computed from is gathered before.
+    """
+    if not software.orthogonalized:
+        return 0.0
+    n = hardware.num_processes
+    flops = sorted((count_orthogonalization(*shape) for shape in software.orthogonalized), reverse=True)
+    seconds = sum(flops[::n]) / reachable_flops(hardware.device, "no", calibration)
+    if n == 1:
+        return seconds
+    num_bytes = 4 * sum(rows * columns for rows, columns in software.orthogonalized)
+    exchange = all_gather(hardware, num_bytes, calibration)
+    num_rounds = len(flops[::n])
+    return max(seconds, exchange) + exchange / num_rounds + exchange * sharded
+
+
+def count_orthogonalization(rows: int, columns: int) -> int:
+    """Count the FLOPs of `samestep.step.optim.muon.orthogonalize`, as its `count_flops` does.
+
+    >>> count_orthogonalization(768, 3072) == count_orthogonalization(3072, 768) == 10 * 768**2 * (2 * 3072 + 768)
+    True
+    """
+    n, m = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * 2 * (2 * n * n * m + n**3)
 
 
 def peak_flops(device: Device, mixed_precision: str) -> float:

@@ -35,12 +35,14 @@ class Layer(NamedTuple):
         saved_bytes: all bytes that the forward saves, feed-forward included.
         feed_forward_bytes: the part of them that the feed-forward layer's activation saves.
         temporary_bytes: gradients on their way through the feed-forward layer.
+        matrices: rows and columns of its matrices, in any order.
     """
 
     num_parameters: int
     saved_bytes: tuple[int, int]
     feed_forward_bytes: tuple[int, int]
     temporary_bytes: tuple[int, int]
+    matrices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,11 @@ class Transformer:
     def num_parameters(self) -> int:
         """N, the parameters of L layers and of the parts outside. A tied head counts once."""
         return self.num_layers * self.layer.num_parameters + self.num_outside
+
+    @property
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of all layers."""
+        return list(self.layer.matrices) * self.num_layers
 
     @property
     def num_logits(self) -> int:
@@ -337,6 +344,7 @@ def _layer(h: int, f: int, activation: str, dropout: bool, residual: int) -> Lay
         saved_bytes=(32 * h + float32 + masks, residual * h + half + masks),
         feed_forward_bytes=(float32, half),
         temporary_bytes=(4 * h + 4 * f, 6 * h + 2 * f),
+        matrices=(*[(h, h)] * 4, (h, f), (h, f)),
     )
 
 
@@ -422,6 +430,51 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is
     )
 
 
+def modernbert(shape: Mapping[str, Any], length: int, num_predicted: int) -> Transformer:
+    """Return the shape of ModernBERT, as `samestep.models.modernbert_pretraining` computes it, without padding.
+
+    A layer saves per token, in float32 and under autocast,
+
+        float32    36 h + 16 f
+        autocast   22 h +  8 f
+
+    Both normalisations save their inputs (8 h) and the matmuls theirs (8 h, under autocast 4 h); attention saves queries, keys
+    and values as tables (12 h, 6 h) and its output, as tables and as rows (8 h, 4 h); the feed-forward layer its activation's
+    input, the gate, the activation and their product (16 f, 8 f).
+
+    Args:
+        shape: as `transformers.ModernBertConfig` takes it.
+        length: T.
+        num_predicted: largest number of masked tokens of a sample.
+    """
+    vocab, h, f, layers = (
+        shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    num_global = -(-layers // shape["global_attn_every_n_layers"])
+    seen = num_global * length + (layers - num_global) * min(length, shape["local_attention"] + 1)
+    products = length * (layers * (8 * h * h + 6 * h * f) + 4 * h * seen)
+    layer = Layer(
+        num_parameters=4 * h * h + 3 * h * f + 2 * h,
+        saved_bytes=(36 * h + 16 * f, 22 * h + 8 * f),
+        feed_forward_bytes=(16 * f, 8 * f),
+        temporary_bytes=(4 * h + 8 * f, 6 * h + 4 * f),
+        matrices=((h, 3 * h), (h, h), (h, 2 * f), (h, f)),
+    )
+    return Transformer(
+        vocab_size=vocab,
+        length=length,
+        num_predicted=num_predicted,
+        hidden_size=h,
+        num_layers=layers,
+        num_heads=shape["num_attention_heads"],
+        layer=layer,
+        # The embedding, its norm and the last one; the head's matrix, norm and bias; the first layer has one norm only
+        num_outside=vocab * h + 2 * h + h * h + h + vocab - h,
+        flops_per_sample=3 * (products + num_predicted * (2 * h * h + 2 * h * vocab)),
+        attention_dropout=False,
+    )
+
+
 def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) -> Transformer:
     """Return the shape of GPT-2, with its head at every place.
 
@@ -434,6 +487,7 @@ def gpt2(shape: Mapping[str, Any], length: int, *, chunked_head: bool = True) ->
     vocab, positions, h, layers = (shape[name] for name in ("vocab_size", "n_positions", "n_embd", "n_layer"))
     f = shape.get("n_inner") or 4 * h
     layer = _layer(h, f, shape["activation_function"], shape["resid_pdrop"] > 0 and not chunked_head, 20)
+    layer = layer._replace(matrices=((h, 3 * h), (h, h), (h, f), (h, f)))  # queries, keys and values are one
     num_outside = (vocab + positions) * h + 2 * h
     num_parameters = layers * layer.num_parameters + num_outside
     return Transformer(

@@ -24,8 +24,9 @@ from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
 
-UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16}
-"""Bytes that an update moves per trained parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m."""
+UPDATE = {"adamw": 28, "sgd": 20, "adamw_8bit": 16, "muon": 40}
+"""Bytes that an update moves per trained parameter: AdamW reads p, g, m, v and writes p, m, v; SGD p, g, m and p, m; Muon, of
+matrices, g, m twice and writes m and what is orthogonalized, then reads that and p, and writes p twice."""
 CLIPPING = 12
 """Bytes that clipping moves per parameter: it reads the gradient twice and writes it."""
 
@@ -53,6 +54,7 @@ class Workload:
         critical_batch_size: global batch beyond which samples are wasted; None: unknown.
         may_shard: whether its program can shard weights (FSDP2).
         download_bytes: bytes of the weights that training starts from; 0: random ones.
+        orthogonalized: rows and columns of the matrices that Muon updates.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Workload:
     script: str | None = None
     script_words: tuple[str, ...] = ()
     hint: str = "No script of this repository trains it."
-    moment_bytes: int = MOMENTS["adamw"]
+    moment_bytes: float = MOMENTS["adamw"]
     gradient_bytes: int = 4
     optimizer_bytes: int = UPDATE["adamw"] + CLIPPING
     second_moment: str | None = None
@@ -73,6 +75,7 @@ class Workload:
     critical_batch_size: float | None = None
     may_shard: bool = True
     download_bytes: int = 0
+    orthogonalized: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_samples(self) -> int | None:
@@ -83,7 +86,8 @@ class Workload:
     @property
     def state_bytes(self) -> int:
         """Bytes of the weights as they are kept, and of gradients and moments of those that are trained."""
-        return count_weight_bytes(self.model) + (self.gradient_bytes + self.moment_bytes) * count_trained(self.model)
+        trained = round((self.gradient_bytes + self.moment_bytes) * count_trained(self.model))
+        return count_weight_bytes(self.model) + trained
 
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
@@ -191,7 +195,8 @@ def from_recipe(
         sizes=() if plan is None else tuple(plan.sizes),
         script=recipe.parts.script,
         script_words=("--recipe", source or recipe.name, *format_flags(changes or {})),
-        moment_bytes=MOMENTS[optimizer],
+        moment_bytes=_count_moment_bytes(model) if optimizer == "muon" else MOMENTS[optimizer],
+        orthogonalized=tuple(model.layer_matrices) if optimizer == "muon" else (),
         gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
         second_moment=recipe.second_moment,
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
@@ -200,6 +205,12 @@ def from_recipe(
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
     )
+
+
+def _count_moment_bytes(model: Transformer | Decoder) -> float:
+    """Count the bytes per parameter that Muon remembers: one moment of layers' matrices, AdamW's two of the rest."""
+    hidden = sum(rows * columns for rows, columns in model.layer_matrices)
+    return MOMENTS["adamw"] - 4 * hidden / model.num_parameters
 
 
 def _count_download(recipe: Recipe, model: Model) -> int:

@@ -60,6 +60,8 @@ DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
 """Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
 """Fields that say how many of them are drawn."""
+MUON = ("muon_learning_rate", "muon_momentum", "muon_weight_decay")
+"""Fields that only the optimizer muon has."""
 DATA = ("train_file", "train_dir", "dataset_name", "dataset_config_name")
 TEXTS = ("name", "description", "source", "expect")
 """Fields that speak of all others: they are not true of a recipe whose values were changed."""
@@ -270,7 +272,7 @@ class Recipe:
 
     @property
     def optimizer_name(self) -> str:
-        """Name of the optimizer: adamw, adamw_8bit or sgd."""
+        """Name of the optimizer: adamw, adamw_8bit, muon or sgd."""
         return getattr(self, "optimizer", "adamw")
 
     @property
@@ -351,6 +353,23 @@ class TextPretraining(Recipe):
 
     extra: ClassVar[str | None] = "text"
 
+    # Optimizer
+    optimizer: str = setting(
+        "adamw, or muon: matrices of layers by Muon (kellerjordan.github.io/posts/muon), embeddings, head, gains and biases by "
+        "AdamW",
+        choice("adamw", "muon"),
+    )
+    muon_learning_rate: float | None = setting(
+        "peak learning rate of matrices at learning_rate_batch_size, of AdamW's size (updates are multiplied by 0.2 "
+        "sqrt(max(rows, columns)), 2502.16982); it follows learning_rate's schedule and scaling; null with adamw",
+        POSITIVE,
+    )
+    muon_momentum: float | None = setting("decay of Muon's momentum per step; null with adamw", FRACTION)
+    muon_weight_decay: float | None = setting(
+        "decoupled weight decay of matrices under Muon; null with adamw", NOT_NEGATIVE
+    )
+
+    # Data
     train_file: tuple[str, ...] | None = setting("training documents: txt, jsonl, csv, parquet; globs", decides=False)
     validation_file: tuple[str, ...] | None = setting("held-out documents; null: validation_fraction", decides=False)
     dataset_name: str | None = setting("builtin/python_docs, or a dataset of the hub", decides=False)
@@ -369,6 +388,19 @@ class TextPretraining(Recipe):
     )
     tokenizer_name: str | None = setting("tokenizer to load; null: train one on the corpus", decides=False)
     vocab_size: int = setting("vocabulary: of the tokenizer to train, or expected of the one loaded", VOCABULARY)
+
+    def problems(self) -> list[str]:
+        problems, is_muon = super().problems(), self.optimizer == "muon"
+        for name in MUON:
+            if (getattr(self, name) is None) == is_muon:
+                rule = "must be a number" if is_muon else "must be null"
+                problems.append(f"{name} is {getattr(self, name)}, but with optimizer {self.optimizer} it {rule}")
+        if is_muon and self.accumulation == "optimizer":
+            problems.append(
+                "accumulation is optimizer, but optimizer is muon, which needs the whole gradient of a matrix at once: set "
+                "accumulation to gradient, or optimizer to adamw"
+            )
+        return problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -452,6 +484,65 @@ class BertPretraining(BertRecipe, TextPretraining):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ModernBertPretraining(TextPretraining):
+    """ModernBERT pretraining: masked language modelling on runs of sentences, without next-sentence prediction."""
+
+    # Data
+    do_lower_case: bool = setting("lower-case and strip accents")
+    max_seq_length: int = setting("tokens per sample, [CLS] and [SEP] included", limit(2**24, 8))
+    short_seq_probability: float = setting("share of the samples cut to a random shorter length", PROBABILITY)
+    mlm_probability: float = setting(
+        "share of a sample's tokens to predict (80 % [MASK], 10 % random, 10 % kept)", PROBABILITY
+    )
+
+    # Model
+    hidden_size: int = setting("width", WIDTH)
+    num_hidden_layers: int = setting("layers", LAYERS)
+    num_attention_heads: int = setting("heads; divides hidden_size", WIDTH)
+    intermediate_size: int = setting("width of the gated feed-forward layer (GeGLU)", WIDTH)
+    max_position_embeddings: int = setting("positions; at least max_seq_length", LENGTH)
+    global_attn_every_n_layers: int = setting(
+        "every n-th layer, from the first, attends to the whole sample, the others to local_attention tokens", LAYERS
+    )
+    local_attention: int = setting("tokens that a layer with a window sees, half of them on each side", limit(2**24, 2))
+    global_rope_theta: float = setting("base of the rotary positions of layers that see all", POSITIVE)
+    local_rope_theta: float = setting("base of the rotary positions of layers with a window", POSITIVE)
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
+
+    def problems(self) -> list[str]:
+        problems, heads = super().problems(), self.num_attention_heads
+        if self.hidden_size % (2 * heads):
+            problems.append(
+                f"hidden_size {self.hidden_size} is not an even multiple of num_attention_heads {heads}: change one of them"
+            )
+        if self.max_seq_length > self.max_position_embeddings:
+            problems.append(
+                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
+                "lower the first or raise the second"
+            )
+        return problems
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"mlm": 1.0}
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        shape: dict[str, Any] = {"num_hidden_layers": min(2, self.num_hidden_layers)}
+        if self.hidden_size > 64:
+            shape |= {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
+        return shape
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The model's shape, as `transformers.ModernBertConfig` takes it."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("hidden_size") :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TextClassification(BertRecipe):
     """Fine-tuning BERT: a label, or a number, of a text or a pair of texts."""
 
@@ -502,8 +593,8 @@ class TextClassification(BertRecipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpt2Pretraining(TextPretraining):
-    """GPT-2 pretraining: causal language modelling."""
+class CausalPretraining(TextPretraining):
+    """What recipes that pretrain by next tokens share: how documents become samples."""
 
     # Data
     tokenizer: str = setting(
@@ -513,6 +604,28 @@ class Gpt2Pretraining(TextPretraining):
     block_size: int = setting("tokens per sample, all of them predicted but the first of a document", LENGTH)
     packing: bool = setting("true: documents one after the other, cut into blocks; false: a document, cut, per sample")
     document_mask: bool = setting("attention and positions stay inside a document of a block")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.document_mask and not self.packing:
+            problems.append(
+                "document_mask is true, but without packing a sample never holds two documents: set it to false"
+            )
+        return problems
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        return self.block_size if self.packing else None
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of the only loss term."""
+        return {"lm": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2Pretraining(CausalPretraining):
+    """GPT-2 pretraining: causal language modelling."""
 
     # Model
     model_name_or_path: str | None = setting("weights to start from; null: random", decides=False)
@@ -538,20 +651,7 @@ class Gpt2Pretraining(TextPretraining):
             problems.append(
                 f"block_size {self.block_size} exceeds n_positions {self.n_positions}: lower the first or raise the second"
             )
-        if self.document_mask and not self.packing:
-            problems.append(
-                "document_mask is true, but without packing a sample never holds two documents: set it to false"
-            )
         return problems
-
-    @property
-    def tokens_per_sample(self) -> int | None:
-        return self.block_size if self.packing else None
-
-    @property
-    def loss_weights(self) -> dict[str, float]:
-        """Name and weight of the only loss term."""
-        return {"lm": 1.0}
 
     @property
     def small_shape(self) -> dict[str, Any]:
@@ -564,6 +664,57 @@ class Gpt2Pretraining(TextPretraining):
         """The model's shape, as `transformers.GPT2Config` takes it."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("n_positions") :]]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalLmPretraining(CausalPretraining):
+    """Pretraining of a causal language model of any architecture of transformers, from random weights."""
+
+    # Model
+    architecture: str = setting("model_type of transformers: qwen3, llama, ...")
+    hidden_size: int = setting("width", WIDTH)
+    num_hidden_layers: int = setting("layers", LAYERS)
+    num_attention_heads: int = setting("heads; divides hidden_size", WIDTH)
+    num_key_value_heads: int | None = setting("heads of keys and values; null: num_attention_heads", WIDTH)
+    intermediate_size: int = setting("width of the feed-forward layer", limit(2**20))
+    max_position_embeddings: int = setting("positions; at least block_size", LENGTH)
+    tie_word_embeddings: bool = setting("whether the head is the embedding's matrix")
+    initializer_range: float = setting("standard deviation of the initial weights", POSITIVE)
+    zero_init_projections: bool = setting(
+        "begin with zeros in the last matrix of attention and of the feed-forward layer, so that every layer passes on what it "
+        "gets"
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        heads, few = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if self.hidden_size % heads:
+            problems.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
+            )
+        if heads % few:
+            problems.append(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
+            )
+        if self.block_size > self.max_position_embeddings:
+            problems.append(
+                f"block_size {self.block_size} exceeds max_position_embeddings {self.max_position_embeddings}: lower the first "
+                "or raise the second"
+            )
+        return problems
+
+    @property
+    def small_shape(self) -> dict[str, Any]:
+        shape: dict[str, Any] = {"num_hidden_layers": min(2, self.num_hidden_layers)}
+        if self.hidden_size > 64:
+            shape |= {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+            shape |= {"num_key_value_heads": None if self.num_key_value_heads is None else 2}
+        return shape
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The model's shape, as transformers' configuration of `architecture` takes it."""
+        return {name: getattr(self, name) for name in CausalLmFineTuning.SHAPE}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -1037,6 +1188,18 @@ register(
     ),
 )
 register(
+    "modernbert_pretraining",
+    ModernBertPretraining,
+    Parts(
+        settings="samestep.recipe.run_settings:LanguageModelSettings",
+        data="samestep.data.sentence_pairs:build",
+        model="samestep.models.modernbert_pretraining:PretrainingSums",
+        shape="samestep.planner.memory:modernbert_pretraining",
+        script="pretrain_bert.py",
+        pipeline_tag="fill-mask",
+    ),
+)
+register(
     "gpt2_pretraining",
     Gpt2Pretraining,
     Parts(
@@ -1044,6 +1207,18 @@ register(
         data="samestep.data.token_blocks:build",
         model="samestep.models.gpt2_pretraining:PretrainingSums",
         shape="samestep.planner.memory:gpt2_pretraining",
+        script="pretrain_gpt2.py",
+        pipeline_tag="text-generation",
+    ),
+)
+register(
+    "causal_lm_pretraining",
+    CausalLmPretraining,
+    Parts(
+        settings="samestep.recipe.run_settings:CausalLmSettings",
+        data="samestep.data.token_blocks:build",
+        model="samestep.models.causal_lm_pretraining:PretrainingSums",
+        shape="samestep.planner.memory:causal_lm_pretraining",
         script="pretrain_gpt2.py",
         pipeline_tag="text-generation",
     ),
@@ -1199,6 +1374,15 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
         place = f" on {recipe.data_name}" if recipe.data_name else ""
         recipe = dataclasses.replace(recipe, description=f"{subject.rstrip('.')}{place}.")
     return recipe
+
+
+def find_task(name_or_file: str) -> str | None:
+    """Find the task of a recipe; None: there is no such recipe, or it names none."""
+    try:
+        task = _read(name_or_file, ancestors=()).get("task")
+    except UsageError:
+        return None
+    return task if isinstance(task, str) else None
 
 
 def _list_choices(task: str) -> str:

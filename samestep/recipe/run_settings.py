@@ -320,7 +320,7 @@ EPILOG = """A recipe gives every field of its own, and a flag changes it: --reci
 
 def parse(
     argv: Sequence[str],
-    task: str,
+    task: str | Sequence[str],
     description: str,
     *,
     find_config: pretrained_shape.FindConfig = pretrained_shape.read_local_config,
@@ -330,7 +330,7 @@ def parse(
 
     Args:
         argv: the flags.
-        task: the task that the recipe must have.
+        task: the task that the recipe must have; several: one of them.
         description: of the program, for `--help`.
         find_config, say: as of `pretrained_shape.load`.
 
@@ -341,6 +341,7 @@ def parse(
     Raises:
         UsageError: unknown flags or recipe, any broken rule, packages of the task that are not installed.
     """
+    task = task if isinstance(task, str) else _choose_task(argv, task)
     cls = recipes.TASKS[task]
     settings_class = cls.parts.find("settings")
     parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
@@ -431,7 +432,7 @@ def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any])
     return problems
 
 
-def answer_early(argv: Sequence[str], task: str, description: str) -> None:
+def answer_early(argv: Sequence[str], task: str | Sequence[str], description: str) -> None:
     """Answer `--help`, mistakes in the flags and `--rehearse`, and end the program then; else return.
 
     Called before a program imports torch, which takes 40 times as long. Arguments are those of `parse`.
@@ -452,8 +453,21 @@ def answer_early(argv: Sequence[str], task: str, description: str) -> None:
 
 def _load_help_recipe(argv: Sequence[str], task: str) -> recipes.Recipe | None:
     """Load the recipe whose values `--help` shows; None: no recipe in the flags, or no help asked for."""
+    name = _find_recipe(argv)
+    if name is None or not {"-h", "--help"} & set(argv):
+        return None
+    return recipes.load(name, task=task)
+
+
+def _choose_task(argv: Sequence[str], tasks: Sequence[str]) -> str:
+    """Choose the task of the recipe that the flags name; the first one if it is of none of these tasks."""
+    name = _find_recipe(argv)
+    task = None if name is None else recipes.find_task(name)
+    return task if task in tasks else tasks[0]
+
+
+def _find_recipe(argv: Sequence[str]) -> str | None:
+    """Find the recipe that the flags name, before they are parsed; None: they name none."""
     names = [following for word, following in itertools.pairwise([*argv, ""]) if word == "--recipe"]
     names += [word.removeprefix("--recipe=") for word in argv if word.startswith("--recipe=")]
-    if not names or not {"-h", "--help"} & set(argv):
-        return None
-    return recipes.load(names[-1], task=task)
+    return names[-1] if names else None

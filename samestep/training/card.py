@@ -77,6 +77,11 @@ class Training:
         else:
             betas = f"betas=({numbers.adam_beta1:g},{numbers.adam_beta2:g})"
             optimizer = f"{recipe.optimizer_name} with {betas} and epsilon={numbers.adam_epsilon:g}"
+        if recipe.optimizer_name == "muon":
+            rate = recipe.muon_learning_rate * numbers.learning_rate / recipe.learning_rate
+            matrices = f"learning rate {rate:.6g}, momentum {recipe.muon_momentum:g}"
+            optimizer = f"muon of matrices with {matrices}, weight decay {recipe.muon_weight_decay:g}; {optimizer}"
+            optimizer = optimizer.replace("; muon with", "; adamw of the rest with")
         length = "num_epochs" if recipe.max_train_steps is None else "training_steps"
         return {
             "learning_rate": f"{numbers.learning_rate:.6g}",

@@ -47,7 +47,7 @@ class Run:
 
     Args:
         argv: flags of the recipe and of the run.
-        task: task of the recipes that the script trains.
+        task: task of the recipes that the script trains; several: any of them.
         description: description of the script, for --help.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
         UsageError: bad flags, recipe, launch, output folder or checkpoint.
     """
 
-    def __init__(self, argv: Sequence[str], task: str, description: str):
+    def __init__(self, argv: Sequence[str], task: str | Sequence[str], description: str):
         notes: list[str] = []
         self.recipe, self.settings = run_settings.parse(
             argv, task, description, find_config=pretrained.find_config, say=notes.append

@@ -66,6 +66,11 @@ def task_of(program: str) -> str:
     return next(task for task, recipe in TASKS.items() if recipe.parts.script == f"{program}.py")
 
 
+def model_of(program: str) -> type:
+    """Find the class that a program's tiny model is of."""
+    return TASKS[task_of(program)].parts.find("model")
+
+
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Make the arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
     labelled = str(corpus.with_name("labelled.csv"))

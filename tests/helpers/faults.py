@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import ROOT, count_samples, launch_environment
+from common import ROOT, count_samples, launch_environment, model_of
 from forked import Server
 
 LAUNCH = [
@@ -36,9 +36,9 @@ sys.exit(exit_code(lambda: load_script("pretrain_bert").main(json.loads(sys.argv
 
 
 @contextlib.contextmanager
-def limit_memory(monkeypatch, scripts, program: str, num_samples, grad_only: bool = True):
+def limit_memory(monkeypatch, program: str, num_samples, grad_only: bool = True):
     """Let micro-batches of more than `num_samples()` samples run out of memory."""
-    forward = scripts[program].PretrainingSums.forward
+    forward = model_of(program).forward
 
     def limited(self, **micro_batch):
         if torch.is_grad_enabled() and count_samples(micro_batch) > num_samples():
@@ -46,7 +46,7 @@ def limit_memory(monkeypatch, scripts, program: str, num_samples, grad_only: boo
         return forward(self, **micro_batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scripts[program].PretrainingSums, "forward", limited)
+        patch.setattr(model_of(program), "forward", limited)
         yield
 
 

@@ -11,13 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from accelerate import PartialState
 from accelerate.state import GradientState
 from blank import draw_nothing
-from common import count_samples, fresh_accelerator, load_script
+from common import count_samples, fresh_accelerator, load_script, model_of
 
 from samestep.step import accumulate
 from samestep.training import capacity, launch, recovery
@@ -25,10 +24,10 @@ from samestep.training import capacity, launch, recovery
 MAX_SAMPLES = 2
 
 
-def limit_memory(script: ModuleType, process: int, kind: str) -> Callable[[], None]:
+def limit_memory(model_class: type, process: int, kind: str) -> Callable[[], None]:
     """Let memory run out as `kind` says, after `prepare`; return what ends that."""
     first = 1 if kind == "second" else 4
-    steps, forward = [], script.PretrainingSums.forward
+    steps, forward = [], model_class.forward
 
     def note_step(accelerator, seed, step):
         steps.append(step)
@@ -58,9 +57,9 @@ def limit_memory(script: ModuleType, process: int, kind: str) -> Callable[[], No
         return result
 
     def restore():
-        accumulate.seed_noise, script.PretrainingSums.forward = seed_noise, forward
+        accumulate.seed_noise, model_class.forward = seed_noise, forward
 
-    accumulate.seed_noise, script.PretrainingSums.forward = note_step, limited
+    accumulate.seed_noise, model_class.forward = note_step, limited
     return restore
 
 
@@ -91,7 +90,7 @@ def main(folder: str, program: str, process: str, runs: str) -> None:
     for number, (kind, argv) in enumerate(json.loads(runs)):
         fresh_accelerator()
         capacity.FILE = capacity.FILE.with_name(f"{number}.json")  # what one run learns must not help the next
-        restore = limit_memory(script, int(process), kind)
+        restore = limit_memory(model_of(program), int(process), kind)
         script.main(argv)
         restore()
     os._exit(0)

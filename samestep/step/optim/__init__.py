@@ -1,5 +1,5 @@
-"""Make optimizers: torch's fused ones, and those that accumulate in their moments. Only matrices and filters decay, not biases
-and normalisation weights.
+"""Make optimizers: torch's fused ones, Muon, and those that accumulate in their moments. Only matrices and filters decay, not
+biases and normalisation weights.
 
 Parameter groups carry `lr_scale`, a factor of the schedule's learning rate: 1 except with layer-wise decay.
 """
@@ -10,13 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.errors import UsageError
 from samestep.recipe.recipe import Recipe, TextClassification
 from samestep.recipe.scaling import Hyperparameters
 from samestep.step.optim.accumulating import AccumulatingAdamW, AccumulatingSGD
 from samestep.step.optim.eight_bit import AdamW8bit
 from samestep.step.optim.folding import Accumulating
+from samestep.step.optim.muon import Muon
 
-__all__ = ["Accumulating", "AccumulatingAdamW", "AccumulatingSGD", "AdamW8bit", "adamw", "depths", "from_recipe", "sgd"]
+__all__ = [
+    "Accumulating",
+    "AccumulatingAdamW",
+    "AccumulatingSGD",
+    "AdamW8bit",
+    "Muon",
+    "adamw",
+    "depths",
+    "from_recipe",
+    "muon",
+    "sgd",
+]
 
 
 def adamw(
@@ -42,6 +55,45 @@ def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: f
     return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
 
 
+def muon(
+    model: nn.Module,
+    hyperparameters: Hyperparameters,
+    weight_decay: float,
+    matrix_learning_rate: float,
+    matrix_momentum: float,
+    matrix_weight_decay: float,
+) -> Muon:
+    """Make Muon of the matrices in a model's layers, and AdamW of its other parameters.
+
+    Args:
+        model: its layers are the modules of the classes in `_no_split_modules`; embeddings in them are no such matrices.
+        hyperparameters, weight_decay: of AdamW.
+        matrix_learning_rate, matrix_momentum, matrix_weight_decay: of Muon.
+
+    Raises:
+        UsageError: the layers have no matrices.
+    """
+    ids = {id(parameter) for parameter in find_matrices(model)}
+    if not ids:
+        raise UsageError(
+            f"optimizer is muon, but {type(model).__name__} has no layers with matrices: set optimizer to adamw"
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = {"params": [p for p in trained if id(p) in ids], "weight_decay": matrix_weight_decay}
+    hidden |= {"momentum": matrix_momentum, "lr_scale": matrix_learning_rate / hyperparameters.learning_rate}
+    others = _groups(nn.ParameterList(p for p in trained if id(p) not in ids), weight_decay)
+    betas = (hyperparameters.adam_beta1, hyperparameters.adam_beta2)
+    return Muon([hidden, *others], hyperparameters.learning_rate, betas, hyperparameters.adam_epsilon)
+
+
+def find_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Find the matrices that need gradients in a model's layers, without those of embeddings."""
+    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    modules = (module for layer in layers for module in layer.modules() if not isinstance(module, nn.Embedding))
+    parameters = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
+
+
 def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Make the optimizer that a recipe asks for."""
     scaled, decay = recipe.scaled_hyperparameters(), recipe.weight_decay
@@ -51,6 +103,9 @@ def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         if accumulates:
             return AccumulatingSGD(_groups(model, decay), scaled.learning_rate, recipe.sgd_momentum)
         return sgd(model, scaled.learning_rate, recipe.sgd_momentum, decay)
+    if recipe.optimizer_name == "muon":
+        rate = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
+        return muon(model, scaled, decay, rate, recipe.muon_momentum, recipe.muon_weight_decay)
     if recipe.optimizer_name == "adamw_8bit":
         groups, betas = _groups(model, decay), (scaled.adam_beta1, scaled.adam_beta2)
         return AdamW8bit(groups, scaled.learning_rate, betas, scaled.adam_epsilon, decay)

@@ -1,0 +1,146 @@
+"""Muon's orthogonalization: how it multiplies rounding in float32 and in bfloat16, and what it costs beside a step.
+
+    make bench-muon
+
+- Rounding: the gradient of 16 blocks of random tokens by gpt2_small_cpu's model with random weights, computed in one
+  micro-batch and in micro-batches of one block each. Of every matrix of a layer the relative difference of both gradients, and
+  of the updates that follow from them: by torch.optim.Muon, which orthogonalizes in bfloat16, and by ours.
+- Cost: the seconds of orthogonalizing the matrices of GPT-2 (124M) on this machine's CPU beside those of forward and backward
+  of one block of 1,024 tokens, in float32 and in turns; a step of the recipe has 512 such blocks and orthogonalizes once.
+- Planned: the same share for 8 GPUs, by the planner, with work shared out over the processes.
+"""
+
+import statistics
+import sys
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+BATCH, COST_BATCH = 16, 512
+
+
+def differences(gradients: list[list[torch.Tensor]], update: Any) -> list[float]:
+    """Compute of each matrix the relative difference of what `update` makes of two gradients."""
+    pairs = [[update(gradient).double() for gradient in pair] for pair in zip(*gradients, strict=True)]
+    return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+
+def torch_update(gradient: torch.Tensor) -> torch.Tensor:
+    """Take one step of torch.optim.Muon from zero with a gradient."""
+    weight = nn.Parameter(torch.zeros_like(gradient))
+    weight.grad = gradient.clone()
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0).step()
+    return weight.detach()
+
+
+def measure_rounding() -> dict[str, list[float]]:
+    from samestep.models.gpt2_pretraining import PretrainingSums
+    from samestep.recipe.recipe import load
+    from samestep.step import optim
+    from samestep.step.optim.muon import orthogonalize
+
+    torch.manual_seed(0)
+    recipe = load("gpt2_small_cpu")
+    model = PretrainingSums.from_recipe(recipe, None)
+    matrices = optim.find_matrices(model)
+    tokens = torch.randint(recipe.vocab_size, (BATCH, recipe.block_size + 1))
+    gradients = []
+    for size in (BATCH, 1):
+        model.zero_grad()
+        for part in tokens.split(size):
+            sums, _ = model(part[:, :-1], None, part[:, 1:].flatten(), None)
+            (sums.sum() / tokens[:, 1:].numel()).backward()
+        gradients.append([matrix.grad.clone() for matrix in matrices])
+    return {
+        "gradient": differences(gradients, lambda gradient: gradient),
+        "torch.optim.Muon, bfloat16": differences(gradients, torch_update),
+        "this repository, float32": differences(gradients, orthogonalize),
+    }
+
+
+def measure_cost(rounds: int) -> dict[str, list[float]]:
+    from samestep.models.gpt2_pretraining import PretrainingSums
+    from samestep.recipe.recipe import load
+    from samestep.step import optim
+    from samestep.step.optim.muon import orthogonalize
+
+    recipe = load("gpt2_124m")
+    model = PretrainingSums.from_recipe(recipe, None)
+    matrices = optim.find_matrices(model)
+    batch = {**model.example(recipe, 1), "input_ids": torch.randint(recipe.vocab_size, (1, recipe.block_size))}
+
+    def step() -> float:
+        model.zero_grad()
+        return harness.seconds(lambda: model(**batch)[0].sum().backward())
+
+    def iterate() -> float:
+        return harness.seconds(lambda: [orthogonalize(matrix.detach()) for matrix in matrices])
+
+    return harness.in_turns({"block": step, "orthogonalization": iterate}, rounds)
+
+
+def plan_cost() -> dict[str, float]:
+    from samestep.planner.hardware import parse
+    from samestep.planner.placement import place
+    from samestep.planner.workload import from_recipe
+    from samestep.recipe.recipe import load
+
+    changes = {"optimizer": "muon", "muon_learning_rate": 0.005, "muon_momentum": 0.95, "muon_weight_decay": 0.1}
+    changes |= {"global_batch_size": COST_BATCH}
+    shares = {}
+    for name in ("8xa100-40", "8xh100"):
+        times = [
+            place(from_recipe(load("gpt2_124m", more)), parse(name)).time.total
+            for more in (changes, {"global_batch_size": COST_BATCH})
+        ]
+        shares[name] = times[0] / times[1] - 1
+    return shares
+
+
+def main() -> None:
+    arguments = harness.flags("muon", __doc__, rounds=3).parse_args()
+    rounding, cost = measure_rounding(), measure_cost(arguments.rounds)
+    results = {
+        "about": harness.about("make bench-muon", ("torch", "transformers")),
+        "rounding": rounding,
+        "cost": cost,
+        "planned": plan_cost(),
+    }
+    harness.write(arguments.output, results, markdown(results))
+    if arguments.output == harness.RESULTS / "muon":
+        harness.write_part(harness.ROOT / "docs" / "optimizers.md", "muon", part(results))
+
+
+def cost_share(cost: dict[str, list[float]]) -> float:
+    """Compute the share that orthogonalization adds to a step.
+
+    >>> cost_share({"block": [2.0], "orthogonalization": [10.24]})
+    0.01
+    """
+    return statistics.median(cost["orthogonalization"]) / (COST_BATCH * statistics.median(cost["block"]))
+
+
+def tables(results: dict[str, Any]) -> str:
+    rows = [[name, f"{statistics.median(v):.1e}", f"{max(v):.1e}"] for name, v in results["rounding"].items()]
+    cost, planned = results["cost"], results["planned"]
+    block, iteration = (statistics.median(cost[name]) for name in ("block", "orthogonalization"))
+    shares = ", ".join(f"{share:.1%} on {name}" for name, share in planned.items())
+    return (
+        f"{harness.table('difference of two cuts of one step | median of all matrices | largest', rows)}\n"
+        f"Of GPT-2 (124M), on this CPU: {iteration:.1f} s to orthogonalize all matrices, {block:.2f} s for a block, so "
+        f"{cost_share(cost):.2%} of a step of {COST_BATCH} blocks. Planned, work shared out: {shares}.\n"
+    )
+
+
+def part(results: dict[str, Any]) -> str:
+    return harness.part("muon.py", results["about"], tables(results))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    return harness.page("Muon's orthogonalization", "muon.py", results["about"], tables(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

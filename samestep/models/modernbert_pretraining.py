@@ -1,0 +1,171 @@
+"""Pretrain ModernBERT: ModernBertForMaskedLM that returns the sum over a micro-batch, and never computes padding.
+
+Samples lie end to end in a row, as for BERT (see `attention`). Positions are rotated by the places of tokens in their own
+samples. Most layers see a window around each token: their attention is that of the others with a narrower mask.
+"""
+
+import functools
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, ModernBertConfig, ModernBertForMaskedLM
+
+from samestep._internals.transformers_models import attention_kernel
+from samestep.data.ragged import Rows, Tables, make_pretraining_micro_batch, make_tables, split_by_length
+from samestep.data.sentence_pairs import OF_PAIRS
+from samestep.models import attention, cpu_matmul
+from samestep.models.attention import BY_LENGTH, KERNELS, from_tables, make_parts, to_tables
+from samestep.models.summed_losses import SummedLosses
+from samestep.recipe.recipe import ModernBertPretraining
+from samestep.recipe.run_settings import LanguageModelSettings
+from samestep.step import losses
+
+PREFIX = "unpadded_window_"
+
+
+def build_model(recipe: ModernBertPretraining, source: Any = None) -> ModernBertForMaskedLM:
+    """Build the recipe's architecture with random weights; its config has the special tokens of the source's tokenizer."""
+    tokenizer = getattr(source, "tokenizer", None)
+    ids = {name: getattr(tokenizer, name, None) for name in ("pad_token_id", "cls_token_id", "sep_token_id")}
+    ids |= {"bos_token_id": ids["cls_token_id"], "eos_token_id": ids["sep_token_id"]}
+    return ModernBertForMaskedLM(ModernBertConfig(**recipe.architecture, **ids))
+
+
+class PretrainingSums(SummedLosses):
+    """Sums the loss of masked tokens."""
+
+    _no_split_modules = ("ModernBertEncoderLayer",)
+
+    def __init__(self, bert: ModernBertForMaskedLM):
+        super().__init__()
+        self.bert = bert
+        bert.set_attn_implementation(f"{PREFIX}eager")
+
+    @classmethod
+    def from_recipe(cls, recipe: ModernBertPretraining, source: Any = None) -> Self:
+        return cls(build_model(recipe, source))
+
+    @classmethod
+    def example(cls, recipe: ModernBertPretraining, num_samples: int) -> dict[str, torch.Tensor | None]:
+        length = recipe.max_seq_length
+        num_masked = max(1, round((length - 2) * recipe.mlm_probability))  # [CLS], [SEP]: never masked
+        batch = make_pretraining_micro_batch(
+            [np.zeros(length, np.int64)] * num_samples,
+            [length] * num_samples,
+            [np.arange(1, 1 + num_masked)] * num_samples,
+            [np.zeros(num_masked, np.int64)] * num_samples,
+            [0] * num_samples,
+        )
+        return {name: value for name, value in batch.items() if name not in OF_PAIRS}
+
+    def forward(
+        self, masked_index, masked_labels, queries, query_ends, query_source, query_place, **tokens
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum the loss and, when evaluating, count correct predictions, both [1]. See SentencePairs.collate."""
+        hidden = self.hidden(**tokens)[queries[masked_index]]
+        logits = self.bert.decoder(self.bert.head(hidden))
+        loss_sum = losses.cross_entropy_sum(logits, masked_labels)
+        return torch.stack([loss_sum]), None if self.training else losses.num_correct(logits, masked_labels)[None]
+
+    def hidden(self, input_ids, position_ids, ends, source, place, is_token) -> torch.Tensor:
+        """Compute the last hidden states of a row of samples, [M, width]; see `ragged.make_micro_batch`."""
+        model, parts = self.bert.model, [Rows(ends, source, place, is_token)]
+        config, kernel = model.config, attention_kernel(model.config)
+        if kernel.endswith(BY_LENGTH):
+            parts = make_parts(split_by_length(ends.diff().numpy()))
+        tables = make_tables(parts, config.num_attention_heads if "eager" in kernel else 1)
+        masks = _narrow(tables, config.sliding_window)
+        hidden = model.embeddings(input_ids)
+        rotations = {kind: model.rotary_emb(hidden, position_ids, kind) for kind in dict.fromkeys(config.layer_types)}
+        for layer in model.layers:
+            rotation = rotations[layer.attention_type]
+            hidden = layer(hidden, position_embeddings=rotation, token_tables=tables, narrow_masks=masks)
+        return model.final_norm(hidden)[0]
+
+    def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
+        names = ["sdpa"]
+        if device.type == "cpu":
+            names = ["eager", "sdpa"]
+            names += [name + BY_LENGTH for name in names if not settings.torch_compile]
+        if device.type == "cuda" and mixed_precision != "no":
+            names.append("varlen")
+        names = [settings.attn_implementation] if settings.attn_implementation else names
+        candidates = {name: functools.partial(self.bert.set_attn_implementation, PREFIX + name) for name in names}
+        if settings.torch_compile:
+            return candidates
+        return cpu_matmul.add_onednn(candidates, self.bert, device, mixed_precision)
+
+    def recompute_activations(self) -> None:
+        self.bert.activation_checkpointing_enable()
+
+    def compile_layers(self) -> None:
+        for layer in self.bert.model.layers:
+            layer.compile(dynamic=True)  # once for micro-batches of all sizes
+
+
+def _narrow(tables: Tables, window: int) -> tuple[torch.Tensor | None, ...]:
+    """Make the masks of layers with a window: of each table bool [S', 1, T, T], None where every query sees every key.
+
+    A query sees the keys up to `window` places before and after it that are tokens, and itself: padding must see something, for
+    a softmax over nothing would be NaN.
+    """
+    masks = []
+    for source, is_token in zip(tables.sources, tables.is_token, strict=True):
+        length = source.shape[2]
+        if window >= length - 1:
+            masks.append(is_token)
+            continue
+        place = torch.arange(length, device=source.device)
+        distance = (place - place[:, None]).abs()
+        near = (distance <= window).expand(len(source), 1, -1, -1)
+        masks.append(near if is_token is None else near & is_token | (distance == 0))
+    return tuple(masks)
+
+
+def _interface(kernel: str):
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        token_tables: Tables,
+        narrow_masks: tuple[torch.Tensor | None, ...],
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute attention as transformers calls it: query, key, value [1, heads, M, d] -> [1, M, heads, d]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if kernel == "varlen":
+            return _varlen(q, k, v, token_tables, scaling, sliding_window)[None], None
+        masks = token_tables.is_token if sliding_window is None else narrow_masks
+        outputs = []
+        for queries, keys, values, mask in zip(*(to_tables(x, token_tables) for x in (q, k, v)), masks, strict=True):
+            if kernel.startswith("sdpa"):
+                y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+            else:
+                y = attention.scores(queries, keys, mask, scaling).softmax(-1) @ values
+            outputs.append(y)
+        return from_tables(outputs, token_tables, len(q))[None], None
+
+    return attend
+
+
+for _kernel in KERNELS:
+    # Transformers makes no mask for a kernel that AttentionMaskInterface does not know
+    AttentionInterface.register(PREFIX + _kernel, _interface(_kernel))
+
+
+def _varlen(q, k, v, tables: Tables, scaling: float, sliding_window: int | None) -> torch.Tensor:
+    """Compute attention by the kernel for samples of any length: [M, heads, d] three times -> [M, heads, d]."""
+    longest, (num_tokens,) = tables.sources[0].shape[2], tables.place.shape
+    window = -1 if sliding_window is None else sliding_window - 1  # which counts the token itself
+    options = {"scale": scaling, "window_size": (window, window)}
+    y = varlen_attn(*(x[:num_tokens] for x in (q, k, v)), tables.ends, tables.ends, longest, longest, **options)
+    return torch.cat([y, y.new_zeros(len(q) - num_tokens, *y.shape[1:])])  # tokens of no sample

@@ -1,0 +1,34 @@
+"""RMS normalisations in few passes beside transformers' own."""
+
+import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from samestep.models.row_norms import RowNorm, use_few_passes
+
+
+def test_values_and_gradients_are_those_of_the_model():
+    generator = torch.Generator().manual_seed(0)
+    norm, same = LlamaRMSNorm(6, eps=0.1).double(), LlamaRMSNorm(6, eps=0.1).double()
+    for module in (norm, same):
+        module.weight.data = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    assert use_few_passes(same) == 1
+    x, g = (torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    results = []
+    for module in (norm, same):
+        own = x.clone().requires_grad_()
+        y = module(own)
+        y.backward(g)
+        results.append((y, own.grad, module.weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert torch.autograd.gradcheck(RowNorm.apply, (x.requires_grad_(), norm.weight, 0.1))
+    assert same(x.bfloat16()).dtype == norm(x.bfloat16()).dtype
+
+
+def test_other_forms_stay_as_they_are():
+    """Gemma's weight is added to 1."""
+    assert use_few_passes(torch.nn.ModuleList([GemmaRMSNorm(4), torch.nn.LayerNorm(4)])) == 0
+    norm = LlamaRMSNorm(4)
+    norm.forward = lambda x: x
+    assert use_few_passes(norm) == 0
