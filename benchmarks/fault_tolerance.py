@@ -2,13 +2,15 @@
 
     make chaos
 
-- Chaos: three replicas train a tiny model with dropout, over loopback. In each run one kind of thing happens to them, several times
-  at random steps: replicas are killed (SIGKILL), hang for longer than their timeout and wake up again (SIGSTOP, SIGCONT), lose a
-  connection, or start late; the lighthouse is killed and started again. Killed replicas are started again by the same command.
-  At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process to 1e-5 and with its
-  samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds until steps go on: from
-  what happened to the end of the longest pause between two steps that follows. For a lighthouse that is from its new start.
-- Overhead: BERT of 4 layers x 256 on two replicas, and on two processes with DistributedDataParallel, in turns: medians of a step.
+- Chaos: three replicas train a tiny model with dropout, over loopback. In each run one kind of thing happens to them, several
+  times at random steps: replicas are killed (SIGKILL), hang for longer than their timeout and wake up again (SIGSTOP, SIGCONT),
+  lose a connection, or start late; the lighthouse is killed and started again. Killed replicas are started again by the same
+  command. At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process to 1e-5 and
+  with its samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds until steps go
+  on: from what happened to the end of the longest pause between two steps that follows. For a lighthouse that is from its new
+  start. Runs that are in the results already are not run again: `--fresh` forgets them.
+- Overhead: BERT of 4 layers x 256 on two replicas, and on two processes with DistributedDataParallel, in turns: medians of a
+  step.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ from common import launch_environment, metrics, samples_of_steps, tiny_argv, wri
 from forked import _environments as make_environments
 from run_replicas import DROP, SCRIPTS, Scene, fork
 
-NUM_REPLICAS, STEPS = 3, 120
+NUM_REPLICAS, STEPS = 3, 90
 REPLICA_TIMEOUT = 2.0
 TOLERANCE = 1e-5
 BOUND_OF_SECONDS, BOUND_OF_OVERHEAD = 3.0, 0.03
@@ -222,22 +224,23 @@ def in_a_process(call: Callable[[], object], log: Path, environment: dict[str, s
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
 
 
-def chaos(work: Path, num_runs: int, rng: random.Random) -> list[dict]:
-    """Disturb `num_runs` runs, the kinds in turns."""
+def chaos(work: Path, num_runs: int, seed: int, rows: list[dict], write: Callable[[], object]) -> None:
+    """Disturb `num_runs` runs, the kinds in turns, but for those that are in `rows` already; add them, and `write` each."""
     in_a_process(lambda: write_corpus(work) and None, work / "log-corpus")
-    corpus, references, rows = work / "corpus.jsonl", {}, []
+    corpus, references = work / "corpus.jsonl", {}
     for program, flags in PROGRAMS.items():
         references[program] = work / f"reference-{program}"
         argv = tiny_argv(program, corpus, references[program], f"{FLAGS} {flags}")
         in_a_process(lambda program=program, argv=argv: SCRIPTS[program].main(argv), work / f"log-reference-{program}")
-    for number in range(num_runs):
+    for number in set(range(num_runs)) - {row["number"] for row in rows}:
         program = list(PROGRAMS)[number % 2]
         kind = list(KINDS)[number % len(KINDS)]
+        rng = random.Random(f"{seed} {number}")
         row = disturb(kind, program, work / f"run-{number}", corpus, references[program], rng)
-        rows.append(row)
+        rows.append({"number": number} | row)
+        write()
         shown = {name: value for name, value in row.items() if name != "problems"}
         print(number + 1, shown, *row["problems"], file=sys.stderr, flush=True)
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,7 +274,8 @@ def overhead(work: Path, rounds: int) -> dict[str, list[float]]:
             fork(lambda: SCRIPTS["pretrain_bert"].main(argv), log, common | own)
             for log, own in zip(logs, make_environments(2), strict=True)
         ]
-        if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(statuses):
             raise RuntimeError(logs[0].read_text(errors="replace")[-3000:])
         return median_step(output_dir)
 
@@ -286,23 +290,31 @@ def main() -> int:
     parser = harness.flags("fault_tolerance", __doc__, rounds=7, only=("chaos", "overhead"))
     parser.add_argument("--runs", type=harness.positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="forget the results so far")
     parser.add_argument("--work", type=Path, help="an empty folder, to keep what the runs leave; none: a temporary one")
     arguments = parser.parse_args()
     file = arguments.output.with_suffix(".json")
-    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"runs": [], "overhead": {}}
+    results = {"runs": [], "overhead": {}}
+    if file.exists() and not arguments.fresh:
+        results = json.loads(file.read_text(encoding="utf-8"))
+
+    def write() -> None:
+        results["about"] = harness.about(
+            "make chaos", ("torch", "accelerate", "transformers", "torchft"), 1, replicas=NUM_REPLICAS, steps=STEPS
+        )
+        results["problems"] = find_problems(results)
+        harness.write(arguments.output, results, markdown(results), is_last=False)
+
     with contextlib.ExitStack() as stack:
         work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         work = work.resolve()
         if "chaos" in arguments.only:
-            results["runs"] = chaos(work, arguments.runs, random.Random(arguments.seed))
+            chaos(work, arguments.runs, arguments.seed, results["runs"], write)
         if "overhead" in arguments.only:
             results["overhead"] = overhead(work, arguments.rounds)
-    results["about"] = harness.about(
-        "make chaos", ("torch", "accelerate", "transformers", "torchft"), 1, replicas=NUM_REPLICAS, steps=STEPS
-    )
-    results["problems"] = find_problems(results)
-    harness.write(arguments.output, results, markdown(results))
+    write()
+    print(markdown(results))
     document = ROOT / "docs" / "fault-tolerance.md"
     if arguments.output == harness.RESULTS / "fault_tolerance":
         harness.write_part(

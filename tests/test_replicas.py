@@ -46,7 +46,7 @@ def test_the_cut_follows_the_quorum(deals_whole):
         assert sum(part.counts for part in parts).tolist()[1] == 12
         assert max(max(sizes) for sizes in parts[0].sizes) == 2
         num_micro_batches[num_replicas] = len(parts[0].micro_batches)
-    assert num_micro_batches == {3: 2, 2: 3, 4: 2 if deals_whole else 2, 1: 6}
+    assert num_micro_batches == {3: 2, 2: 3, 4: 2, 1: 6}
 
 
 def test_steps_that_were_prepared_for_another_quorum_are_prepared_anew():
@@ -92,9 +92,10 @@ def folder_of(path: Path, *records: dict) -> SharedFolder:
 
 
 def test_each_line_is_written_once_whoever_writes(tmp_path):
-    """The first replica dies after it has written some lines, in the middle of one; the second writes those that are missing."""
+    """The first replica dies after it has written some lines, in the middle of one; the second one writes what is missing."""
     lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.1}, {"step": 2, "loss": 1.9}]
-    ledger = [{"step": step, "process": rank, "micro_step": 0, "samples": [rank]} for step in (1, 2) for rank in (0, 1)]
+    places = [(1, 0), (1, 1), (2, 0), (2, 1)]
+    ledger = [{"step": step, "process": rank, "micro_step": 0, "samples": [rank]} for step, rank in places]
     first, second = folder_of(tmp_path, *lines[:2], *ledger[:3]), folder_of(tmp_path, *lines, *ledger)
     assert first.write(is_writer=True) is None
     assert second.write(is_writer=False) is None
@@ -184,7 +185,7 @@ def test_a_state_brings_no_code(tmp_path):
         address = f"http://127.0.0.1:{server.server_port}"
         state = torchft_replica.load_state(f"{address}/plain", 5)
         assert state["tensors"]["a"].tolist() == [0, 1, 2]
-        with pytest.raises(Exception, match="weights_only|Unsupported"):
+        with pytest.raises(Exception, match=r"mkdir"):
             torchft_replica.load_state(f"{address}/code", 5)
         server.shutdown()
     assert not (tmp_path / "made").exists()
@@ -199,7 +200,7 @@ def test_a_state_brings_no_code(tmp_path):
         ("--fault_tolerance step --gradient_accumulation_steps 2", "gradient_accumulation_steps is 2, but k changes"),
         ("--fault_tolerance step --noise_scale_steps 3", "noise_scale_steps is 3"),
         ("--fault_tolerance step --report_to tensorboard", "report_to is tensorboard"),
-        ("--fault_tolerance step --accumulation optimizer", "accumulation is optimizer"),
+        ("--fault_tolerance step --accumulation optimizer --second_moment unbiased", "accumulation is optimizer"),
         ("--min_replicas 2", "min_replicas is 2, but fault_tolerance is none"),
         ("--fault_tolerance steps", "step"),
     ],
@@ -257,7 +258,7 @@ def test_accelerate_takes_a_replica_for_the_main_process_where_it_is_told_so():
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_a_replica_is_killed_in_the_middle_and_started_again(train, trainings, corpus, tmp_path):
-    """The step is done again by the other, the replica that comes back is healed by it: the reference's curve, each step once."""
+    """The other one does the step again, and heals the replica that comes back: the reference's curve, each step once."""
     flags = (
         "--global_batch_size 16 --per_device_train_batch_size 4 --max_train_steps 30 --logging_steps 1 --record_samples "
         "--dtype float64 --eval_steps 10"

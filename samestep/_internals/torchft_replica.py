@@ -27,7 +27,8 @@ def make_manager(
 
     torchft 0.2.0: `HTTPTransport` unpickles what a replica sends, and so would run its code; its class method
     `_load_from_address` is replaced by one that reads tensors and plain values only. It tells other replicas the host's name as
-    its address, which not every network knows; here it is the address from which the lighthouse is reached.
+    its address, which not every network knows; here it is the address from which the lighthouse is reached. Its server
+    (`_server`) prints a line for each request; here it does not.
 
     Args:
         lighthouse: http://HOST:PORT.
@@ -45,10 +46,11 @@ def make_manager(
     Raises:
         RuntimeError: the lighthouse does not answer.
     """
+    os.environ.setdefault("RUST_LOG", "off")  # torchft's Rust part would write several lines in every step
     import torchft
     from torchft.checkpointing import HTTPTransport
 
-    for name in ("torchft", "torchft.manager", "torchft.checkpointing.http_transport"):
+    for name in ("torchft.manager", "torchft.checkpointing.http_transport"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each error is handled, and told in a line of ours
     group_class = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
 
@@ -64,6 +66,10 @@ def make_manager(
         @classmethod
         def _load_from_address(cls, address: str, timeout: timedelta) -> Any:
             return load_state(address, timeout.total_seconds())
+
+        def __init__(self, **keywords: Any):
+            super().__init__(**keywords)
+            self._server.RequestHandlerClass.log_message = lambda *_: None
 
         def address(self) -> str:
             return f"http://{local_address}:{urlsplit(super().address()).port}/checkpoint/"

@@ -1,6 +1,6 @@
-"""Runs of several replicas (--fault_tolerance step) in forked processes, and what happens to them: kills, sleeps, lost sockets.
+"""Runs of several replicas (--fault_tolerance step) in forked processes, and what happens to them: kills, sleeps and the like.
 
-Tests call `main` through a fork server; a benchmark uses `Scene` in a process that has imported everything and computed nothing.
+Tests call `main` through a fork server; a benchmark uses `Scene` in a process that has imported all and computed nothing.
 """
 
 import contextlib
@@ -60,6 +60,7 @@ def fork(call: Callable[[], Any], log: Path, environment: dict[str, str]) -> int
 
 def serve_lighthouse(port: int, join_timeout: float) -> None:
     """Be a lighthouse for ever."""
+    os.environ["RUST_LOG"] = "warn"
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
