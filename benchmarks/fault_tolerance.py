@@ -4,11 +4,11 @@
 
 - Chaos: three replicas train a tiny model with dropout, over loopback. In each run one kind of thing happens to them, several
   times at random steps: replicas are killed (SIGKILL), hang for longer than their timeout and wake up again (SIGSTOP, SIGCONT),
-  lose a connection, or start late; the lighthouse is killed and started again. Killed replicas are started again by the same
-  command. At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process to 1e-5 and
-  with its samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds until steps go
-  on: from what happened to the end of the longest pause between two steps that follows. For a lighthouse that is from its new
-  start. Runs that are in the results already are not run again: `--fresh` forgets them.
+  lose their connections, or start late; the lighthouse is killed and started again. Killed replicas are started again by the
+  same command. At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process to 1e-5
+  and with its samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds until
+  steps go on: from what happened to the end of the longest pause between two steps that follows. For a lighthouse that is from
+  its new start. Runs that are in the results already are not run again: `--fresh` forgets them.
 - Overhead: BERT of 4 layers x 256 on two replicas, and on two processes with DistributedDataParallel, in turns: medians of a
   step.
 """
@@ -121,7 +121,7 @@ def hang(scene: Scene, rng: random.Random) -> Callable[[], object]:
     return lambda: scene.send(number, signal.SIGCONT)
 
 
-def lose_connection(scene: Scene, rng: random.Random) -> Callable[[], object]:
+def lose_connections(scene: Scene, rng: random.Random) -> Callable[[], object]:
     scene.send(rng.choice(list(scene.replicas)), DROP)
     return lambda: None
 
@@ -143,7 +143,7 @@ KINDS: dict[str, tuple[Callable, int, int]] = {
     "the first replica, which writes, killed": (kill_first, 3, 0),
     "two of three killed at once": (kill_two, 2, 0),
     "a replica hangs and wakes up": (hang, 2, 0),
-    "a connection dropped": (lose_connection, 3, 0),
+    "a replica loses its connections": (lose_connections, 3, 0),
     "replicas start late": (nothing, 1, 2),
     "the lighthouse killed": (kill_lighthouse, 2, 0),
 }

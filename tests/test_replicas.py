@@ -1,9 +1,7 @@
 """Replicas that come and go: the cut follows the quorum, nothing is lost or done twice, and what they cannot do is refused."""
 
-import http.server
 import json
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from compare import parameters, relative
 from test_steps import Ragged
 from torch import nn
 
-from samestep._internals import torchft_replica
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data.steps import Steps
@@ -96,7 +93,7 @@ def test_each_line_is_written_once_whoever_writes(tmp_path):
     lines = [{"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 2.1}, {"step": 2, "loss": 1.9}]
     places = [(1, 0), (1, 1), (2, 0), (2, 1)]
     ledger = [{"step": step, "process": rank, "micro_step": 0, "samples": [rank]} for step, rank in places]
-    first, second = folder_of(tmp_path, *lines[:2], *ledger[:3]), folder_of(tmp_path, *lines, *ledger)
+    first, second = folder_of(tmp_path, *lines[:2], *ledger[:2]), folder_of(tmp_path, *lines, *ledger)
     assert first.write(is_writer=True) is None
     assert second.write(is_writer=False) is None
     assert not first.lines["metrics.jsonl"]
@@ -108,8 +105,12 @@ def test_each_line_is_written_once_whoever_writes(tmp_path):
     assert all_metrics(tmp_path) == lines
     assert [json.loads(line) for line in (tmp_path / "samples.jsonl").open()] == ledger
     first.add("metrics.jsonl", lines[2])  # it has slept, and still takes itself for the first
+    first.add("samples.jsonl", ledger[2] | {"process": 5})  # or has taken the step without the second
     assert first.write(is_writer=True) is None
+    second.add("metrics.jsonl", lines[2])  # which it has seen in the file
+    assert second.write(is_writer=True) is None
     assert all_metrics(tmp_path) == lines
+    assert [json.loads(line) for line in (tmp_path / "samples.jsonl").open()] == ledger
 
 
 def test_a_folder_is_shared_by_one_run_only(tmp_path):
@@ -148,47 +149,6 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     assert folder.is_done
     folder.close()
     assert try_in_a_process("http://b:1") == "earlier run"
-
-
-# ----------------------------------------------------------------------------------------------------------- the state
-
-
-class Code:
-    """An object whose unpickling would make a folder."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_state_brings_no_code(tmp_path):
-    """torchft would unpickle it; what is replaced there is still what it calls."""
-    from torch.distributed._serialization import _streaming_save
-    from torchft.checkpointing import HTTPTransport
-
-    assert "_load_from_address" in vars(HTTPTransport)
-    answers = {"/plain": {"tensors": {"a": torch.arange(3.0)}, "record": "{}"}, "/code": Code(tmp_path / "made")}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            _streaming_save(answers[self.path], self.wfile)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        state = torchft_replica.load_state(f"{address}/plain", 5)
-        assert state["tensors"]["a"].tolist() == [0, 1, 2]
-        with pytest.raises(Exception, match=r"mkdir"):
-            torchft_replica.load_state(f"{address}/code", 5)
-        server.shutdown()
-    assert not (tmp_path / "made").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

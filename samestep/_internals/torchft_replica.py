@@ -46,7 +46,7 @@ def make_manager(
     Raises:
         RuntimeError: the lighthouse does not answer.
     """
-    os.environ.setdefault("RUST_LOG", "off")  # torchft's Rust part would write several lines in every step
+    os.environ.setdefault("RUST_LOG", "error")  # torchft's Rust part would write several lines in every step
     import torchft
     from torchft.checkpointing import HTTPTransport
 

@@ -27,7 +27,7 @@ from samestep.data.steps import StepData, Steps
 from samestep.errors import RunError, UsageError
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import ExactSum
-from samestep.training import checkpoint
+from samestep.training import checkpoint, digest
 from samestep.training.report import RunLog
 from samestep.training.shared_folder import SharedFolder
 
@@ -227,16 +227,22 @@ class Replicas:
         is the begin of the run. Returns whether all of them can go on to a step."""
         tokens = self.steps.max_tokens
         caps = self.steps.layout.per_device_train_batch_size, LARGEST if tokens is None else tokens
-        rows = self._gather([int(self.has_begun), *caps, self.fingerprint])
+        rows = self._gather([int(self.has_begun), *caps, self.fingerprint, self._digest_parameters()])
         if rows is None:
             return False
-        begun, sizes, token_caps, fingerprints = rows.T
+        begun, sizes, token_caps, fingerprints, digests = rows.T
         if len(set(fingerprints.tolist())) > 1:
             if not self.has_begun:
                 raise UsageError(
                     f"fault_tolerance is step, but the replicas at {self.settings.lighthouse} do not train the same: start all "
                     "with the same recipe, data, precision and --reproducible, and each run with a lighthouse of its own"
                 )
+            return False
+        if digests[self.rank] != digests[0]:
+            # A new lighthouse, which knew nobody, has let replicas take this step apart from each other: the same step, rounded
+            # differently. Whoever is not as the first replica is goes back, and so gets its state from the others.
+            torchft_replica.set_step(self.manager, max(0, self.step - 1))
+        if (digests != digests[0]).any():
             return False
         if (smallest := (int(sizes.min()), int(token_caps.min()))) != caps:
             self.steps.set_caps(smallest[0], None if smallest[1] == LARGEST else smallest[1])
@@ -250,6 +256,11 @@ class Replicas:
                 return False
         self.has_begun, self.is_group_new = True, False
         return True
+
+    def _digest_parameters(self) -> int:
+        """Digest the parameters, 62 bits: replicas that go on together have the same ones."""
+        text = "".join(map(digest.digest_tensor, self._list_tensors().values()))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _tell_changes(self) -> None:
         """Write and print that the step is done again, or that the replicas are others."""

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,11 +44,14 @@ class SharedFolder:
 
     Attributes:
         lines: of each file, the lines that this replica knows, and has not seen in the file, in their order.
+        last_steps: of each file and kind of line, the last step in the file. A step that is there is not written again, even if
+            two groups of replicas that did not know of each other took it.
     """
 
     def __init__(self, output_dir: Path, names: tuple[str, ...]):
         self.output_dir = output_dir
         self.lines: dict[str, dict[Key, str]] = {name: {} for name in names}
+        self.last_steps: dict[str, dict[str, int]] = {name: {} for name in names}
         self.offsets = dict.fromkeys(names, 0)
         self.files: dict[str, TextIO] = {}
 
@@ -153,8 +156,10 @@ class SharedFolder:
     # Lines
 
     def add(self, name: str, record: dict[str, Any]) -> None:
-        """Add a line to those of a file."""
-        self.lines[name][find_key(record)] = json.dumps(record, allow_nan=False) + "\n"
+        """Add a line to those of a file, unless its step is there."""
+        key = find_key(record)
+        if key[0] > self.last_steps[name].get(key[1], -1):
+            self.lines[name][key] = json.dumps(record, allow_nan=False) + "\n"
 
     def write(self, is_writer: bool) -> str | None:
         """Forget the lines that are in the files; write those that are not, if this replica is the one that writes.
@@ -181,14 +186,23 @@ class SharedFolder:
             return
         with path.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self.offsets[name]:  # the folder was made ready for a new run
-                self.offsets[name] = 0
+                self.offsets[name], self.last_steps[name] = 0, {}
             file.seek(self.offsets[name])
             whole, _, _ = file.read().rpartition(b"\n")
-        for line in whole.splitlines():
-            self.lines[name].pop(find_key(json.loads(line)), None)
+        keys = [find_key(json.loads(line)) for line in whole.splitlines()]
         self.offsets[name] += len(whole) + bool(whole)
+        self._forget(name, keys)
+
+    def _forget(self, name: str, keys: Iterable[Key]) -> None:
+        """Forget the lines of steps that are in the file."""
+        last_steps = self.last_steps[name]
+        for step, kind, *_ in keys:
+            last_steps[kind] = max(step, last_steps.get(kind, -1))
+        lines = self.lines[name].items()
+        self.lines[name] = {key: text for key, text in lines if key[0] > last_steps.get(key[1], -1)}
 
     def _append_missing(self, name: str) -> None:
+        """Append the lines at once, so that of several lines of a step all are there or none."""
         if not self.lines[name]:
             return
         path, text = self.output_dir / name, "".join(self.lines[name].values()).encode()
@@ -206,7 +220,7 @@ class SharedFolder:
         finally:
             os.close(descriptor)
         self.offsets[name] += len(text)
-        self.lines[name].clear()
+        self._forget(name, list(self.lines[name]))
 
 
 def _try_lock(file: TextIO, kind: int) -> bool:

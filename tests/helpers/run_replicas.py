@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from run_layouts import SCRIPTS
 from samestep.errors import exit_code
 
 DROP = signal.SIGRTMIN
-"""Signal at which a replica loses one of its connections."""
+"""Signal at which a replica loses its connections."""
 TICK = 0.005
 
 
@@ -60,7 +59,7 @@ def fork(call: Callable[[], Any], log: Path, environment: dict[str, str]) -> int
 
 def serve_lighthouse(port: int, join_timeout: float) -> None:
     """Be a lighthouse for ever."""
-    os.environ["RUST_LOG"] = "warn"
+    os.environ["RUST_LOG"] = "error"
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -95,17 +94,14 @@ def train(program: str, argv: list[str], digests: Path) -> int:
 
 
 def _lose_connections() -> None:
-    """Shut one connection of this process, each time that it gets the signal."""
+    """Shut all connections of this process, each time that it gets the signal."""
     while signal.sigwait({DROP}):
-        connections = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError, ValueError):
                 end = socket.socket(fileno=os.dup(int(name)))
                 if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
                     end.getpeername()
-                    connections.append(end)
-        if connections:
-            random.choice(connections).shutdown(socket.SHUT_RDWR)
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 class Scene:
