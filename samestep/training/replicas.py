@@ -76,6 +76,7 @@ class Replicas:
         folder: the output folder.
 
     Attributes:
+        step: number of steps that this replica has committed.
         rank, size: number of this replica in the quorum of this step, and how many they are.
         everybody_stops: whether all replicas of the last committed step were asked to stop.
     """
@@ -351,6 +352,7 @@ class Replicas:
             exact_sum.finish(self._add_up)
         if not self.manager.should_commit():
             return self._note_failure()
+        self.step += 1  # where the next manager begins, if the lighthouse has gone
         self.everybody_stops = bool(said[:, STOPS].all())
         self.all_sums = list(rows)
         return None
