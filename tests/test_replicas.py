@@ -58,20 +58,42 @@ def test_steps_that_were_prepared_for_another_quorum_are_prepared_anew():
     assert next(stream).samples == steps[5].samples != second.samples
 
 
-def test_gradients_add_up_in_one_buffer():
-    """Over micro-batches, in the memory format of each parameter, and from 0 again in the next attempt."""
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
+def test_gradients_add_up_in_one_buffer(bucket_bytes):
+    """Over micro-batches, in the memory format of each parameter, and from 0 again in the next attempt.
+
+    Buckets begin in the last backward only, each as soon as it is whole, in the order of the buffer; one whose parameter was
+    not used at the end.
+    """
+    begun, is_last = [], []
     model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 1)).to(memory_format=torch.channels_last)
     model[0].bias.requires_grad_(False)
-    buffer, images = GradientBuffer(list(model.parameters())), torch.randn(4, 1, 3, 3)
+    parameters, images = [nn.Parameter(torch.zeros(3)), *model.parameters()], torch.randn(4, 1, 3, 3)
+
+    def begin_to_add_up(bucket: torch.Tensor) -> int:
+        begun.append(bucket.clone())
+        return len(begun)
+
+    buffer = GradientBuffer(parameters, lambda: bool(is_last), begin_to_add_up, bucket_bytes)
+    model(images).sum().backward()
+    assert not begun, "a trial before the first step"
     for _ in range(2):
+        begun.clear()
+        is_last.clear()
         model.zero_grad(set_to_none=True)
         buffer.begin()
         for image in images.split(2):
+            assert not begun
+            is_last += [True] * torch.equal(image, images[2:])
             model(image).sum().backward()
+        assert len(begun) == len(buffer.buckets) - 1, "the last bucket has a parameter without a gradient"
+        assert buffer.finish() == list(range(1, len(buffer.buckets) + 1))
+        assert torch.equal(torch.cat(begun), buffer.flat)
+    assert len(buffer.buckets) == {1: 4, 40: 3, 2**20: 1}[bucket_bytes]
     gradients = [parameter.grad.clone() for parameter in buffer.parameters]
     assert all(g.stride() == p.stride() for g, p in zip(gradients, buffer.parameters, strict=True))
-    true_gradients = torch.autograd.grad(model(images).sum(), buffer.parameters)
-    assert all(torch.allclose(*pair, rtol=1e-5) for pair in zip(gradients, true_gradients, strict=True))
+    true_gradients = torch.autograd.grad(model(images).sum(), buffer.parameters[:-1])
+    assert all(torch.allclose(*pair, rtol=1e-5) for pair in zip(gradients[:-1], true_gradients, strict=True))
     buffer.flat.mul_(2)
     assert torch.equal(buffer.parameters[0].grad, 2 * gradients[0])
 

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ SECONDS_OF_QUORUM = 30.0  # to wait for one before saying so
 FAILED, STOPS, EXPONENT = range(3)
 """Columns of what each replica says of a step, beside its losses."""
 LARGEST = 2**62  # stands for no cap
+BUCKET_BYTES = 8 * 2**20
+"""Gradients that are reduced at once, while the backward computes others. Of small models more are at the end than there would
+be with the 25 MiB of DistributedDataParallel."""
 
 
 class HasEnded(Exception):
@@ -44,14 +47,27 @@ class HasEnded(Exception):
 
 
 class GradientBuffer:
-    """Gradients of a model in one tensor, which is reduced at once; each parameter's gradient is a part of it.
+    """Gradients of a model in one tensor, of which each parameter's gradient is a part.
+
+    It is reduced in few buckets, from the last parameters to the first: each as soon as the last backward of a step has made
+    its gradients, while that backward goes on. The order of the buckets is the same on all replicas.
 
     Args:
         parameters: those that require gradients, all of one type.
+        is_last: tells whether the backward that is running is the last one of the step.
+        begin_to_add_up: begins to add a tensor of all replicas up, and returns what has to be waited for.
+        bucket_bytes: size of a bucket.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        is_last: Callable[[], bool],
+        begin_to_add_up: Callable[[torch.Tensor], Any],
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self.is_last, self.begin_to_add_up = is_last, begin_to_add_up
+        self.parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -59,12 +75,46 @@ class GradientBuffer:
             row.as_strided(parameter.size(), parameter.stride(), row.storage_offset())
             for parameter, row in zip(self.parameters, self.flat.split(sizes), strict=True)
         ]
+        # Number of the bucket of each parameter, and the buckets
+        numbers = (np.cumsum(sizes) * first.element_size() // bucket_bytes).tolist()
+        places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+        self.bucket = {parameter: places[number] for parameter, number in zip(self.parameters, numbers, strict=True)}
+        self.num_parameters = [list(self.bucket.values()).count(place) for place in range(len(places))]
+        bucket_sizes = [0] * len(places)
+        for parameter, size in zip(self.parameters, sizes, strict=True):
+            bucket_sizes[self.bucket[parameter]] += size
+        self.buckets = self.flat.split(bucket_sizes)
+        self.is_active, self.works = False, []
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in self.parameters]
 
     def begin(self) -> None:
-        """Set the gradients to 0, and let backwards add to them."""
+        """Begin a step, or an attempt of it: set the gradients to 0, and let backwards add to them."""
         self.flat.zero_()
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             parameter.grad = part
+        self.is_active, self.works, self.num_missing = True, [], list(self.num_parameters)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        if self.is_active and self.is_last():
+            self.num_missing[self.bucket[parameter]] -= 1
+            while len(self.works) < len(self.buckets) and self.num_missing[len(self.works)] == 0:
+                self._begin_bucket()
+
+    def _begin_bucket(self) -> None:
+        self.works.append(self.begin_to_add_up(self.buckets[len(self.works)]))
+
+    def finish(self) -> list[Any]:
+        """Begin to add up the buckets that are left, as a parameter of theirs was not used; what has to be waited for."""
+        while len(self.works) < len(self.buckets):
+            self._begin_bucket()
+        self.is_active = False
+        return self.works
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for hook in self.hooks:
+            hook.remove()
+        self.parameters, self.parts, self.bucket = [], [], {}
 
 
 class Replicas:
@@ -118,7 +168,10 @@ class Replicas:
         settings = (self.settings.reproducible, self.settings.dtype, self.accelerator.mixed_precision)
         text = repr((log.recipe.fingerprint, sorted(fingerprints.items()), settings))
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        self.buffer = GradientBuffer(list(model.parameters())) if exact_sum is None else None
+        self.buffer = None
+        if exact_sum is None:
+            parameters = list(model.parameters())
+            self.buffer = GradientBuffer(parameters, lambda: self.accelerator.sync_gradients, self._begin_to_add_up)
 
     # ------------------------------------------------------------------------------------------------- the quorum
 
@@ -276,10 +329,16 @@ class Replicas:
 
     # --------------------------------------------------------------------------------------------------- the step
 
-    def _add_up(self, *tensors: torch.Tensor) -> bool:
-        """Add up tensors of all replicas in place. Returns False where that failed; nobody knows then what is in them."""
-        works = [self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM) for tensor in tensors]
-        for work in works:
+    def _begin_to_add_up(self, tensor: torch.Tensor) -> Any:
+        return self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
+
+    def _add_up(self, tensor: torch.Tensor, *works: Any) -> bool:
+        """Add up a tensor of all replicas in place, and wait for `works`, which began before.
+
+        Returns:
+            False where that failed; nobody knows then what is in the tensors.
+        """
+        for work in (*works, self._begin_to_add_up(tensor)):
             work.wait()
         return self.manager.errored() is None
 
@@ -338,8 +397,7 @@ class Replicas:
             if len(sums) != len(data.micro_batches):
                 raise UsageError("call step.add_to_log(sums) for each micro-batch before step.clip_grad_norm_")
             rows[offset : offset + len(sums)] = torch.stack(list(sums)).double()
-        is_sum = self._add_up(table) if exact_sum is not None else self._add_up(table, self.buffer.flat)
-        if not is_sum:
+        if not self._add_up(table, *([] if self.buffer is None else self.buffer.finish())):
             return self.give_up()
         said = says.cpu()
         if said[:, FAILED].any():
@@ -443,6 +501,8 @@ class Replicas:
         if self.is_in_charge:
             self.folder.end(is_done=True)
         self.folder.close()
+        if self.buffer is not None:
+            self.buffer.close()
         self.model = self.optimizer = self.buffer = self.exact_sum = None
 
 
