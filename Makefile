@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -136,6 +136,9 @@ bench-startup: venv ## seconds from the command to the end of the first step, by
 bench-chats: venv ## speed and memory of fine-tuning beside TRL and Trainer: 15 minutes; FLAGS="--rounds 5"; writes benchmarks/results/chats.*
 	$(BIN)/python benchmarks/chats.py $(FLAGS)
 
+bench-replicas: venv ## cost of --fault_tolerance step beside DistributedDataParallel; writes benchmarks/results/fault_tolerance.*
+	$(BIN)/python benchmarks/fault_tolerance.py --only overhead $(FLAGS)
+
 bench-noise: venv ## dropout by sample beside random numbers and torch's; FLAGS="--only cost"; writes benchmarks/results/noise.*
 	$(BIN)/python benchmarks/noise.py $(FLAGS)
 
@@ -178,6 +181,7 @@ bench-verdicts: venv ## how often the audit is right: all programs of tests/audi
 bench-packages: venv ## audit trainers as they are installed beside a plain computation; writes benchmarks/results/packages.*
 	$(BIN)/python benchmarks/packages.py
 
-chaos: venv ## kill runs at random moments, damage checkpoints, give every field odd values; writes benchmarks/results/reliability.*, bounds.*
+chaos: venv ## kill runs and replicas at random moments, damage checkpoints, give fields odd values; writes results/reliability.*, fault_tolerance.*, bounds.*
 	$(BIN)/python benchmarks/reliability.py
+	$(BIN)/python benchmarks/fault_tolerance.py --fresh --only chaos
 	$(BIN)/python benchmarks/bounds.py

@@ -1,13 +1,17 @@
 """What is private or replaced of other libraries does what it is taken for; what an upgrade changes fails here."""
 
 import ctypes
+import http.server
 import itertools
+import os
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import accelerate.optimizer
 import datasets
@@ -32,6 +36,7 @@ from samestep._internals import (
     torch_distributed,
     torch_operators,
     torch_tracing,
+    torchft_replica,
     transformers_models,
 )
 from stepaudit import _internals as of_audit
@@ -561,3 +566,77 @@ def test_a_class_says_whether_it_has_torchs_kernel_of_attention(monkeypatch):
     assert transformers_models.supports_sdpa(model)
     monkeypatch.setattr(GPT2Model, "_supports_sdpa", False)
     assert not transformers_models.supports_sdpa(model)
+
+
+# ------------------------------------------------------------------------------------------------------------- torchft
+
+
+class Code:
+    """An object whose unpickling would make a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_state_brings_no_code(tmp_path):
+    """torchft would unpickle it; what is replaced there is still what it calls."""
+    from torch.distributed._serialization import _streaming_save
+    from torchft.checkpointing import HTTPTransport
+
+    assert "_load_from_address" in vars(HTTPTransport)
+    answers = {"/plain": {"tensors": {"a": torch.arange(3.0)}, "record": "{}"}, "/code": Code(tmp_path / "made")}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            _streaming_save(answers[self.path], self.wfile)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        state = torchft_replica.load_state(f"{address}/plain", 5)
+        assert state["tensors"]["a"].tolist() == [0, 1, 2]
+        with pytest.raises(Exception, match=r"mkdir"):
+            torchft_replica.load_state(f"{address}/code", 5)
+        server.shutdown()
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_replica_alone():
+    """It begins at the step that it is told, and commits; it is told of a new group."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    port, groups = lighthouse.address().rpartition(":")[2], []
+    manager, store = torchft_replica.make_manager(
+        f"http://127.0.0.1:{port}",
+        torch.device("cpu"),
+        timeout=5,
+        connect_timeout=5,
+        quorum_timeout=5,
+        min_replicas=1,
+        get_state=dict,
+        set_state=lambda state: None,
+        on_new_group=lambda: groups.append(1),
+    )
+    try:
+        torchft_replica.set_step(manager, 5)
+        for step in (5, 6):
+            manager.start_quorum()
+            assert (manager.current_step(), manager.participating_rank(), manager.num_participants()) == (step, 0, 1)
+            manager.allreduce(numbers := torch.arange(3), reduce_op=dist.ReduceOp.SUM).wait()
+            assert numbers.tolist() == [0, 1, 2]
+            assert manager.should_commit()
+        assert groups == [1]
+    finally:
+        manager.shutdown(wait=False)
+        lighthouse.shutdown()
+    assert store.port > 0
+    assert torchft_replica.find_local_address("127.0.0.1", 9) == "127.0.0.1"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -238,7 +239,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
     """Check a command, and run it if that is cheap. Fails for a kind that it does not know."""
     words = [VARIABLES.get(word, word) for word in command.words]
     while re.match(r"[A-Z_]+=", words[0]):
-        words.pop(0)
+        name, _, value = words.pop(0).partition("=")
+        monkeypatch.setenv(name, value)
     match words:
         case []:
             pass
@@ -279,6 +281,8 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")
+        case ["torchft_lighthouse", *options]:
+            check_lighthouse(options)
         case ["hf", "auth", "login"]:
             assert find_spec("huggingface_hub.cli.hf")
         case _:
@@ -292,6 +296,16 @@ def check_pip(options: list[str]) -> None:
             assert set(match[1].split(",")) <= extras.keys()
         elif option not in ("-r", "-e", "--quiet", ".", "samestep"):
             assert Path(option).is_file() or find_spec(option), option
+
+
+def check_lighthouse(options: list[str]) -> None:
+    """Start a lighthouse as a command does, on a free port of this machine."""
+    from torchft.coordination import LighthouseServer
+
+    assert "torchft_lighthouse" in entry_points(group="console_scripts").names
+    flags = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    assert re.fullmatch(r"[0-9.]+:[0-9]+", flags.pop("bind"))
+    LighthouseServer(bind="127.0.0.1:0", **{name: int(value) for name, value in flags.items()}).shutdown()
 
 
 def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, recorder) -> None:

@@ -59,6 +59,7 @@ class StepData:
         micro_batch_counts: int64 [micro-batches, terms], of which `counts` is the sum.
         is_measured: whether the noise of the gradient is measured in this step, which is cut at random for that.
         num_samples_by_source: of a mixture, the samples of each source in the whole global batch.
+        sizes: samples of each micro-batch of each process, so that a process knows the place of its numbers among all.
     """
 
     step: int
@@ -73,6 +74,7 @@ class StepData:
     micro_batch_counts: torch.Tensor
     is_measured: bool = False
     num_samples_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
+    sizes: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -157,6 +159,7 @@ class Steps(Dataset):
             micro_batch_counts=counts,
             is_measured=self._is_measured(step, len(samples)),
             num_samples_by_source=self.source.count_by_source(ids) if self.order.mixture else {},
+            sizes=[list(map(len, micro_batches)) for micro_batches in parts],
         )
 
     def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:
@@ -208,7 +211,7 @@ class Steps(Dataset):
     def stream(self, first: int, last: int, num_workers: int | None, device: torch.device) -> Iterator[StepData]:
         """Prepare steps `first` to `last` - 1 ahead of time.
 
-        Steps that were prepared before a call of `set_caps` are prepared anew.
+        Steps that were prepared before a call of `set_caps` or `set_process` are prepared anew.
 
         Args:
             num_workers: processes that prepare steps. 0: this one does, between steps; None: 2 beside a GPU, whose kernels
@@ -219,7 +222,7 @@ class Steps(Dataset):
         if num_workers is None:
             num_workers = 2 if is_cuda else 0
         while first < last:
-            caps = self.layout, self.max_tokens
+            cut = self.cut
             steps = self._bursts(first, last)
             if num_workers or is_cuda:
                 steps = DataLoader(
@@ -233,7 +236,7 @@ class Steps(Dataset):
             for data in steps:
                 yield data
                 first += 1
-                if (self.layout, self.max_tokens) != caps:
+                if self.cut != cut:
                     break
 
     def _bursts(self, first: int, last: int) -> Iterator[StepData]:
@@ -255,6 +258,11 @@ class Steps(Dataset):
         limit = min(self.layout.shares[0], self.layout.per_device_train_batch_size)
         return limit if self.max_tokens is None else min(limit, self.max_tokens // self.source.max_length)
 
+    @property
+    def cut(self) -> tuple[Layout, int | None, int]:
+        """All that decides how steps are cut, and which part is this process's: the layout, max_tokens, process_index."""
+        return self.layout, self.max_tokens, self.process_index
+
     def set_caps(self, per_device_train_batch_size: int, max_tokens: int | None) -> None:
         """Change the caps by which steps are cut from now on."""
         layout = self.layout
@@ -263,6 +271,21 @@ class Steps(Dataset):
             num_processes=layout.num_processes,
             global_batch_size=layout.global_batch_size,
             per_device_train_batch_size=per_device_train_batch_size,
+        )
+
+    def set_process(self, process_index: int, num_processes: int) -> None:
+        """Cut steps for another number of processes from now on: k changes, and the caps stay.
+
+        Args:
+            process_index: number of this process among them.
+            num_processes: N.
+        """
+        layout = self.layout
+        self.process_index = process_index
+        self.layout = solve_layout(
+            num_processes=num_processes,
+            global_batch_size=layout.global_batch_size,
+            per_device_train_batch_size=layout.per_device_train_batch_size,
         )
 
     def halve(self, step: int) -> bool:

@@ -12,6 +12,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "adapters": ("peft",),
     "quantized": ("bitsandbytes",),
+    "replicas": ("torchft",),
 }
 """Extra -> the packages that it brings, by the names under which they are imported."""
 

@@ -29,6 +29,8 @@ def find_refusal(
     noise_scale_steps: int | None = None,
     optimizer: str = "adamw",
     base_quantization: str | None = None,
+    fault_tolerance: str = "none",
+    num_processes: int = 1,
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -41,10 +43,27 @@ def find_refusal(
         digest_steps, noise_scale_steps: the run's settings.
         optimizer: the recipe's.
         base_quantization: the recipe's, of the weights below adapters.
+        fault_tolerance: the run's setting.
+        num_processes: processes of the launch.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
     """
+    if fault_tolerance == "step" and is_sharded:
+        return Refusal(
+            "fault_tolerance is step, but the launch file shards weights (FSDP), so that a lost process takes its part away",
+            "launch each replica with one process, or leave it out",
+        )
+    if fault_tolerance == "step" and num_processes > 1:
+        return Refusal(
+            f"fault_tolerance is step, where each replica is one process, but the launch has {num_processes}",
+            "start each replica by a launch of its own with --num_processes 1",
+        )
+    if fault_tolerance == "step" and mixed_precision == "fp16":
+        return Refusal(
+            "fault_tolerance is step, but mixed_precision is fp16, whose loss scale would differ between replicas",
+            "set mixed_precision to bf16 or no",
+        )
     if is_sharded and not may_shard:
         return Refusal(
             "the launch file shards weights (FSDP), which only programs of language models do",

@@ -3,16 +3,19 @@
 import dataclasses
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from shutil import which
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import pretrained_shape, rehearsal
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
+from samestep.recipe.reading import format_value
 from samestep.recipe.settings import (
     BATCH,
     LENGTH,
@@ -134,6 +137,23 @@ class RunSettings:
     ddp_timeout: float = setting(
         "seconds to wait for another process before the run ends", limit(SECONDS), default=1800.0
     )
+    fault_tolerance: str = setting(
+        "what the loss of a process costs; none: the run ends, and is resumed from a checkpoint; step: each process is a "
+        "replica of a launch of its own, and the step is done again by those that are left (docs/fault-tolerance.md)",
+        choice("none", "step"),
+        default="none",
+    )
+    min_replicas: int = setting(
+        "replicas without which no step is done, of a run with fault_tolerance step: fewer wait for more",
+        limit(100_000),
+        default=1,
+    )
+    replica_timeout: float = setting(
+        "seconds that replicas wait for one that is alive in a step, before they do it again without; it must be longer than "
+        "the step itself and than sending the model to a replica that joins",
+        limit(SECONDS),
+        default=60.0,
+    )
     push_to_hub: bool = setting("upload the results to the hub at the end", default=False)
     license: str | None = setting(
         "licence of the model, for its card: apache-2.0, mit, ...; none: the card has none", default=None
@@ -151,10 +171,17 @@ class RunSettings:
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
-        return options | {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
+        options |= {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
+        return options | {"fault_tolerance": self.fault_tolerance}
+
+    @property
+    def lighthouse(self) -> str:
+        """Where the replicas of a run with fault_tolerance step meet: http://HOST:PORT; empty: nowhere."""
+        return os.environ.get("TORCHFT_LIGHTHOUSE", "")
 
     def problems(self) -> list[str]:
         problems = self._problems_of_reproducible() if self.reproducible is not None else []
+        problems += self._problems_of_replicas()
         if self.overwrite_output_dir and self.resume_from_checkpoint:
             problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
         if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -164,6 +191,40 @@ class RunSettings:
             )
         if self.report_to != "none" and find_spec(self.report_to) is None:
             problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
+        return problems
+
+    def _problems_of_replicas(self) -> list[str]:
+        """Find what fault_tolerance excludes, and what it lacks."""
+        if self.fault_tolerance == "none":
+            is_set = {"min_replicas": self.min_replicas != 1, "replica_timeout": self.replica_timeout != 60.0}
+            return [
+                f"{name} is {getattr(self, name):g}, but fault_tolerance is none: add --fault_tolerance step"
+                for name, value in is_set.items()
+                if value
+            ]
+        reasons = {
+            "gradient_accumulation_steps": "k changes with the number of replicas: give per_device_train_batch_size",
+            "noise_scale_steps": "the noise of the gradient is measured on one quorum only: leave it out",
+            "load_best_model_at_end": "a replica that is lost may take the best model with it: leave it out",
+        }
+        problems = [
+            f"fault_tolerance is step, and {name} is {format_value(getattr(self, name))}, but {why}"
+            for name, why in reasons.items()
+            if getattr(self, name, None)
+        ]
+        if self.report_to != "none":
+            problems.append(
+                f"fault_tolerance is step, and report_to is {self.report_to}, which wants one writer from begin to end: leave "
+                "it out, and look at metrics.jsonl with `python -m recipes watch`"
+            )
+        address = urlsplit(self.lighthouse)
+        if address.scheme != "http" or not address.hostname or not re.search(r":[0-9]+/?$", address.netloc):
+            problems.append(
+                f"fault_tolerance is step, but TORCHFT_LIGHTHOUSE is {self.lighthouse or 'not set'}: start torchft_lighthouse, "
+                "and set it to http://HOST:PORT for every replica"
+            )
+        if find_spec("torchft") is None:
+            problems.append('fault_tolerance is step, but torchft is not installed: pip install "samestep[replicas]"')
         return problems
 
     def _problems_of_reproducible(self) -> list[str]:
@@ -396,7 +457,7 @@ def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
 
 def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
     """Find what a recipe and the settings of its run exclude of each other: a line for each."""
-    problems = []
+    problems = _find_what_replicas_cannot_do(recipe) if run.fault_tolerance == "step" else []
     if recipe.optimizer_name == "adamw_8bit" and run.dtype != "float32":
         problems.append(
             f"dtype is {run.dtype}, but optimizer is adamw_8bit, which computes in float32: set one of them to its default"
@@ -410,6 +471,22 @@ def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
         problems.append(
             "push_to_hub is true, but the adapter's base has random weights, which are not on the hub: add --merge_adapter, or "
             "set model_name_or_path"
+        )
+    return problems
+
+
+def _find_what_replicas_cannot_do(recipe: recipes.Recipe) -> list[str]:
+    """Find the fields of a recipe that `fault_tolerance step` excludes: a line for each."""
+    problems = []
+    if recipe.accumulation == "optimizer":
+        problems.append(
+            "fault_tolerance is step, but accumulation is optimizer, which cannot take a gradient out of its moments again "
+            "when a replica is lost: set accumulation to gradient"
+        )
+    if getattr(recipe, "normalization", None) == "batch":
+        problems.append(
+            "fault_tolerance is step, but normalization is batch, whose statistics change in the forward, before the step is "
+            "committed: set normalization to group or frozen"
         )
     return problems
 

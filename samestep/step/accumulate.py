@@ -36,14 +36,18 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
     return counts if accelerator.num_processes == 1 else torch_distributed.total(counts)
 
 
-def seed_noise(accelerator: Accelerator, seed: int, step: int, micro_batch: int | None = None) -> None:
+def seed_noise(
+    accelerator: Accelerator, seed: int, step: int, micro_batch: int | None = None, process_index: int | None = None
+) -> None:
     """Make torch's noise a function of the seed, the step and the process: nothing to save, nothing to restore.
 
     Args:
+        process_index: number of this process; None: `accelerator` has it.
         micro_batch: number of the micro-batch in the whole step, in place of the process, for noise that does not depend on
             which process computes it.
     """
-    part = accelerator.process_index if micro_batch is None else ("micro-batch", micro_batch)
+    process_index = accelerator.process_index if process_index is None else process_index
+    part = process_index if micro_batch is None else ("micro-batch", micro_batch)
     digest = hashlib.sha256(repr((seed, step, part)).encode()).digest()[:8]
     # torch.manual_seed seeds every kind of device, and on a machine without GPUs notes a stack trace each time.
     torch.default_generator.manual_seed(int.from_bytes(digest, "big"))

@@ -122,10 +122,16 @@ class ExactSum:
         self.last_exponent = exponent
         return self.limit - HEADROOM - SLACK <= exponent <= self.limit
 
-    def finish(self) -> None:
-        """Give each parameter the whole step's gradient. Called by all processes; one all-reduce of 8 bytes per parameter."""
+    def finish(self, add_up: Callable[[torch.Tensor], object] | None = None) -> None:
+        """Give each parameter the whole step's gradient. Called by all processes; one all-reduce of 8 bytes per parameter.
+
+        Args:
+            add_up: adds a tensor of all processes up, in place; None: the default process group does.
+        """
         self.flat.sub_(OFFSET * self.quantum)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if add_up is not None:
+            add_up(self.flat)
+        elif dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.flat)
         for parameter, total in self.sums.items():
             parameter.grad = torch.empty_like(parameter).copy_(total)

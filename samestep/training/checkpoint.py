@@ -791,12 +791,12 @@ def load(
     states = {name: {key: moments[f"{name}/{key}"] for key in keys} for name, keys in current["state"].items()}
     state_dict = {"state": states, "param_groups": current["param_groups"]}
     set_optimizer_state_dict(model, _unwrap(optimizer), state_dict, options=WHOLE)
-    _lay_out_as_parameters(optimizer)
+    lay_out_as_parameters(optimizer)
     if accelerator.scaler is not None and state.scaler is not None:
         accelerator.scaler.load_state_dict(state.scaler)
 
 
-def _lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
+def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Give moments the strides of their parameters: torch's fused optimizers are silently wrong where they differ."""
     for parameter, moments in optimizer.state.items():
         for name, moment in moments.items():

@@ -33,6 +33,20 @@ RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 ONEDNN_KERNELS = "8192"
 """Capacity of oneDNN's cache of kernels. oneDNN generates a kernel, in 0.7 ms, for every size of a matmul in bf16; its default,
 1024, is too few for micro-batches of all sizes."""
+
+
+class ReplicaAccelerator(Accelerator):
+    """Accelerate's `Accelerator` of one process that is a replica of several (--fault_tolerance step).
+
+    To Accelerate it is the only process, so that nothing is divided by a number of processes: replicas add their gradients up.
+
+    Attributes:
+        is_main_process: whether it writes what a run writes; set from step to step.
+    """
+
+    is_main_process = True
+
+
 UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -48,6 +62,7 @@ def create_accelerator(
     is_reproducible: bool = False,
     digest_steps: int | None = None,
     noise_scale_steps: int | None = None,
+    fault_tolerance: str = "none",
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -64,6 +79,7 @@ def create_accelerator(
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         digest_steps: steps between digests, which sharded weights do not have; None: no digests.
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
+        fault_tolerance: `step`: the process is a replica, which is launched alone; `none`.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -86,7 +102,8 @@ def create_accelerator(
     # Accelerate 1.15 knows no other name for `broadcast_buffers`; torch 2.13 warns in every process that a new name will come.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    accelerator = Accelerator(
+    accelerator_class = ReplicaAccelerator if fault_tolerance == "step" else Accelerator
+    accelerator = accelerator_class(
         # Sharded gradients are reduced in every micro-batch: if they waited for the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
         fsdp_plugin=plugin,
@@ -101,7 +118,7 @@ def create_accelerator(
         ],
         **kwargs,
     )
-    if problems := _find_accelerator_problems(accelerator, is_reproducible):
+    if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
         stop_malloc_returning_memory()
@@ -209,7 +226,7 @@ def _find_environment_problems() -> list[str]:
     return problems
 
 
-def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool) -> list[str]:
+def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool, fault_tolerance: str) -> list[str]:
     problems, size, device = [], get_int_from_env(SIZES, 1), accelerator.device
     if size > 1 and accelerator.num_processes == 1:
         problems.append(
@@ -221,7 +238,11 @@ def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool) 
         problems.append("mixed_precision is fp16, but Accelerate would train in fp32 on a CPU: set it to no or bf16")
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if refusal := find_refusal(
-        mixed_precision=accelerator.mixed_precision, is_sharded=shards, is_reproducible=is_reproducible
+        mixed_precision=accelerator.mixed_precision,
+        is_sharded=shards,
+        is_reproducible=is_reproducible,
+        fault_tolerance=fault_tolerance,
+        num_processes=accelerator.num_processes,
     ):
         problems.append(str(refusal))
     is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)

@@ -6,6 +6,9 @@ attempts the step again: the same samples in smaller micro-batches, so the same 
 the failure, and none may wait for ever. Processes agree once per step, between the last backward and the optimizer's step,
 through one all-reduce of three flags on the host, which waits for no device. Before that, a process that has failed takes part,
 with zeros, in the reductions of the gradient for which the other processes wait or will wait; the sums are thrown away.
+
+With --fault_tolerance step the processes are replicas, which agree through `Replicas`: an attempt that lost one of them is
+repeated in the same way, by those that are there then.
 """
 
 import contextlib
@@ -30,13 +33,14 @@ from samestep.step.exact_sum import ExactSum
 from samestep.step.optim import Accumulating
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import waits_in_forward
+from samestep.training.replicas import Replicas
 from samestep.training.report import RunLog
 
 SECONDS_TO_REPORT = 5  # time for all waiting processes to say that they wait
 
 
 class _RepeatStep(Exception):
-    """Raised to leave a step because memory ran out on some process, or because exact sums need another quantum."""
+    """Raised to leave a step because memory ran out on some process, exact sums need another quantum, or a replica was lost."""
 
 
 class Recovery:
@@ -47,6 +51,7 @@ class Recovery:
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
         exact_sum: adds the gradients up; None: Accelerate and the model do.
+        replicas: the replicas of which this process is one; None: it is no replica.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
             stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
     """
@@ -59,9 +64,10 @@ class Recovery:
         optimizer: torch.optim.Optimizer,
         log: RunLog,
         exact_sum: ExactSum | None = None,
+        replicas: Replicas | None = None,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
-        self.exact_sum = exact_sum
+        self.exact_sum, self.replicas = exact_sum, replicas
         # An optimizer that accumulates: a gradient that is in its moments already cannot be taken out again.
         self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
         self.log, self.settings = log, log.settings
@@ -78,13 +84,19 @@ class Recovery:
             )
 
     def iterate_attempts(self, data: StepData) -> Iterator["Attempt"]:
-        """Iterate over attempts of a step, each a context manager around the whole step, until one is complete."""
+        """Iterate over attempts of a step, each a context manager around the whole step, until one is complete.
+
+        With replicas each attempt begins with a quorum, which may be one of another step than `data`.
+        """
         while True:
-            attempt = Attempt(self, data)
+            counts = None
+            if self.replicas is not None:
+                data, counts = self.replicas.meet(data)
+            attempt = Attempt(self, data, counts)
             yield attempt
             if attempt.is_complete:
                 return
-            if not attempt.needs_other_quantum:
+            if attempt.failure == "memory":
                 self._cut_smaller(data.step)
                 data = self.steps[data.step]
 
@@ -136,7 +148,7 @@ class Recovery:
         self.stop.close()
         if self.exact_sum is not None:
             self.exact_sum.close()
-        self.model = self.optimizer = self.exact_sum = None
+        self.model = self.optimizer = self.exact_sum = self.replicas = None
         return interrupt.RESTART if self.should_stop and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:
@@ -178,20 +190,23 @@ class Attempt:
         counts: int64 [terms] on the device, targets of the whole step; known inside the `with`.
         sums: detached summed losses of each micro-batch, [terms] each; the loop appends them.
         is_complete: whether all processes came to the end of the step.
-        needs_other_quantum: whether the step is not complete because its exact sums need another quantum.
+        failure: why the step is not complete: `memory` ran out, its exact sums need another `quantum`, or a `replica` was lost.
     """
 
-    def __init__(self, recovery: Recovery, data: StepData):
+    def __init__(self, recovery: Recovery, data: StepData, counts: torch.Tensor | None = None):
         self.recovery, self.data, self.is_complete, self.is_agreed = recovery, data, False, False
-        self.needs_other_quantum = False
+        self.failure = "memory"
         self.sums: list[torch.Tensor] = []
+        if counts is not None:
+            self.counts = counts
 
     def __enter__(self) -> "Attempt":
         recovery = self.recovery
         with self._report_missing_processes():
             if isinstance(recovery.model, DistributedDataParallel):
                 torch_distributed.rebuild_buckets(recovery.model)
-            self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
+            if recovery.replicas is None:
+                self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
         if recovery.folding is not None:
             recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
             recovery.folding.num_micro_batches = self.data.num_micro_batches
@@ -209,16 +224,35 @@ class Attempt:
             RunError: a process failed, and the step cannot be cut smaller.
         """
         recovery, exact_sum = self.recovery, self.recovery.exact_sum
+        if recovery.replicas is not None:
+            self._commit()
+            return
         any_failed = recovery.agree(False, exact_sum.exponent() if exact_sum is not None else 0)
         self.is_agreed = True
         if any_failed and (recovery.folding is not None or exact_sum is not None):
             raise self._cannot_repeat("another process")
-        if exact_sum is not None:
-            self.needs_other_quantum = not exact_sum.fits(recovery.exponent)
-        if any_failed or self.needs_other_quantum:
+        if exact_sum is not None and not exact_sum.fits(recovery.exponent):
+            self.failure = "quantum"
+            raise _RepeatStep
+        if any_failed:
             raise _RepeatStep
         if exact_sum is not None:
             exact_sum.finish()
+
+    def _commit(self) -> None:
+        """Make the gradient whole, and commit the step, together with the replicas."""
+        recovery, replicas = self.recovery, self.recovery.replicas
+        recovery.agree(False)  # what this replica alone decides: whether it leaves, whether it saves
+        failure = replicas.reduce(self.data, self.sums, has_failed=False, is_asked_to_stop=recovery.should_stop)
+        self.is_agreed = True
+        if failure == "memory" and recovery.exact_sum is not None:
+            raise self._cannot_repeat("a replica")
+        if failure is not None:
+            self.failure = failure
+            recovery.should_stop = recovery.should_save = False
+            recovery.model.zero_grad(set_to_none=True)
+            raise _RepeatStep
+        self.sums = replicas.all_sums
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
         if error is None:
@@ -254,6 +288,12 @@ class Attempt:
         _free_activations(error)
         if recovery.folding is not None:
             recovery.folding.abandon()
+        if recovery.replicas is not None:
+            self.failure = recovery.replicas.reduce(self.data, [], has_failed=True, is_asked_to_stop=False)
+            if recovery.exact_sum is None:
+                self.failure = "memory"  # here, even if a replica was lost on top of it
+                return
+            raise self._cannot_repeat("this process") from error
         if recovery.folding is not None or recovery.exact_sum is not None:
             recovery.agree(has_failed=True)
             raise self._cannot_repeat("this process") from error

@@ -33,6 +33,7 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
 from samestep.training import card, checkpoint, digest, plots
 from samestep.training.evaluation import Evaluation
+from samestep.training.shared_folder import SharedFolder
 
 LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
 """Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
@@ -40,30 +41,43 @@ PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
 
 
-def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> None:
+def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> SharedFolder | None:
     """Make the output folder and lock it.
 
     An earlier run in it is resumed or overwritten, when asked for, never mixed with a new one. Called by all processes, before
     anything costly. Nothing is deleted before `RunLog` starts the new run.
 
+    Returns:
+        The folder as replicas share it (fault_tolerance step); else None.
+
     Raises:
         UsageError: the folder holds a run, another process is running one in it, or it cannot be made.
     """
-    output_dir = Path(settings.output_dir)
-    if accelerator.is_main_process:
+    output_dir, folder = Path(settings.output_dir), None
+
+    def check_alone() -> None:
         if _find_earlier_run(output_dir) and not settings.resume_from_checkpoint and not settings.overwrite_output_dir:
             raise UsageError(
                 f"output_dir {output_dir} holds an earlier run: continue it with --resume_from_checkpoint latest, delete it "
                 "with --overwrite_output_dir, or choose another folder"
             )
+
+    if accelerator.is_main_process:
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            _lock(output_dir)
+            if settings.fault_tolerance == "step":
+                output_dir.mkdir(parents=True, exist_ok=True)
+                folder = SharedFolder(output_dir, LINES)
+                folder.join(settings.lighthouse, check_alone)
+            else:
+                check_alone()
+                output_dir.mkdir(parents=True, exist_ok=True)
+                _lock(output_dir)
         except OSError as error:
             raise UsageError(
                 f"output_dir {output_dir} cannot be made ({error.strerror}): choose another folder"
             ) from None
     accelerator.wait_for_everyone()
+    return folder
 
 
 _locks: dict[Path, TextIO] = {}  # kept open: the system unlocks them when this process ends, however it ends
@@ -102,6 +116,8 @@ class RunLog:
         num_steps: steps at the end of training.
         saver: writes checkpoints.
         spans: parts of the stream of samples that the steps hold, where the batch grows; None: it stays.
+        folder: the output folder, where replicas share it: `open_files` is called by the replica that begins the run, lines are
+            written by the first replica, and every step is read from the device; None: it is this run's alone.
     """
 
     def __init__(
@@ -113,6 +129,7 @@ class RunLog:
         num_steps: int,
         saver: checkpoint.Saver,
         spans: Spans | None = None,
+        folder: SharedFolder | None = None,
     ):
         self.accelerator, self.recipe, self.settings = accelerator, recipe, settings
         self.output_dir = Path(settings.output_dir)
@@ -120,21 +137,17 @@ class RunLog:
         self.run_id, first_step = start.run_id or uuid.uuid4().hex[:8], start.step
         self.first_step = first_step
         self.num_units, self.seconds = 0, 0.0
-        self.pending: list[tuple[dict[str, Any], list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.pending: list[tuple[dict[str, Any], list, list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pending_digests: dict[int, dict[str, Any]] = {}
         self.pending_noise: dict[int, tuple[torch.Tensor, dict[str, Any], list[str], torch.Tensor | None]] = {}
         self.unwritten_lines = dict.fromkeys(LINES, "")
-        self.saver = saver
-        if accelerator.is_main_process:
-            if settings.overwrite_output_dir:
-                for path in _find_earlier_run(self.output_dir):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            _filter_lines(self.output_dir / "metrics.jsonl", lambda line: _is_earlier(line, first_step, num_steps))
-            for name in LINES[1:]:
-                _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
-            (self.output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-            self._write_session()
+        self.saver, self.folder = saver, folder
+        if accelerator.is_main_process and folder is None:
+            self.open_files()
         steps, evaluations = read_metrics(self.output_dir) if accelerator.is_main_process else ([], [])
+        if folder is not None:  # nobody has opened the files, or replicas that are further
+            evaluations = [line for line in evaluations if _is_earlier(line, first_step, num_steps)]
+            evaluations = evaluations if settings.resume_from_checkpoint else []
         self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
@@ -153,6 +166,35 @@ class RunLog:
     def _write_session(self) -> None:
         session = json.dumps(self._describe_session(), indent=2) + "\n"
         (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
+
+    def open_files(self) -> None:
+        """Delete an earlier run where that was asked for, and lines of steps that are done again; describe the new session."""
+        first_step, num_steps = self.first_step, self.num_steps
+        if self.settings.overwrite_output_dir:
+            for path in _find_earlier_run(self.output_dir):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        _filter_lines(self.output_dir / "metrics.jsonl", lambda line: _is_earlier(line, first_step, num_steps))
+        for name in LINES[1:]:
+            _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
+        (self.output_dir / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        self._write_session()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what a replica that joins has to know of the steps so far: plain values."""
+        lines = {name: list(map(json.loads, lines.values())) for name, lines in self.folder.lines.items()}
+        return {"run_id": self.run_id, "num_skipped": self.num_skipped, "evaluations": self.evaluations, "lines": lines}
+
+    def set_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on as the replica does that gave its state after `step` steps."""
+        self.run_id, self.num_skipped, self.evaluations = state["run_id"], state["num_skipped"], state["evaluations"]
+        self.pending, self.pending_digests = [], {}
+        for name, records in state["lines"].items():
+            self.folder.lines[name].clear()
+            for record in records:
+                self.folder.add(name, record)
+        self.saver.abandoned_folders = []  # those in the folder are of the run that is joined
+        if self.bar is not None:
+            self.bar.update((step if self.spans is None else self.spans.find(step)[0]) - self.bar.n)
 
     def _describe_session(self) -> dict[str, Any]:
         """Describe how this session is run, for people and `python -m recipes compare`: nothing else reads it."""
@@ -195,7 +237,7 @@ class RunLog:
             total=total,
             initial=initial,
             unit=unit,
-            disable=not self.accelerator.is_main_process,
+            disable=not self.accelerator.is_main_process and self.folder is None,
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
         self.clock = time.perf_counter()
@@ -208,16 +250,20 @@ class RunLog:
         grad_norm: torch.Tensor,
         learning_rate: float,
         digests: dict[str, Any] | None = None,
+        parts: tuple[list[tuple[int, int]], list[list[tuple[int, int]]]] | None = None,
     ) -> None:
         """Note a step.
 
         Args:
             data: this process's part of the step.
-            sums: summed losses of each of this process's micro-batches, floating [terms] on the device.
+            sums: summed losses of each of this process's micro-batches, floating [terms] on the device; where `parts` is given,
+                of all micro-batches.
             counts: targets of the whole step, int64 [terms] on the device.
             grad_norm: norm of the whole gradient before clipping, scalar on the device.
             learning_rate: the step's.
             digests: the step's line of digests.jsonl; None: it has none.
+            parts: of replicas, whose micro-batches each of them knows: (process, micro-step) and samples of each; None: this
+                process knows its own.
         """
         now = time.perf_counter()
         line = {
@@ -234,10 +280,15 @@ class RunLog:
             line["digest"] = digest.combine(digests)
             self.pending_digests[line["step"]] = digests
         self.clock = now
-        self.pending.append((line, data.samples, torch.stack(list(sums)).double(), counts, grad_norm))
+        if parts is None:
+            parts = [(self.accelerator.process_index, number) for number in range(len(data.samples))], data.samples
+        self.pending.append((line, *parts, torch.stack(list(sums)).double(), counts, grad_norm))
         self.bar.update(1 if self.spans is None else data.num_samples)
-        if line["step"] % self.settings.logging_steps == 0:
+        is_due = line["step"] % self.settings.logging_steps == 0
+        if is_due or self.folder is not None:  # a replica may die, and the others have to know the step's line
             self.flush()
+        if is_due:
+            self._write_lines()
 
     def add_noise(
         self,
@@ -297,7 +348,7 @@ class RunLog:
             return
         pending, self.pending = self.pending, []
         # Of each step the summed losses of each micro-batch, [micro-batches][terms]; of all processes, one after the other
-        sums = [[sums.tolist() for _, _, sums, _, _ in pending]]
+        sums = [[sums.tolist() for _, _, _, sums, _, _ in pending]]
         totals = [
             [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
             for parts in zip(*gather_object(sums), strict=True)
@@ -310,14 +361,14 @@ class RunLog:
             strict=True,
         )
         ledger, digests, noises, failure, num_units, seconds = [], [], [], None, 0, 0.0
-        for (line, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
+        for (line, places, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
             line |= self.compute_losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.settings.on_nonfinite == "stop":
                 is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
-                failure = self._describe_nonfinite(line, micro_batches, micro_batch_sums), is_held_back
+                failure = self._describe_nonfinite(line, places, micro_batches, micro_batch_sums), is_held_back
                 break
             if has_skipped:
                 self.num_skipped += 1
@@ -327,8 +378,8 @@ class RunLog:
             digests += [self.pending_digests.pop(line["step"])] if "digest" in line else []
             num_units += line.get(f"{self.recipe.unit}s", line["samples"])
             seconds += line["seconds"]
-            for micro_step, samples in enumerate(micro_batches):
-                place = {"step": line["step"], "process": self.accelerator.process_index, "micro_step": micro_step}
+            for (process, micro_step), samples in zip(places, micro_batches, strict=True):
+                place = {"step": line["step"], "process": process, "micro_step": micro_step}
                 ledger.append(place | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
         if seconds and self.bar is not None:
@@ -342,6 +393,7 @@ class RunLog:
             ledger.sort(key=lambda record: (record["step"], record["process"], record["micro_step"]))
             self._append("samples.jsonl", ledger)
         if failure is not None:
+            self._write_lines()
             message, is_held_back = failure
             if not is_held_back:
                 raise RunError(f"{message}. Resume from a checkpoint before it")
@@ -363,31 +415,36 @@ class RunLog:
         return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
 
     def _describe_nonfinite(
-        self, line: dict[str, Any], micro_batches: list[list[tuple[int, int]]], sums: torch.Tensor
+        self,
+        line: dict[str, Any],
+        places: list[tuple[int, int]],
+        micro_batches: list[list[tuple[int, int]]],
+        sums: torch.Tensor,
     ) -> str:
         """Say whether the loss or the gradient of a step is not finite, and in which samples. Called by all processes.
 
         Args:
             sums: summed losses of this process's micro-batches, [micro-batches, terms].
         """
-        rank = self.accelerator.process_index
-        local_places = [
+        local_texts = [
             f"process {rank}, micro-batch {micro_batch}, samples "
             + ", ".join(f"{sample} (epoch {epoch})" for epoch, sample in samples)
-            for micro_batch, (is_finite, samples) in enumerate(
-                zip(sums.isfinite().all(1).tolist(), micro_batches, strict=True)
+            for is_finite, (rank, micro_batch), samples in zip(
+                sums.isfinite().all(1).tolist(), places, micro_batches, strict=True
             )
             if not is_finite
         ]
-        places = gather_object(local_places)
-        subject = "the loss is" if places else "the losses are finite, but their gradient is"
-        return f"step {line['step']}: {subject} not finite" + (f" ({'; '.join(places)})" if places else "")
+        texts = gather_object(local_texts)
+        subject = "the loss is" if texts else "the losses are finite, but their gradient is"
+        return f"step {line['step']}: {subject} not finite" + (f" ({'; '.join(texts)})" if texts else "")
 
     def add_event(self, step: int, message: str, **values: Any) -> None:
         """Write and print something that happened in `step`; `values` are the numbers of its line in metrics.jsonl."""
         self.flush()
-        self._append("metrics.jsonl", [{"step": step, "event": message} | values])
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process:  # other replicas may have seen something else
+            self._append("metrics.jsonl", [{"step": step, "event": message} | values])
+            self._write_lines()
+        if self.accelerator.is_main_process or self.folder is not None:
             details = ", ".join(f"{name} {value}" for name, value in values.items())
             tqdm.write(f"step {step}: {message} ({details})", file=sys.stderr)
 
@@ -429,6 +486,7 @@ class RunLog:
             metrics |= {name: value for name, value in more.items() if name.startswith(prefix)}
         self.evaluations.append({"step": step} | metrics)
         self._write({"step": step} | metrics)
+        self._write_lines()
         if self.accelerator.is_main_process:
             starts = {f"step {step}: ": ""} | {f"  {source}: ": f"eval_{source}/" for source in sources or {}}
             lines = [
@@ -462,6 +520,7 @@ class RunLog:
     def save(self, step: int, *, is_routine: bool = False) -> None:
         """Write a checkpoint of the run as it is after `step`; a routine one gives way to newer ones."""
         self.flush()
+        self._write_lines()
         self.saver.save(step, self.num_skipped, self.run_id, is_routine=is_routine)
         self.restart_clock()
 
@@ -472,6 +531,7 @@ class RunLog:
             RunError: the last checkpoint, or lines, could not be written.
         """
         self.flush()
+        self._write_lines()
         for name, lines in self.unwritten_lines.items():
             if lines:
                 self._append(name, [])
@@ -482,7 +542,10 @@ class RunLog:
         finally:
             if lock := _locks.pop(self.output_dir.resolve(), None):
                 lock.close()
-        if lost_files := [name for name, lines in self.unwritten_lines.items() if lines]:
+        unwritten_lines = self.unwritten_lines
+        if self.folder is not None:
+            unwritten_lines = self.folder.lines if self.accelerator.is_main_process else {}
+        if lost_files := [name for name, lines in unwritten_lines.items() if lines]:
             raise RunError(f"{', '.join(lost_files)} in {self.output_dir} could not be written to the end")
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -493,7 +556,14 @@ class RunLog:
             self.accelerator.log(values, step=line["step"])
 
     def _append(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time."""
+        """Append lines to a file of process 0; lines that cannot be written (the disk is full) are tried again next time.
+
+        Where replicas share the folder, `_write_lines` writes them.
+        """
+        if self.folder is not None:
+            for record in records:
+                self.folder.add(name, _replace_nonfinite(record))
+            return
         if not self.accelerator.is_main_process:
             return
         self.unwritten_lines[name] += "".join(
@@ -509,6 +579,11 @@ class RunLog:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)
             tqdm.write(f"WARNING: {path} cannot be written ({error.strerror}); trying again later", file=sys.stderr)
+
+    def _write_lines(self) -> None:
+        """Write what the replicas of a shared folder know, and what is not in its files yet."""
+        if self.folder is not None and (problem := self.folder.write(self.accelerator.is_main_process)):
+            tqdm.write(f"WARNING: {self.output_dir / problem}; trying again later", file=sys.stderr)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
+from samestep.training.replicas import HasEnded, Replicas
 
 
 class Run:
@@ -86,12 +87,13 @@ class Run:
             base_quantization=getattr(self.recipe, "base_quantization", None),
         ):
             raise UsageError(str(refusal))
-        report.open_output_dir(self.accelerator, self.settings)
+        self.folder = report.open_output_dir(self.accelerator, self.settings)
+        self.replicas = None if self.folder is None else Replicas(self.accelerator, self.settings, self.folder)
         resume = self.settings.resume_from_checkpoint
         self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
         self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
-        self.has_stopped_early = False
+        self.has_stopped_early = self.has_ended_elsewhere = False
         self.problem: str | None = None
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
@@ -264,7 +266,7 @@ class Run:
             lambda: self.follower and self.follower.record,
         )
         spans = self.order.spans if self.order.stages else None
-        self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans)
+        self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans, self.folder)
         names = checkpoint.name_parameters(self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.noise_meter = self.term_meter = None
@@ -273,7 +275,9 @@ class Run:
             if sum(weight > 0 for weight in weights) > 1:
                 dtype = torch.float64 if is_reproducible else None
                 self.term_meter = TermMeter(list(names.values()), len(weights), dtype)
-        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
+        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum, self.replicas)
+        if self.replicas is not None:
+            self.replicas.attach(model, optimizer, cut, self.log, self.exact_sum, self.start, fingerprints)
         return model, optimizer
 
     def _find_what_bits_depend_on(self) -> dict[str, Any] | None:
@@ -346,41 +350,59 @@ class Run:
         if getattr(self.recipe, "normalization", None) == "batch":
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
+        cut = recovery.steps.layout if self.replicas is None else f"a replica of those at {settings.lighthouse}"
         accelerator.print(
-            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {recovery.steps.layout}"
+            f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {cut}"
             f"{self._describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
             f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self._describe_reproducible()}"
         )
         self.log.start()
         self.model.train()
-        while self.completed_steps < self.last_step and not recovery.should_stop:
+        while self.completed_steps < self.last_step and not (recovery.should_stop or self.has_ended_elsewhere):
             yield from self._iterate_steps()
 
     def _iterate_steps(self) -> Iterator["Step"]:
         """Iterate over the steps, until the batch grows with the noise, which was not known when they were prepared."""
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         workers = settings.dataloader_num_workers
-        for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
-            for attempt in recovery.iterate_attempts(data):
-                step = Step(self, attempt)
-                yield step
-                step.check_entry()
-            digests = self.digests.add_step(step.index + 1)
-            if step.noise is not None:
-                layers = self.noise_meter.groups
-                self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
-            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
-            self.completed_steps += 1
-            has_grown = self._follow_noise(step)
-            if recovery.should_stop:
-                return
-            every = settings.checkpointing_steps
-            is_due = self.completed_steps % every == 0 if every else recovery.should_save
-            if is_due and self.completed_steps < self.last_step:
+        try:
+            for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
+                has_grown = yield from self._take_step(data)
+                # Replicas may be at another step; steps of a batch that has grown are others
+                if recovery.should_stop or has_grown or self.completed_steps != data.step + 1:
+                    return
+        except HasEnded:
+            self.has_ended_elsewhere = True
+
+    def _take_step(self, data: StepData) -> Generator["Step", None, bool]:
+        """Give the next step, and again where it fails; note its metrics, and save a checkpoint if one is due.
+
+        Returns:
+            Whether the batch has grown with the noise, so that later steps are others.
+        """
+        recovery, settings = self.recovery, self.settings
+        for attempt in recovery.iterate_attempts(data):
+            self.completed_steps = attempt.data.step
+            step = Step(self, attempt)
+            yield step
+            step.check_entry()
+        digests = self.digests.add_step(step.index + 1)
+        if step.noise is not None:
+            layers = self.noise_meter.groups
+            self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
+        parts = None if self.replicas is None else self.replicas.list_parts(attempt.data)
+        self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests, parts)
+        self.completed_steps += 1
+        has_grown = self._follow_noise(step)
+        if recovery.should_stop:
+            return has_grown
+        every = settings.checkpointing_steps
+        is_due = self.completed_steps % every == 0 if every else recovery.should_save
+        if is_due and self.completed_steps < self.last_step:
+            if self.replicas is None or self.accelerator.is_main_process:
                 self.log.save(self.completed_steps, is_routine=every is None)
-                recovery.restart_save_clock()
-            if has_grown:
-                return
+            recovery.restart_save_clock()
+        return has_grown
 
     def evaluates_before(self, step: "Step") -> bool:
         """Tell whether an evaluation is due before a step: the first of a training, and every --eval_steps."""
@@ -413,9 +435,14 @@ class Run:
         Args:
             evaluate: called when all steps are done.
 
+        Of replicas one does it; the others wait until it has done, to do it themselves if it dies.
+
         Returns:
             The whole model, to be published, on process 0 when the training is finished; else None.
         """
+        if self.replicas is not None and not self._ends_the_run():
+            self.log.close()
+            return None
         if self.completed_steps > self.start.step:
             self.log.save(self.completed_steps)
         if self.completed_steps == self.num_steps:
@@ -425,6 +452,18 @@ class Run:
             self.accelerator.print(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
+
+    def _ends_the_run(self) -> bool:
+        """Tell whether this replica ends the run; if not, wait until another one has done that, or leave it to the others."""
+        replicas, stops = self.replicas, self.recovery.should_stop and not self.is_finished
+        if self.has_ended_elsewhere or (stops and not replicas.everybody_stops):
+            replicas.leave()
+            reason = (
+                "other replicas have ended it" if self.has_ended_elsewhere else "it was asked to stop; the others go on"
+            )
+            print(f"This replica leaves the run in {self.output_dir}: {reason}", flush=True)
+            return False
+        return replicas.take_charge()
 
     def _explain_early_end(self) -> str:
         """Say why this session ended before the training did, and how to go on."""
@@ -485,6 +524,8 @@ class Run:
             UsageError: `publish` was told of a problem.
         """
         status = self.recovery.close(self.is_finished)
+        if self.replicas is not None:
+            self.replicas.close()
         torch_distributed.release(self.model)
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.end_training()
@@ -638,8 +679,12 @@ class Step:
         self.attempt.__enter__()
         if self.data.is_measured:
             self.run.noise_meter.begin(self.data.micro_batch_counts, self.attempt.counts)
-        accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index)
+        accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index, **self._find_process())
         return self
+
+    def _find_process(self) -> dict[str, int]:
+        """Find the number of this process where Accelerate does not know it: among replicas."""
+        return {} if self.run.replicas is None else {"process_index": self.run.replicas.rank}
 
     def __exit__(self, *error: Any) -> bool:
         return self.attempt.__exit__(*error)

@@ -1,0 +1,231 @@
+"""The output folder of replicas that come and go: locks that end with their process, and lines that are written once.
+
+Every replica keeps the lines of the run until it has seen them in the files. The first replica writes those that are missing.
+When it dies, the next one does, so that no line is lost and none is there twice: what counts is what the files hold. Locks of
+files (`lockf`) are the system's, which releases them when a process ends, however it ends. They work on NFS (version 4), too.
+
+    .lock     shared by all replicas as long as they live, exclusive for any other run
+    .session  whether a run is under way or done; locked for the moments in which lines are written
+    .end      locked by the replica that saves and publishes at the end
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from samestep.errors import UsageError
+
+SECONDS_TO_SHARE = 5.0  # in which another replica may hold the lock for a moment
+SECONDS_TO_WRITE = 1.0  # to wait for a replica that writes; lines that are not written then are written next time
+Key = tuple[Any, ...]
+
+
+def find_key(record: dict[str, Any]) -> Key:
+    """Find what tells a line from all others of its file.
+
+    >>> find_key({"step": 3, "loss": 2.0}), find_key({"step": 3, "process": 1, "micro_step": 0, "samples": [5]})
+    ((3, 'step', None, None), (3, 'step', 1, 0))
+    """
+    kind = record.get("event") or ("evaluation" if "eval_loss" in record else "step")
+    return record["step"], kind, record.get("process"), record.get("micro_step")
+
+
+class SharedFolder:
+    """The output folder of one run, as one of its replicas sees it.
+
+    Args:
+        output_dir: on a file system that all replicas see.
+        names: the files of lines.
+
+    Attributes:
+        lines: of each file, the lines that this replica knows, and has not seen in the file, in their order.
+        last_steps: of each file and kind of line, the last step in the file. A step that is there is not written again, even if
+            two groups of replicas that did not know of each other took it.
+    """
+
+    def __init__(self, output_dir: Path, names: tuple[str, ...]):
+        self.output_dir = output_dir
+        self.lines: dict[str, dict[Key, str]] = {name: {} for name in names}
+        self.last_steps: dict[str, dict[str, int]] = {name: {} for name in names}
+        self.offsets = dict.fromkeys(names, 0)
+        self.files: dict[str, TextIO] = {}
+
+    # Locks
+
+    def join(self, meeting_point: str, check_alone: Callable[[], None]) -> None:
+        """Take part in the run of this folder.
+
+        Args:
+            meeting_point: where its replicas meet: the lighthouse.
+            check_alone: called when no other replica is there; raises UsageError if the folder holds an earlier run.
+
+        Raises:
+            UsageError: another run uses the folder, or `check_alone` raised.
+        """
+        file = self._open(".lock")
+        if _try_lock(file, fcntl.LOCK_EX):
+            check_alone()
+            file.truncate(0)
+            print(meeting_point, file=file, flush=True)
+            self._write_session({})
+        deadline = time.monotonic() + SECONDS_TO_SHARE
+        while not _try_lock(file, fcntl.LOCK_SH):
+            if time.monotonic() > deadline:
+                self._refuse(file)
+            time.sleep(0.05)
+        file.seek(0)
+        if file.read().strip() != meeting_point:
+            self._refuse(file)
+
+    def _refuse(self, file: TextIO) -> None:
+        file.seek(0)
+        raise UsageError(
+            f"output_dir {self.output_dir} is in use by another run ({file.read().strip()}): wait for it, end it, or choose "
+            "another folder"
+        )
+
+    def begin_session(self, prepare: Callable[[], None]) -> bool:
+        """Begin the run unless it is under way or done; `prepare` makes the folder ready for it.
+
+        Returns:
+            Whether this replica began it.
+        """
+        with self._writing() as may_write:
+            if not may_write or self.read_session():
+                return False
+            prepare()
+            self._write_session({"is_done": False})
+        return True
+
+    def read_session(self) -> dict[str, Any]:
+        """Read the state of the run: {} before its first step, then whether it `is_done`."""
+        file = self._open(".session")
+        file.seek(0)
+        text = file.read()
+        return json.loads(text) if text.strip() else {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a replica has ended the run."""
+        return self.read_session().get("is_done", False)
+
+    def try_to_end(self) -> bool:
+        """Try to become the replica that ends the run; it is until it says `end`, or its process ends."""
+        return _try_lock(self._open(".end"), fcntl.LOCK_EX)
+
+    def end(self, is_done: bool) -> None:
+        """Tell the other replicas that the run has ended, or that they may end it."""
+        if is_done:
+            self._write_session({"is_done": True})
+        fcntl.lockf(self.files[".end"], fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Leave the run."""
+        for file in self.files.values():
+            file.close()
+        self.files = {}
+
+    def _open(self, name: str) -> TextIO:
+        """Open a file once: to close one of two would release the locks of both."""
+        if name not in self.files:
+            self.files[name] = (self.output_dir / name).open("a+", encoding="utf-8")
+        return self.files[name]
+
+    def _write_session(self, state: dict[str, Any]) -> None:
+        file = self._open(".session")
+        file.truncate(0)
+        print(json.dumps(state) if state else "", file=file, end="", flush=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[bool]:
+        """Hold the lock for writing; False: another replica holds it, perhaps one that was stopped."""
+        file, deadline = self._open(".session"), time.monotonic() + SECONDS_TO_WRITE
+        while not (has_lock := _try_lock(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            yield has_lock
+        finally:
+            if has_lock:
+                fcntl.lockf(file, fcntl.LOCK_UN)
+
+    # Lines
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        """Add a line to those of a file, unless its step is there."""
+        key = find_key(record)
+        if key[0] > self.last_steps[name].get(key[1], -1):
+            self.lines[name][key] = json.dumps(record, allow_nan=False) + "\n"
+
+    def write(self, is_writer: bool) -> str | None:
+        """Forget the lines that are in the files; write those that are not, if this replica is the one that writes.
+
+        Returns:
+            Why lines could not be written; None: nothing was in the way.
+        """
+        if not is_writer:
+            for name in self.lines:
+                self._read_new(name)
+            return None
+        with self._writing() as may_write:
+            for name in self.lines if may_write else ():
+                self._read_new(name)
+                try:
+                    self._append_missing(name)
+                except OSError as error:
+                    return f"{name} cannot be written ({error.strerror})"
+        return None
+
+    def _read_new(self, name: str) -> None:
+        path = self.output_dir / name
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self.offsets[name]:  # the folder was made ready for a new run
+                self.offsets[name], self.last_steps[name] = 0, {}
+            file.seek(self.offsets[name])
+            whole, _, _ = file.read().rpartition(b"\n")
+        keys = [find_key(json.loads(line)) for line in whole.splitlines()]
+        self.offsets[name] += len(whole) + bool(whole)
+        self._forget(name, keys)
+
+    def _forget(self, name: str, keys: Iterable[Key]) -> None:
+        """Forget the lines of steps that are in the file."""
+        last_steps = self.last_steps[name]
+        for step, kind, *_ in keys:
+            last_steps[kind] = max(step, last_steps.get(kind, -1))
+        lines = self.lines[name].items()
+        self.lines[name] = {key: text for key, text in lines if key[0] > last_steps.get(key[1], -1)}
+
+    def _append_missing(self, name: str) -> None:
+        """Append the lines at once, so that of several lines of a step all are there or none."""
+        if not self.lines[name]:
+            return
+        path, text = self.output_dir / name, "".join(self.lines[name].values()).encode()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            # A replica that was killed while it wrote left half a line behind the whole ones
+            os.truncate(descriptor, self.offsets[name])
+            os.lseek(descriptor, 0, os.SEEK_END)
+            try:
+                if os.write(descriptor, text) < len(text):
+                    raise OSError(28, "not all of it was written")
+            except OSError:
+                os.truncate(descriptor, self.offsets[name])
+                raise
+        finally:
+            os.close(descriptor)
+        self.offsets[name] += len(text)
+        self._forget(name, list(self.lines[name]))
+
+
+def _try_lock(file: TextIO, kind: int) -> bool:
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

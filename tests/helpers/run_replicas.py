@@ -1,0 +1,214 @@
+"""Runs of several replicas (--fault_tolerance step) in forked processes, and what happens to them: kills, sleeps and the like.
+
+Tests call `main` through a fork server; a benchmark uses `Scene` in a process that has imported all and computed nothing.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from blank import draw_nothing
+from run_layouts import SCRIPTS
+
+from samestep.errors import exit_code
+
+DROP = signal.SIGRTMIN
+"""Signal at which a replica loses its connections."""
+TICK = 0.005
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Read the whole lines of a file that somebody is writing."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+    return []
+
+
+def fork(call: Callable[[], Any], log: Path, environment: dict[str, str]) -> int:
+    """Call something in a new process, whose output goes to the end of `log`."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for target in (1, 2):
+            os.dup2(output, target)
+        sys.stdout.reconfigure(line_buffering=True)
+        faulthandler.enable()
+        os.environ.update(environment)
+        code = exit_code(call)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def serve_lighthouse(port: int, join_timeout: float) -> None:
+    """Be a lighthouse for ever."""
+    os.environ["RUST_LOG"] = "error"
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=int(1000 * join_timeout),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=1000,
+    )
+    print(lighthouse.address(), flush=True)
+    while True:
+        time.sleep(1)
+
+
+def train(program: str, argv: list[str], digests: Path) -> int:
+    """Train as a script does; at the end write a digest of the parameters that this replica has to `digests`/PID."""
+    from samestep.training import digest, replicas
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {DROP})
+    threading.Thread(target=_lose_connections, daemon=True).start()
+    draw_nothing()
+    take_charge = replicas.Replicas.take_charge
+
+    def note(self) -> bool:
+        tensors = self._list_tensors().items()
+        text = "\n".join(f"{name} {digest.digest_tensor(tensor)}" for name, tensor in tensors)
+        (digests / str(os.getpid())).write_text(text)
+        return take_charge(self)
+
+    replicas.Replicas.take_charge = note
+    return SCRIPTS[program].main(argv)
+
+
+def _lose_connections() -> None:
+    """Shut all connections of this process, each time that it gets the signal."""
+    while signal.sigwait({DROP}):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError, ValueError):
+                end = socket.socket(fileno=os.dup(int(name)))
+                if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
+                    end.getpeername()
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+class Scene:
+    """One run: a lighthouse and its replicas, each a process that can be killed, stopped, and started again.
+
+    Args:
+        program: script.
+        argv: its arguments, with --fault_tolerance step.
+        folder: of the logs, and of the digests.
+        output_dir: of the run.
+        join_timeout: seconds for which the lighthouse waits for replicas that live and do not come.
+    """
+
+    def __init__(self, program: str, argv: list[str], folder: Path, output_dir: Path, join_timeout: float = 3.0):
+        self.program, self.argv, self.folder, self.output_dir = program, argv, folder, output_dir
+        self.join_timeout = join_timeout
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.replicas: dict[int, int] = {}  # number -> pid, of those that were started last under this number
+        self.codes: dict[int, int] = {}  # pid -> exit code
+        self.start_lighthouse()
+
+    def start_lighthouse(self) -> None:
+        self.lighthouse = fork(
+            lambda: serve_lighthouse(self.port, self.join_timeout), self.folder / "log-lighthouse", {}
+        )
+
+    def kill_lighthouse(self) -> None:
+        os.kill(self.lighthouse, signal.SIGKILL)
+        os.waitpid(self.lighthouse, 0)
+
+    def start(self, number: int, flags: str = "") -> None:
+        """Start a replica, or start it again."""
+        environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}", "CUDA_VISIBLE_DEVICES": "-1"}
+        argv = [*self.argv, *flags.split()]
+        self.replicas[number] = fork(
+            lambda: train(self.program, argv, self.folder), self.folder / f"log-{number}", environment
+        )
+
+    def send(self, number: int, signal_number: int) -> None:
+        """Send a signal to a replica, and wait for its end if that kills it."""
+        pid = self.replicas[number]
+        os.kill(pid, signal_number)
+        if signal_number == signal.SIGKILL:
+            os.waitpid(pid, 0)
+            del self.replicas[number]
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float, subject: str) -> Any:
+        """Wait for a condition; return what it returns."""
+        deadline = time.monotonic() + seconds
+        while not (result := condition()):
+            self._reap()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {subject} in {seconds:.0f} s:\n{self.tail()}")
+            time.sleep(TICK)
+        return result
+
+    def lines(self) -> list[dict]:
+        return read_lines(self.output_dir / "metrics.jsonl")
+
+    def wait_for_step(self, step: int, seconds: float = 60) -> None:
+        """Wait until metrics.jsonl has a step."""
+        self.wait_until(lambda: any(line["step"] >= step for line in self.lines()), seconds, f"step {step}")
+
+    def finish(self, seconds: float = 60) -> dict[int, int]:
+        """Wait until all replicas have ended; their exit codes by number. Those that have not are killed."""
+        deadline = time.monotonic() + seconds
+        while self._reap() and time.monotonic() < deadline:
+            time.sleep(TICK)
+        for pid in set(self.replicas.values()) - self.codes.keys():
+            os.kill(pid, signal.SIGABRT)
+            self.codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            self.kill_lighthouse()
+        return {number: self.codes[pid] for number, pid in self.replicas.items()}
+
+    def _reap(self) -> bool:
+        """Note the ends of replicas; tell whether any is left."""
+        for pid in set(self.replicas.values()) - self.codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return bool(set(self.replicas.values()) - self.codes.keys())
+
+    def digests(self) -> list[str]:
+        """Read the parameters' digests of the replicas that came to the end."""
+        return [path.read_text() for path in sorted(self.folder.iterdir()) if path.name.isdigit()]
+
+    def tail(self) -> str:
+        """Return the end of what each process printed."""
+        logs = sorted(self.folder.glob("log-*"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}" for log in logs)
+
+
+def main(folder: str, program: str, argv: str) -> None:
+    """Let two replicas train, kill the first one in the middle of a step, and start it again; for test_replicas.py."""
+    argv, folder = json.loads(argv), Path(folder)
+    scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
+    for number in (1, 2):
+        scene.start(number)
+    scene.wait_for_step(5)
+    scene.send(1, signal.SIGKILL)
+    scene.wait_for_step(12)
+    scene.start(1)
+    codes = scene.finish()
+    if any(codes.values()):
+        print(codes, scene.tail())
+        os._exit(1)
+    os._exit(0)
