@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from shutil import which
 from typing import Any, ClassVar
 
-from samestep.errors import UsageError, exit_code
+from samestep import interrupt
+from samestep.errors import UsageError, exit_code, will_be_restarted
 from samestep.recipe import pretrained_shape, rehearsal
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
@@ -28,6 +29,7 @@ from samestep.recipe.settings import (
     setting,
 )
 
+URL = ("must begin with a protocol: s3://BUCKET/FOLDER, file:///mnt/FOLDER", lambda value: "://" in value)
 MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10**6)
 
 
@@ -114,9 +116,27 @@ class RunSettings:
         POSITIVE,
         default=None,
     )
+    checkpoint_store: str | None = setting(
+        "folder, as fsspec names it (s3://BUCKET/FOLDER, gs://..., file:///mnt/...), to which each checkpoint is copied in the "
+        "background, and from which resume_from_checkpoint latest brings newer ones; none: no copies",
+        URL,
+        default=None,
+    )
+    replicate_checkpoints: bool = setting(
+        "send each checkpoint to every machine: output_dir is a folder of each machine's own, on its disk or in memory "
+        "(/dev/shm), not one that all see",
+        default=False,
+    )
     resume_from_checkpoint: str | None = setting(
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
         default=None,
+    )
+    fault_tolerance: str = setting(
+        "when a process dies: none: the run ends; restart: its launcher (torchrun's agents) starts it again on the machines "
+        "that are there, from the newest checkpoint; it brings resume_from_checkpoint latest, async_checkpointing and "
+        "checkpointing_minutes 1, where flags do not say otherwise",
+        choice("none", "restart"),
+        default="none",
     )
     stop_after_step: int | None = setting(
         "end this session after this step, the schedule stays; none: at the end of training", POSITIVE, default=None
@@ -151,13 +171,19 @@ class RunSettings:
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
+        options |= {"is_restarted": self.fault_tolerance == "restart"}
         return options | {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
 
     def problems(self) -> list[str]:
         problems = self._problems_of_reproducible() if self.reproducible is not None else []
         if self.overwrite_output_dir and self.resume_from_checkpoint:
             problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
-        if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if self.overwrite_output_dir and self.fault_tolerance == "restart":
+            problems.append(
+                "overwrite_output_dir and fault_tolerance restart exclude each other, as each restart would delete the run: "
+                "leave one out"
+            )
+        if self.max_train_minutes is not None and will_be_restarted():
             problems.append(
                 f"max_train_minutes is {self.max_train_minutes}, but the launcher's --max_restarts would start the run again: "
                 "leave one out"
@@ -314,6 +340,9 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
+"""What fault_tolerance restart brings, where flags do not say otherwise."""
+
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
 `none` unsets a field that may be unset."""
 
@@ -351,6 +380,8 @@ def parse(
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
     names = {field.name for field in dataclasses.fields(settings_class)}
     run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
+    if run.fault_tolerance == "restart":
+        run = dataclasses.replace(run, **{name: value for name, value in RESTART_SETTINGS.items() if name not in flags})
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = pretrained_shape.load(run.recipe, changes, task=task, find_config=find_config, say=say)
     if recipe.accumulation == "optimizer" and run.on_nonfinite == "skip":
@@ -434,6 +465,7 @@ def answer_early(argv: Sequence[str], task: str, description: str) -> None:
     Raises:
         SystemExit: the flags were answered.
     """
+    interrupt.end_with_launcher()
     parsed: list[Any] = []
     code = exit_code(lambda: parsed.append(parse(argv, task, description)))
     if not parsed:

@@ -30,8 +30,11 @@ from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
 from samestep.step.noise_scale import NoiseMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
+from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
+from samestep.training.replicas import Replicas
+from samestep.training.stragglers import StepClock
 
 
 class Run:
@@ -79,12 +82,52 @@ class Run:
         ):
             raise UsageError(str(refusal))
         report.open_output_dir(self.accelerator, self.settings)
+        self.store = self._open_store()
         resume = self.settings.resume_from_checkpoint
-        self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
+        self.replicas = self._find_replicas()
+        if self.replicas is not None and resume == "latest":
+            checkpoint.share_newest(self.replicas)
+        self.checkpoint, self.start = checkpoint.find(
+            self.accelerator, resume, self.output_dir, self.recipe, self.store
+        )
+        if self.replicas is not None and self.checkpoint is not None:
+            self.checkpoint = self.output_dir / self.checkpoint.name
         self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
         self.has_stopped_early = False
         self.problem: str | None = None
+
+    def _find_replicas(self) -> Replicas | None:
+        """Find the machines that keep copies of checkpoints; None: all see one output folder. Called by all processes.
+
+        Raises:
+            UsageError: weights are sharded, parts of which each process would write on its own machine.
+        """
+        if not self.settings.replicate_checkpoints:
+            return None
+        if launch.is_sharded(self.accelerator):
+            raise UsageError(
+                "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
+                "leave it out, and give an output_dir that all machines see"
+            )
+        return Replicas(self.accelerator, self.output_dir, checkpoint.LINES, self.settings.ddp_timeout)
+
+    def _open_store(self) -> CheckpointStore | None:
+        """Open the store of copies of checkpoints on process 0, and see that it can be read; None: there is none, or elsewhere.
+
+        Raises:
+            UsageError: it cannot be used, or holds an earlier run that is not resumed.
+        """
+        url = self.settings.checkpoint_store
+        if url is None or not self.accelerator.is_main_process:
+            return None
+        store = CheckpointStore(url)
+        if (names := store.list_checkpoints()) and not self.settings.resume_from_checkpoint:
+            raise UsageError(
+                f"checkpoint_store is {url}, which holds an earlier run (its {names[-1]}): continue it with "
+                "--resume_from_checkpoint latest, or choose another folder"
+            )
+        return store
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.
@@ -173,9 +216,12 @@ class Run:
             self.start,
             tokenizer,
             self._describe_exact_sum,
+            self.store,
+            self.replicas,
         )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
         names = checkpoint.name_parameters(self.bare_model)
+        self.step_clock = StepClock(accelerator, self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.noise_meter = NoiseMeter(names, self.exact_sum) if settings.noise_scale_steps is not None else None
         self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum)
@@ -259,7 +305,8 @@ class Run:
         self.log.start()
         self.model.train()
         workers = settings.dataloader_num_workers
-        for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
+        stream = recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device)
+        for data in self.step_clock.time_data(stream):
             for attempt in recovery.iterate_attempts(data):
                 step = Step(self, attempt)
                 yield step
@@ -267,7 +314,10 @@ class Run:
             digests = self.digests.add_step(step.index + 1)
             if step.noise is not None:
                 self.log.add_noise(attempt.data, step.noise, self.noise_meter.groups, recovery.steps)
-            self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests)
+            times = self.step_clock.take()
+            self.log.step(
+                attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests, times
+            )
             self.completed_steps += 1
             if recovery.should_stop:
                 return
@@ -514,6 +564,7 @@ class Step:
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.learning_rate * group["lr_scale"]
         self.attempt.__enter__()
+        self.run.step_clock.begin()
         if self.data.is_measured:
             self.run.noise_meter.begin(self.data.micro_batch_counts, self.attempt.counts)
         accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index)
