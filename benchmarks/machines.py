@@ -13,6 +13,7 @@ Three machines are three scripts of `python -m recipes launch RECIPE --on torchr
 - frozen worker: a worker gets SIGSTOP, for ever.
 - frozen machine: all processes of a machine get SIGSTOP, and SIGCONT 25 seconds later.
 - late starters: one machine begins, one comes at a random step, another one later.
+- 1, 3, 2, 3 machines: one begins, two come, one dies, one comes.
 
 Every run must end within its time; each step must have been taken once, with the samples of an undisturbed run of one process,
 and its loss to 1e-5 (in float64), or, in every other run, with `--reproducible`, the same bits: losses, and weights at the end.
@@ -20,6 +21,7 @@ To the next finished step: from the signal to the first line that a new generati
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -42,7 +44,9 @@ from common import TINIES, write_corpus
 
 KINDS = (
     *("worker", "agent", "agent and worker", "machine", "store", "frozen worker", "frozen machine", "late starters"),
+    "1, 3, 2, 3 machines",
 )
+LATE = KINDS[-2:]
 NUM_MACHINES, STEPS, EVERY, DDP_TIMEOUT = 3, 600, 20, 8
 BOUND = 1e-5
 """Of the relative difference of a loss."""
@@ -51,7 +55,7 @@ FLAGS = (
     f"--speed safe --ddp_timeout {DDP_TIMEOUT}"
 ).split()
 RECIPE_FLAGS = [*TINIES["pretrain_gpt2"][2:], *f"--max_train_steps {STEPS} --global_batch_size 12".split()]
-SECONDS_TO_END = 240.0
+SECONDS_TO_END = 300.0
 
 
 class TimedOut(Exception):
@@ -263,6 +267,20 @@ def strike(cluster: Cluster, kind: str, rng: random.Random) -> float:
         cluster.add()
         cluster.wait_for_new_step(generation)
         return seconds
+    elif kind == "1, 3, 2, 3 machines":
+        cluster.add()
+        cluster.add()
+        seconds = cluster.wait_for_new_step(generation)
+        for change in ("one dies", "one comes"):
+            step = cluster.step + STEPS // 10
+            wait_for(lambda step=step: cluster.step > step or cluster.is_finished, 120, f"step {step}")
+            generation = cluster.generation
+            if change == "one dies":
+                cluster.machines.pop().kill()
+            else:
+                cluster.add()
+            cluster.wait_for_new_step(generation)
+        return seconds
     return cluster.wait_for_new_step(generation)
 
 
@@ -297,6 +315,14 @@ def samples_by_step(output_dir: Path) -> dict[int, list]:
     return {step: sorted(samples) for step, samples in steps.items()}
 
 
+def count_processes(output_dir: Path) -> list[int]:
+    """List the numbers of processes that took the steps, one after the other: [3, 2, 3]."""
+    processes: dict[int, set[int]] = {}
+    for line in read_lines(output_dir / "samples.jsonl"):
+        processes.setdefault(line["step"], set()).add(line["process"])
+    return [number for number, _ in itertools.groupby(len(processes[step]) for step in sorted(processes))]
+
+
 def make_reference(folder: Path, corpus: Path, flags: Sequence[str]) -> Path:
     """Train undisturbed, on one process."""
     output_dir = folder / "run"
@@ -316,7 +342,7 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
     """Make one run and disturb it: a row of results."""
     folder = work / f"{number:02}-{kind.replace(' ', '-')}"
     begin, row, problems = harness.clock(), {"run": number, "kind": kind, "mode": mode}, []
-    cluster = Cluster(folder, corpus, MODES[mode], 1 if kind == "late starters" else NUM_MACHINES)
+    cluster = Cluster(folder, corpus, MODES[mode], 1 if kind in LATE else NUM_MACHINES)
     try:
         first = rng.randint(STEPS // 10, STEPS // 3)
         wait_for(lambda: cluster.step >= first and all(m.has_worker for m in cluster.machines), 120, f"step {first}")
@@ -330,9 +356,7 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
         if any(codes):
             problems.append(f"exit codes {codes}")
         problems += differences(cluster.output_dir, reference, mode == "reproducible")
-        row["generations"] = sum(
-            log.read_text(errors="replace").count("; steps ") for log in folder.glob("machine-*.log")
-        )
+        row["processes"] = count_processes(cluster.output_dir)
     except TimedOut as error:
         problems.append(str(error))
     finally:
@@ -385,10 +409,11 @@ def markdown(results: dict) -> str:
     def describe(group: list[dict]) -> list:
         seconds = [row["seconds_to_next_step"] for row in group if "seconds_to_next_step" in row]
         as_undisturbed = sum(not row["problems"] for row in group)
-        return [len(group), as_undisturbed, harness.spread(seconds, ".1f") if seconds else "-"]
+        processes = dict.fromkeys(", ".join(map(str, row.get("processes", []))) for row in group)
+        return [len(group), as_undisturbed, "; ".join(processes), harness.spread(seconds, ".1f") if seconds else "-"]
 
     table = [[kind, *describe([row for row in rows if row["kind"] == kind])] for kind in kinds]
-    kills = [row for row in rows if "frozen" not in row["kind"] and row["kind"] != "late starters"]
+    kills = [row for row in rows if "frozen" not in row["kind"] and row["kind"] not in LATE]
     seconds = [row["seconds_to_next_step"] for row in kills if "seconds_to_next_step" in row]
     problems = "".join(f"- run {row['run']}, {row['kind']}: {text}\n" for row in rows for text in row["problems"])
     median = f"{statistics.median(seconds):.1f} s" if seconds else "-"
@@ -399,7 +424,7 @@ def markdown(results: dict) -> str:
         f"{len(rows)} runs of {about['steps']} steps on up to three machines (agents on one host), a checkpoint every "
         f"{about['every']} steps; a frozen process is noticed after {DDP_TIMEOUT} s (`--ddp_timeout`), and gets SIGKILL after "
         "30 s more. Seconds: median, smallest and largest.\n\n"
-        f"{harness.table('what happens | runs | ended as undisturbed ones | seconds to the next finished step', table)}\n"
+        f"{harness.table('what happens | runs | ended as undisturbed ones | processes, one number after the other | seconds to the next finished step', table)}\n"
         f"After a kill, median of all: {median}.\n\n## What went wrong\n\n{problems or 'Nothing.'}\n",
     )
 

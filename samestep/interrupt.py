@@ -58,7 +58,9 @@ class StopRequest:
         )  # torch 2.13: set by torchrun
         is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in launcher_signals
         numbers = [number for number in SIGNALS if not (number == signal.SIGHUP and is_detached)]
-        if threading.current_thread() is not threading.main_thread():  # as in a worker of Ray, which has its own ways to stop
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # as in a worker of Ray, which has its own ways to stop
             numbers = []
         self.previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
 
