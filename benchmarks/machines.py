@@ -402,6 +402,12 @@ def main() -> int:
     return 1 if any(row["problems"] for row in rows) else 0
 
 
+COLUMNS = (
+    "what happens | runs | ended as undisturbed ones | processes, one number after the other | "
+    "seconds to the next finished step"
+)
+
+
 def markdown(results: dict) -> str:
     about, rows = results["about"], results["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
@@ -424,7 +430,7 @@ def markdown(results: dict) -> str:
         f"{len(rows)} runs of {about['steps']} steps on up to three machines (agents on one host), a checkpoint every "
         f"{about['every']} steps; a frozen process is noticed after {DDP_TIMEOUT} s (`--ddp_timeout`), and gets SIGKILL after "
         "30 s more. Seconds: median, smallest and largest.\n\n"
-        f"{harness.table('what happens | runs | ended as undisturbed ones | processes, one number after the other | seconds to the next finished step', table)}\n"
+        f"{harness.table(COLUMNS, table)}\n"
         f"After a kill, median of all: {median}.\n\n## What went wrong\n\n{problems or 'Nothing.'}\n",
     )
 
