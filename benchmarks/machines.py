@@ -388,17 +388,10 @@ def main() -> int:
             rows.append(run_once(work, number, kind, mode, corpus, references[mode], rng))
             if not rows[-1]["problems"] and arguments.work is None:
                 shutil.rmtree(next(work.glob(f"{number:02}-*")))
-    about = harness.about(
-        "make chaos-machines",
-        ("torch", "accelerate"),
-        1,
-        runs=arguments.runs,
-        seed=arguments.seed,
-        steps=STEPS,
-        every=EVERY,
-    )
-    results = {"about": about, "rows": rows}
-    harness.write(arguments.output, results, markdown(results))
+            facts = {"runs": number + 1, "seed": arguments.seed, "steps": STEPS, "every": EVERY}
+            about = harness.about("make chaos-machines", ("torch", "accelerate"), 1, **facts)
+            results = {"about": about, "rows": rows}
+            harness.write(arguments.output, results, markdown(results), is_last=number + 1 == arguments.runs)
     return 1 if any(row["problems"] for row in rows) else 0
 
 

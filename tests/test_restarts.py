@@ -49,7 +49,7 @@ def test_one_store_for_several_generations_is_refused(monkeypatch):
     for name, value in {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        launch.create_accelerator(is_restarted=True)
+        launch.create_accelerator(fault_tolerance="restart")
 
 
 @pytest.mark.parametrize(("keeps_store", "has_own_keys"), [("True", True), ("False", False)])

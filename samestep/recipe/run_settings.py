@@ -171,7 +171,7 @@ class RunSettings:
         tracker = None if self.report_to == "none" else self.report_to
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
-        options |= {"is_restarted": self.fault_tolerance == "restart"}
+        options |= {"fault_tolerance": self.fault_tolerance}
         return options | {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
 
     def problems(self) -> list[str]:

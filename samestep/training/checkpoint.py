@@ -59,7 +59,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.digest import digest_tensor
-from samestep.training.replicas import Replicas
+from samestep.training.peer_copies import PeerCopies
 
 LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
 """Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
@@ -267,7 +267,7 @@ class Saver:
         tokenizer: of transformers, saved with the model; None: there is none.
         describe_exact_sum: returns `State.exact_sum`.
         store: gets a copy of each checkpoint; process 0's. None: there is none.
-        replicas: other machines, which get a copy of each; None: all see the same output folder.
+        peer_copies: other machines, which get a copy of each; None: all see the same output folder.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Saver:
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
         describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
         store: CheckpointStore | None = None,
-        replicas: Replicas | None = None,
+        peer_copies: PeerCopies | None = None,
     ):
         self.tokenizer, self.describe_exact_sum = tokenizer, describe_exact_sum
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
@@ -297,7 +297,7 @@ class Saver:
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
-        self.store, self.replicas = store, replicas
+        self.store, self.peer_copies = store, peer_copies
         self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
@@ -338,12 +338,12 @@ class Saver:
                 writes = False
                 parts = {part: {name: t.clone() for name, t in rows.items()} for part, rows in parts.items()}
                 writes = True
-        if writes or (self.replicas is not None and self.replicas.is_member):
+        if writes or (self.peer_copies is not None and self.peer_copies.is_member):
             arguments = (state, parts, is_routine) if writes else (None, {}, is_routine)
             if self.thread is None:
-                self._write_and_replicate(*arguments)
+                self._write_and_send(*arguments)
             else:
-                self.writing = self.thread.submit(self._write_and_replicate, *arguments)
+                self.writing = self.thread.submit(self._write_and_send, *arguments)
         if self.thread is None:
             self.accelerator.wait_for_everyone()
 
@@ -379,7 +379,7 @@ class Saver:
     @property
     def _owns_folder(self) -> bool:
         """Whether this process is the one that tidies its machine's output folder."""
-        return self.accelerator.is_main_process or (self.replicas is not None and self.replicas.is_member)
+        return self.accelerator.is_main_process or (self.peer_copies is not None and self.peer_copies.is_member)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -434,20 +434,18 @@ class Saver:
             self.failure += f"the newest is {names[-1]}" if names else "there is none"
             tqdm.write(f"WARNING: {self.failure}. Training goes on", file=sys.stderr)
 
-    def _write_and_replicate(
-        self, state: State | None, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool
-    ) -> None:
+    def _write_and_send(self, state: State | None, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
         """Write what is this process's (state None: nothing), and send or receive the copies of other machines."""
         folder = None
         if state is not None:
             with self._warn_on_failure(state.step):
                 self._write(state, parts, is_routine)
                 folder = self.output_dir / f"checkpoint-{state.step}"
-        if self.replicas is None:
+        if self.peer_copies is None:
             return
         if self.accelerator.is_main_process:
-            self.replicas.send(folder)
-        elif self.replicas.receive(_verify) is not None:
+            self.peer_copies.send(folder)
+        elif self.peer_copies.receive(_verify) is not None:
             self._delete_abandoned()
             self._keep_to_limit()
 
@@ -681,18 +679,18 @@ def _check_is_file(path: Path) -> None:
         raise DamagedCheckpoint(f"{path.name} is {'not a file' if path.exists() else 'missing'}")
 
 
-def share_newest(replicas: Replicas) -> None:
+def share_newest(peer_copies: PeerCopies) -> None:
     """Give all machines the newest whole checkpoint that one of them holds. Called by all processes."""
 
     def find_newest() -> int:
         with contextlib.suppress(OSError):
-            _restore_old(replicas.output_dir)
-        for folder in reversed(checkpoints(replicas.output_dir)):
+            _restore_old(peer_copies.output_dir)
+        for folder in reversed(checkpoints(peer_copies.output_dir)):
             with contextlib.suppress(DamagedCheckpoint):
                 return verify(folder).step
         return -1
 
-    replicas.share_newest(find_newest, _verify)
+    peer_copies.share_newest(find_newest, _verify)
 
 
 def find(

@@ -48,7 +48,7 @@ def create_accelerator(
     is_reproducible: bool = False,
     digest_steps: int | None = None,
     noise_scale_steps: int | None = None,
-    is_restarted: bool = False,
+    fault_tolerance: str = "none",
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -65,7 +65,7 @@ def create_accelerator(
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         digest_steps: steps between digests, which sharded weights do not have; None: no digests.
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
-        is_restarted: whether the launcher starts workers again, on the machines that are there.
+        fault_tolerance: `restart`: the launcher starts workers again, on the machines that are there; `none`.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -76,7 +76,7 @@ def create_accelerator(
         gc.enable()
     problems = _find_environment_problems()
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_restarted and keeps_store and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+    if fault_tolerance == "restart" and keeps_store and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         problems.append(
             "fault_tolerance is restart, but torchrun keeps one store for all generations of workers, so that new ones wait "
             "for the addresses of dead ones: start it with --rdzv_backend c10d, and with "

@@ -33,7 +33,7 @@ from samestep.training import card, checkpoint, digest, host_memory, kernels, la
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
 from samestep.training.recovery import Attempt, Recovery
-from samestep.training.replicas import Replicas
+from samestep.training.peer_copies import PeerCopies
 from samestep.training.stragglers import StepClock
 
 
@@ -84,20 +84,20 @@ class Run:
         report.open_output_dir(self.accelerator, self.settings)
         self.store = self._open_store()
         resume = self.settings.resume_from_checkpoint
-        self.replicas = self._find_replicas()
-        if self.replicas is not None and resume == "latest":
-            checkpoint.share_newest(self.replicas)
+        self.peer_copies = self._find_peer_copies()
+        if self.peer_copies is not None and resume == "latest":
+            checkpoint.share_newest(self.peer_copies)
         self.checkpoint, self.start = checkpoint.find(
             self.accelerator, resume, self.output_dir, self.recipe, self.store
         )
-        if self.replicas is not None and self.checkpoint is not None:
+        if self.peer_copies is not None and self.checkpoint is not None:
             self.checkpoint = self.output_dir / self.checkpoint.name
         self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
         self.has_stopped_early = False
         self.problem: str | None = None
 
-    def _find_replicas(self) -> Replicas | None:
+    def _find_peer_copies(self) -> PeerCopies | None:
         """Find the machines that keep copies of checkpoints; None: all see one output folder. Called by all processes.
 
         Raises:
@@ -110,7 +110,7 @@ class Run:
                 "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
                 "leave it out, and give an output_dir that all machines see"
             )
-        return Replicas(self.accelerator, self.output_dir, checkpoint.LINES, self.settings.ddp_timeout)
+        return PeerCopies(self.accelerator, self.output_dir, checkpoint.LINES, self.settings.ddp_timeout)
 
     def _open_store(self) -> CheckpointStore | None:
         """Open the store of copies of checkpoints on process 0, and see that it can be read; None: there is none, or elsewhere.
@@ -217,7 +217,7 @@ class Run:
             tokenizer,
             self._describe_exact_sum,
             self.store,
-            self.replicas,
+            self.peer_copies,
         )
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver)
         names = checkpoint.name_parameters(self.bare_model)

@@ -24,7 +24,7 @@ BLOCK = 2**26
 """Bytes of a message."""
 
 
-class Replicas:
+class PeerCopies:
     """The machines' copies. Made, and `share_newest` called, by all processes; the rest by one process of each machine.
 
     Args:
