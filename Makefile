@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -185,3 +185,6 @@ chaos: venv ## kill runs and replicas at random moments, damage checkpoints, giv
 	$(BIN)/python benchmarks/reliability.py
 	$(BIN)/python benchmarks/fault_tolerance.py --fresh --only chaos
 	$(BIN)/python benchmarks/bounds.py
+
+chaos-machines: venv ## kill, freeze, stop and start machines while a run trains on them: an hour; writes benchmarks/results/machines.*
+	$(BIN)/python benchmarks/machines.py $(FLAGS)

@@ -42,7 +42,7 @@ from samestep.cut.order import Order
 from samestep.data.steps import Steps
 from samestep.errors import UsageError
 from samestep.recipe import run_settings as run
-from samestep.training import checkpoint
+from samestep.training import checkpoint, stragglers
 
 STEPS, EVERY = 40, 3
 FLAGS = (
@@ -130,7 +130,8 @@ def differences_at_the_end(output_dir: Path, reference: Path) -> list[str]:
 
 def _untimed_metrics(output_dir: Path) -> list[dict]:
     lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    times = ("seconds", *stragglers.KEYS)
+    return [{name: value for name, value in line.items() if name not in times} for line in lines]
 
 
 class Victim:

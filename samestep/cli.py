@@ -296,7 +296,7 @@ SUMMARIES = {
     "list": "list the recipes of the catalog",
     "plan": "plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
     "scale": "put a recipe, or any model, on more and more devices, and see what each adds",
-    "launch": "write what Slurm, SkyPilot or Kubeflow starts a recipe with, and hand it over",
+    "launch": "write what Slurm, SkyPilot, Kubeflow or torchrun starts a recipe with, and hand it over",
     "show-data": "show samples of a language model's recipe, with the tokens that are trained",
     "compare": "find where two runs part: the step, the tensors, by how much, and the settings that differ",
     "watch": "show a run, or two over each other, as a live page in the browser",
@@ -313,8 +313,8 @@ seconds per step, learning rate, the command to paste. Needs no GPU and no torch
     "scale": """Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for communication.
 Needs no GPU and no torch.""",
     "launch": """Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow, with the plan's launch file and the
-command of the recipe's script inside. What follows `--` are flags of the script, --output_dir among them. Started again, it
-goes on from the newest checkpoint.""",
+command of the recipe's script inside, or a shell script for machines that come and go (torchrun). What follows `--` are flags
+of the script, --output_dir among them. Started again, it goes on from the newest checkpoint.""",
     "show-data": """Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in [[ ]].
 Then how many tokens are trained, how samples end, and how many rows were left out or cut. --html writes one page about them,
 with a chart of lengths and the sources, that needs no network.""",

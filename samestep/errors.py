@@ -12,13 +12,47 @@ from collections.abc import Callable
 
 from stepaudit.errors import UsageError, nearest
 
-__all__ = ["RunError", "UsageError", "exit_code", "is_utf8", "nearest", "reason"]
+__all__ = [
+    "LOST_PROCESS",
+    "LostProcessError",
+    "RunError",
+    "UsageError",
+    "exit_code",
+    "is_lost_connection",
+    "is_utf8",
+    "nearest",
+    "reason",
+    "will_be_restarted",
+]
 
 PROCESS_0_SECONDS = 3
+LOST_PROCESS = (
+    "another process has ended or hangs: this one ends, and the launcher starts it again from the newest checkpoint"
+)
 
 
 class RunError(RuntimeError):
     """A run that cannot go on, through no mistake in its settings. The message names the event and the remedy in one line."""
+
+
+class LostProcessError(RunError):
+    """A run whose other processes have ended or hang, and whose launcher starts it again: to end at once is best."""
+
+
+def will_be_restarted() -> bool:
+    """Tell whether the launcher (torchrun's agent) starts this process again when it fails."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether a collective of torch failed because another process is late, or gone.
+
+    >>> is_lost_connection(RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:3410"))
+    True
+    """
+    text, kinds = str(error).lower(), {kind.__name__ for kind in type(error).__mro__}
+    is_collective = "gloo" in text or "nccl" in text or "connection" in text
+    return "DistError" in kinds or (isinstance(error, RuntimeError) and is_collective)
 
 
 def reason(error: BaseException) -> str:
@@ -52,7 +86,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; write a `UsageError` or `RunError` to stderr, a line for each problem.
 
     Process 0 reports for all. The other processes wait until the launcher ends them, and report only if it does not, because
-    then the mistake is theirs alone (a file that one machine lacks). Torchrun's report of the failure has the lines, too.
+    then the mistake is theirs alone (a file that one machine lacks). Torchrun's report of the failure has the lines, too. Where
+    other processes have gone, and the launcher starts all again, none waits.
 
     Args:
         main: the program; it returns its exit code, or None for 0.
@@ -63,6 +98,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         try:
             code = main() or 0
+        except RuntimeError as error:
+            if isinstance(error, RunError) or not (will_be_restarted() and is_lost_connection(error)):
+                raise
+            raise LostProcessError(LOST_PROCESS) from None
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
@@ -79,7 +118,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except (UsageError, RunError) as error:
         problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
-        if rank:
+        if rank and not isinstance(error, LostProcessError):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end it: there is no step to finish
             time.sleep(PROCESS_0_SECONDS)
         if isinstance(error, RunError):

@@ -5,17 +5,29 @@ that it would save otherwise.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import signal
 import sys
 import termios
+import threading
 import time
 from typing import Any, TextIO
 
 RESTART = 75  # exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again later"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 REPEAT_SECONDS = 1.0  # in which a signal is the same request: launchers pass on signals that all processes got already
+
+
+def end_with_launcher() -> None:
+    """Let this process get SIGTERM when torchrun's agent, which started it, dies: it would go on alone otherwise.
+
+    Agents give each worker a session of its own, so nothing else ends it. Only Linux has this (prctl's PR_SET_PDEATHSIG).
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def ignore_stop_signals(worker: int) -> None:
@@ -46,6 +58,10 @@ class StopRequest:
         )  # torch 2.13: set by torchrun
         is_detached = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in launcher_signals
         numbers = [number for number in SIGNALS if not (number == signal.SIGHUP and is_detached)]
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # as in a worker of Ray, which has its own ways to stop
+            numbers = []
         self.previous_handlers = {number: signal.signal(number, self._receive) for number in numbers}
 
     def __bool__(self) -> bool:

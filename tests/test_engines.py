@@ -1,14 +1,23 @@
-"""Jobs for clusters: the plan, the launch file and the command in what Slurm, SkyPilot and Kubeflow read."""
+"""Jobs for clusters: the plan, the launch file and the command in what Slurm, SkyPilot, Kubeflow, torchrun and Ray read."""
 
+import ast
 import shlex
 import subprocess
+import tempfile
 
 import pytest
 import yaml
+from common import launch_environment
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.run import get_args_parser
 
 from samestep import cli
 from samestep.errors import UsageError
 from samestep.planner import engines
+from samestep.planner.hardware import parse
+from samestep.planner.placement import place
+from samestep.planner.workload import from_recipe
+from samestep.recipe.recipe import load
 
 OUTPUT = ("--", "--output_dir", "/shared/my runs/a")
 
@@ -62,6 +71,61 @@ def test_the_others_read_yaml(capsys, engine, rank):
     words = launched_words(script)
     assert words[words.index("--machine_rank") + 1] == rank
     assert words[-4:] == ["--output_dir", "/shared/my runs/a", "--resume_from_checkpoint", "latest"]
+
+
+def test_agents_that_come_and_go(capsys):
+    """The script's command is one that torchrun reads."""
+    job = write(capsys, "--on", "torchrun:3x8xa100-80")
+    assert subprocess.run(["bash", "-n"], input=job, text=True, timeout=20).returncode == 0
+    command = job[job.index("python -m torch.distributed.run") :].partition("&\n")[0].replace("\\\n", " ")
+    command = command.replace('${ADDRESS:+--local_addr "$ADDRESS"}', "")  # only where it is set
+    args = get_args_parser().parse_args(shlex.split(command)[3:])
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.max_restarts) == ("1:3", "8", "c10d", 1000)
+    assert _parse_rendezvous_config(args.rdzv_conf) == {
+        "is_host": "0",  # the store outlives the machines that train
+        "last_call_timeout": "3",
+        "timeout": "900",
+        "keep_alive_interval": "1",
+        "keep_alive_max_attempt": "5",
+    }
+    assert args.training_script == "scripts/pretrain_bert.py"
+    assert args.training_script_args[-4:] == ["--output_dir", "/shared/my runs/a", "--fault_tolerance", "restart"]
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in job
+    assert 'ACCELERATE_MIXED_PRECISION="${ACCELERATE_MIXED_PRECISION:-bf16}"' in job
+
+
+def test_the_driver_of_ray(capsys):
+    job = write(capsys, "--on", "ray:3x8xa100-80", "--seed", "7")
+    tree = ast.parse(job)
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict | ast.Constant)
+    }
+    assert values["PROGRAM"] == "scripts/pretrain_bert.py"
+    assert values["ENVIRONMENT"] == {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    flags = values["FLAGS"]
+    assert flags[flags.index("--seed") + 1] == "7"
+    assert flags[-4:] == ["--output_dir", "/shared/my runs/a", "--fault_tolerance", "restart"]
+    (scaling,) = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "ScalingConfig"]
+    assert {k.arg: ast.literal_eval(k.value) for k in scaling.keywords} == {"num_workers": (1, 24), "use_gpu": True}
+
+
+def test_the_environment_is_that_of_the_launch_file():
+    """Engines that start the script by themselves tell it what `accelerate launch` would, weights that are sharded included."""
+    workload = from_recipe(load("gpt2_xl_8xa100"), source="gpt2_xl_8xa100")
+    placement = place(workload, parse("8x3090"))
+    assert placement.sharded
+    variables = engines._list_environment(placement)
+    assert variables.keys() == {
+        *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_AUTO_WRAP_POLICY"),
+        *("FSDP_RESHARD_AFTER_FORWARD", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(placement.config())
+        file.flush()
+        launched = launch_environment(file.name)
+    assert {name: launched[name] for name in variables} == variables
 
 
 def test_one_machine_needs_no_rank(capsys):

@@ -1,4 +1,4 @@
-"""Writes what a cluster's own program starts a training with: a job for Slurm, a task for SkyPilot, a TrainJob for Kubeflow.
+"""Writes what starts a training on a cluster: a job for Slurm, a task for SkyPilot, a TrainJob for Kubeflow, torchrun's agents.
 
 Each file holds the launch file of a plan and the command of the recipe's script, resumes from the newest checkpoint when it is
 started again, and leaves starting, stopping and replacing machines to the program that it is for.
@@ -49,7 +49,8 @@ class Engine:
         template: file in templates/engines/.
         suffix: of the file that is written.
         submit: words of the command that takes the file, which comes last.
-        rank, address, port: in a shell on a machine, its number, and where machine 0 waits for the others.
+        rank, address, port: in a shell on a machine, its number, and where machine 0 waits for the others; empty: machines
+            have no numbers, because they come and go.
     """
 
     template: str
@@ -78,6 +79,8 @@ ENGINES = {
         '"$PET_MASTER_ADDR"',
         '"$PET_MASTER_PORT"',
     ),
+    "torchrun": Engine("torchrun.sh.j2", ".sh", ("bash",), "", "", ""),
+    "ray": Engine("ray.py.j2", ".py", ("python",), "", "", ""),
 }
 
 
@@ -134,14 +137,19 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
         )
     launch_file = "launch.yaml"
     command = placement.command(launch_file)
-    if "--resume_from_checkpoint" not in run_words:
+    is_elastic = not engine.rank
+    if is_elastic and _find_flag(run_words, "fault_tolerance") is None:
+        run_words = [*run_words, "--fault_tolerance", "restart"]
+    elif "--resume_from_checkpoint" not in run_words:
         run_words = [*run_words, "--resume_from_checkpoint", "latest"]
     flags = '"$launch_file"'
-    if hardware.num_nodes > 1:
+    if hardware.num_nodes > 1 and not is_elastic:
         flags += f" --machine_rank {engine.rank} --main_process_ip {engine.address} --main_process_port {engine.port}"
     command = command.replace(f"--config_file {launch_file}", f"--config_file {flags}", 1)
     # One line for the launcher, one for the script and its recipe, one for the run
     command = re.sub(r" (\S*scripts/)", r" \\\n  \1", command, count=1) + f" \\\n  {shlex.join(run_words)}"
+    script_command = re.sub(r"^.*?(?=\S*scripts/)", "", command, count=1, flags=re.DOTALL)
+    program, *program_flags = shlex.split(script_command.replace("\\\n", " "))
     seconds = placement.seconds_to_end
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES / "engines"),
@@ -159,11 +167,29 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
         sky_device=None if is_cpu else SKY_NAMES.get(device),
         launch_config=placement.config(launch_file),
         command=command,
+        script_command=script_command.replace("\n  ", "\n      "),
+        program=program,
+        program_flags=program_flags,
+        environment=_list_environment(placement),
+        is_cpu=is_cpu,
+        num_threads=hardware.device.cores,
         output_dir=output_dir,
         time_limit=None if seconds is None else _format_time(TIME_RESERVE * seconds),
         submit=shlex.join(engine.submit),
         **{"image": None} | values,
     )
+
+
+def _list_environment(placement: Placement) -> dict[str, str]:
+    """List the variables by which `accelerate launch` hands on a launch file, for engines that start the script by itself."""
+    variables = {"ACCELERATE_MIXED_PRECISION": placement.mixed_precision}
+    if cores := placement.hardware.device.cores:
+        variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "-1,-1", "OMP_NUM_THREADS": str(cores)}
+    if placement.sharded:
+        variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+        variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    return variables
 
 
 def _find_flag(words: Sequence[str], name: str) -> str | None:

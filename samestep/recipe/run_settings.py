@@ -11,7 +11,8 @@ from shutil import which
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from samestep.errors import UsageError, exit_code
+from samestep import interrupt
+from samestep.errors import UsageError, exit_code, will_be_restarted
 from samestep.recipe import pretrained_shape, rehearsal
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
@@ -31,6 +32,7 @@ from samestep.recipe.settings import (
     setting,
 )
 
+URL = ("must begin with a protocol: s3://BUCKET/FOLDER, file:///mnt/FOLDER", lambda value: "://" in value)
 MINUTES = ("must be more than 0, up to 1,000,000", lambda value: 0 < value <= 10**6)
 
 
@@ -117,9 +119,28 @@ class RunSettings:
         POSITIVE,
         default=None,
     )
+    checkpoint_store: str | None = setting(
+        "folder, as fsspec names it (s3://BUCKET/FOLDER, gs://..., file:///mnt/...), to which each checkpoint is copied in the "
+        "background, and from which resume_from_checkpoint latest brings newer ones; none: no copies",
+        URL,
+        default=None,
+    )
+    replicate_checkpoints: bool = setting(
+        "send each checkpoint to every machine: output_dir is a folder of each machine's own, on its disk or in memory "
+        "(/dev/shm), not one that all see",
+        default=False,
+    )
     resume_from_checkpoint: str | None = setting(
         "a checkpoint folder, or latest: the newest whole one in output_dir, and if there is none, from the start",
         default=None,
+    )
+    fault_tolerance: str = setting(
+        "when a process dies: none: the run ends; restart: its launcher (torchrun's agents) starts it again on the machines "
+        "that are there, from the newest checkpoint; it brings resume_from_checkpoint latest, async_checkpointing and "
+        "checkpointing_minutes 1, where flags do not say otherwise; step: each process is a replica of a launch of its own, "
+        "and those that are left do the step again (docs/fault-tolerance.md)",
+        choice("none", "restart", "step"),
+        default="none",
     )
     stop_after_step: int | None = setting(
         "end this session after this step, the schedule stays; none: at the end of training", POSITIVE, default=None
@@ -136,12 +157,6 @@ class RunSettings:
     )
     ddp_timeout: float = setting(
         "seconds to wait for another process before the run ends", limit(SECONDS), default=1800.0
-    )
-    fault_tolerance: str = setting(
-        "what the loss of a process costs; none: the run ends, and is resumed from a checkpoint; step: each process is a "
-        "replica of a launch of its own, and the step is done again by those that are left (docs/fault-tolerance.md)",
-        choice("none", "step"),
-        default="none",
     )
     min_replicas: int = setting(
         "replicas without which no step is done, of a run with fault_tolerance step: fewer wait for more",
@@ -184,7 +199,12 @@ class RunSettings:
         problems += self._problems_of_replicas()
         if self.overwrite_output_dir and self.resume_from_checkpoint:
             problems.append("overwrite_output_dir and resume_from_checkpoint exclude each other: leave one out")
-        if self.max_train_minutes is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if self.overwrite_output_dir and self.fault_tolerance == "restart":
+            problems.append(
+                "overwrite_output_dir and fault_tolerance restart exclude each other, as each restart would delete the run: "
+                "leave one out"
+            )
+        if self.max_train_minutes is not None and will_be_restarted():
             problems.append(
                 f"max_train_minutes is {self.max_train_minutes}, but the launcher's --max_restarts would start the run again: "
                 "leave one out"
@@ -195,16 +215,18 @@ class RunSettings:
 
     def _problems_of_replicas(self) -> list[str]:
         """Find what fault_tolerance excludes, and what it lacks."""
-        if self.fault_tolerance == "none":
+        if self.fault_tolerance != "step":
             is_set = {"min_replicas": self.min_replicas != 1, "replica_timeout": self.replica_timeout != 60.0}
             return [
-                f"{name} is {getattr(self, name):g}, but fault_tolerance is none: add --fault_tolerance step"
+                f"{name} is {getattr(self, name):g}, but fault_tolerance is {self.fault_tolerance}: set it to step"
                 for name, value in is_set.items()
                 if value
             ]
         reasons = {
             "gradient_accumulation_steps": "k changes with the number of replicas: give per_device_train_batch_size",
             "noise_scale_steps": "the noise of the gradient is measured on one quorum only: leave it out",
+            "checkpoint_store": "the replica that writes checkpoints may be another one each time: leave it out",
+            "replicate_checkpoints": "replicas share one output_dir: leave it out",
             "load_best_model_at_end": "a replica that is lost may take the best model with it: leave it out",
         }
         problems = [
@@ -375,6 +397,9 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
+"""What fault_tolerance restart brings, where flags do not say otherwise."""
+
 EPILOG = """A recipe gives every field of its own, and a flag changes it: --recipe RECIPE --help shows the values of a recipe.
 `none` unsets a field that may be unset."""
 
@@ -413,6 +438,8 @@ def parse(
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
     names = {field.name for field in dataclasses.fields(settings_class)}
     run = build(settings_class, {name: value for name, value in flags.items() if name in names}, "flags")
+    if run.fault_tolerance == "restart":
+        run = dataclasses.replace(run, **{name: value for name, value in RESTART_SETTINGS.items() if name not in flags})
     changes = {name: value for name, value in flags.items() if name not in names}
     recipe = pretrained_shape.load(run.recipe, changes, task=task, find_config=find_config, say=say)
     if recipe.accumulation == "optimizer" and run.on_nonfinite == "skip":
@@ -517,6 +544,7 @@ def answer_early(argv: Sequence[str], task: str | Sequence[str], description: st
     Raises:
         SystemExit: the flags were answered.
     """
+    interrupt.end_with_launcher()
     parsed: list[Any] = []
     code = exit_code(lambda: parsed.append(parse(argv, task, description)))
     if not parsed:

@@ -58,7 +58,9 @@ from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
+from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.digest import digest_tensor
+from samestep.training.peer_copies import PeerCopies
 
 FROZEN = "frozen weights"
 """What `fingerprint_frozen` is of, in messages."""
@@ -75,6 +77,8 @@ LATER_FIELDS = (
 )
 """Fields of a recipe that may decide later steps only: a checkpoint whose recipe has other values is taken where all steps so
 far are the same."""
+LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
+"""Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
 NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -280,6 +284,8 @@ class Saver:
         start: the state that was resumed. Later steps' checkpoints in the folder are removed after the first new one.
         tokenizer: of transformers, saved with the model; None: there is none.
         describe_exact_sum, describe_growth: return `State.exact_sum` and `State.growth`.
+        store: gets a copy of each checkpoint; process 0's. None: there is none.
+        peer_copies: other machines, which get a copy of each; None: all see the same output folder.
     """
 
     def __init__(
@@ -294,6 +300,8 @@ class Saver:
         tokenizer: transformers.PreTrainedTokenizerBase | None = None,
         describe_exact_sum: Callable[[], dict[str, Any] | None] = lambda: None,
         describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
+        store: CheckpointStore | None = None,
+        peer_copies: PeerCopies | None = None,
     ):
         self.tokenizer, self.describe_exact_sum, self.describe_growth = tokenizer, describe_exact_sum, describe_growth
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
@@ -308,6 +316,8 @@ class Saver:
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
+        self.store, self.peer_copies = store, peer_copies
+        self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
         """Write `checkpoint-STEP`, unless the run was resumed at this step or has saved it already.
@@ -343,14 +353,17 @@ class Saver:
                 writes = True
         if isinstance(self.model, FSDPModule):
             self.accelerator.wait_for_everyone()
-        if writes:
-            with self._warn_on_failure(step):
-                if self.thread is None:
-                    self._write(state, parts, is_routine)
-                else:
-                    if self.accelerator.device.type == "cpu":  # where rows are the parameters themselves, not copies
-                        parts = {part: {name: t.clone() for name, t in rows.items()} for part, rows in parts.items()}
-                    self.writing = self.thread.submit(self._write_in_background, state, parts, is_routine)
+        if writes and self.thread is not None and self.accelerator.device.type == "cpu":
+            with self._warn_on_failure(step):  # rows are the parameters themselves, not copies
+                writes = False
+                parts = {part: {name: t.clone() for name, t in rows.items()} for part, rows in parts.items()}
+                writes = True
+        if writes or (self.peer_copies is not None and self.peer_copies.is_member):
+            arguments = (state, parts, is_routine) if writes else (None, {}, is_routine)
+            if self.thread is None:
+                self._write_and_send(*arguments)
+            else:
+                self.writing = self.thread.submit(self._write_and_send, *arguments)
         if self.thread is None:
             self.accelerator.wait_for_everyone()
 
@@ -363,7 +376,12 @@ class Saver:
         self._wait()
         if self.thread is not None:
             self.thread.shutdown()
-        if self.accelerator.is_main_process:  # a finished run that was killed at its end, and resumed, saves nothing
+        if self.store is not None:
+            try:
+                self.store.close()
+            except RunError as error:
+                self.failure = self.failure or str(error)
+        if self._owns_folder:  # a finished run that was killed at its end, and resumed, saves nothing
             with contextlib.suppress(OSError):
                 self._tidy()
                 self._keep_to_limit()
@@ -371,6 +389,17 @@ class Saver:
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
             raise RunError(failure)
+
+    def finish_writing(self) -> None:
+        """Finish the checkpoint that is being written, where this process does so alone: other processes may have ended."""
+        if not isinstance(self.model, FSDPModule):
+            with contextlib.suppress(RuntimeError):  # of a copy to a machine that has gone
+                self._wait()
+
+    @property
+    def _owns_folder(self) -> bool:
+        """Whether this process is the one that tidies its machine's output folder."""
+        return self.accelerator.is_main_process or (self.peer_copies is not None and self.peer_copies.is_member)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -388,6 +417,10 @@ class Saver:
                 _discard(folder)
 
     def _delete(self, folders: list[Path]) -> None:
+        if self.store is not None:
+            held_names = self.store.held_names
+            folders = [folder for folder in folders if folder.name not in held_names]
+            self.store.delete(folder.name for folder in folders)
         for folder in folders:
             with contextlib.suppress(OSError):  # renamed first: a deletion cut short leaves nothing damaged
                 _discard(folder.rename(_hidden_path(folder, "partial")))
@@ -421,9 +454,24 @@ class Saver:
             self.failure += f"the newest is {names[-1]}" if names else "there is none"
             tqdm.write(f"WARNING: {self.failure}. Training goes on", file=sys.stderr)
 
-    def _write_in_background(self, state: State, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
-        with self._warn_on_failure(state.step):
-            self._write(state, parts, is_routine)
+    def _write_and_send(self, state: State | None, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
+        """Write what is this process's (state None: nothing), and send or receive the copies of other machines."""
+        folder = None
+        if state is not None:
+            with self._warn_on_failure(state.step):
+                self._write(state, parts, is_routine)
+                folder = self.output_dir / f"checkpoint-{state.step}"
+        if self.peer_copies is None:
+            return
+        if self.accelerator.is_main_process:
+            self.peer_copies.send(folder)
+        elif self.peer_copies.receive(_verify) is not None:
+            self._delete_abandoned()
+            self._keep_to_limit()
+
+    def _delete_abandoned(self, but: Path | None = None) -> None:
+        self._delete([path for path in self.abandoned_folders if path != but and _has_manifest(path)])
+        self.abandoned_folders = []
 
     def _write(self, state: State, parts: dict[str, dict[str, torch.Tensor]], is_routine: bool) -> None:
         """Write this process's parts; process 0 waits for the other processes, and makes a checkpoint of all parts."""
@@ -452,9 +500,14 @@ class Saver:
         _flush(self.output_dir)
         self.failure = None
         _discard(old)
-        self._delete([path for path in self.abandoned_folders if path != folder and _has_manifest(path)])
-        self.abandoned_folders = []
+        self._delete_abandoned(but=folder)
+        self._copy_to_store(state.step)
         self._keep_to_limit()
+
+    def _copy_to_store(self, step: int) -> None:
+        folder = self.output_dir / f"checkpoint-{step}"
+        if self.store is not None and _has_manifest(folder):
+            self.store.add(folder, [self.output_dir / name for name in LINES])
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
         is_sharded = isinstance(self.model, FSDPModule)
@@ -648,13 +701,31 @@ def _check_is_file(path: Path) -> None:
         raise DamagedCheckpoint(f"{path.name} is {'not a file' if path.exists() else 'missing'}")
 
 
+def share_newest(peer_copies: PeerCopies) -> None:
+    """Give all machines the newest whole checkpoint that one of them holds. Called by all processes."""
+
+    def find_newest() -> int:
+        with contextlib.suppress(OSError):
+            _restore_old(peer_copies.output_dir)
+        for folder in reversed(checkpoints(peer_copies.output_dir)):
+            with contextlib.suppress(DamagedCheckpoint):
+                return verify(folder).step
+        return -1
+
+    peer_copies.share_newest(find_newest, _verify)
+
+
 def find(
-    accelerator: Accelerator, resume_from_checkpoint: str | None, output_dir: Path, recipe: Recipe
+    accelerator: Accelerator,
+    resume_from_checkpoint: str | None,
+    output_dir: Path,
+    recipe: Recipe,
+    store: CheckpointStore | None = None,
 ) -> tuple[Path | None, State]:
     """Find the checkpoint that a path or `latest` names, verify it, and check its recipe.
 
     Called by all processes; process 0 reads the files. `latest` is the newest checkpoint that is whole; a warning names each
-    newer one that is damaged, and why.
+    newer one that is damaged, and why. A newer one in the store is brought from there.
 
     Returns:
         Folder and state; (None, the state before the first step) if there is no checkpoint at all, or None was given.
@@ -667,7 +738,7 @@ def find(
     answer: list[Any] = [None]
     if accelerator.is_main_process:
         try:
-            answer = [_find(resume_from_checkpoint, output_dir, recipe)]
+            answer = [_find(resume_from_checkpoint, output_dir, recipe, store)]
         except UsageError as error:
             answer = [error.problems]
         except OSError as error:  # the other processes wait for an answer
@@ -678,7 +749,9 @@ def find(
     return result
 
 
-def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tuple[Path | None, State]:
+def _find(
+    resume_from_checkpoint: str, output_dir: Path, recipe: Recipe, store: CheckpointStore | None
+) -> tuple[Path | None, State]:
     if resume_from_checkpoint != "latest":
         folder = Path(resume_from_checkpoint)
         with contextlib.suppress(OSError):
@@ -694,12 +767,16 @@ def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tupl
     with contextlib.suppress(OSError):
         _restore_old(output_dir)
     problems = []
-    for folder in reversed(checkpoints(output_dir)):
+    copies = [output_dir / name for name in store.list_checkpoints()] if store is not None else []
+    for folder in sorted({*checkpoints(output_dir), *copies}, key=_parse_step, reverse=True):
         try:
             state = verify(folder)
         except DamagedCheckpoint as reason:
-            problems.append(f"{folder.name} is damaged: {reason}")
-            continue
+            if folder.exists():
+                problems.append(f"{folder.name} is damaged: {reason}")
+            state = _bring(store, folder) if folder in copies else None
+            if state is None:
+                continue
         for line in problems:
             print(f"WARNING: {line}; passed over", file=sys.stderr, flush=True)
         return _check_recipe(folder, state, recipe)
@@ -710,6 +787,27 @@ def _find(resume_from_checkpoint: str, output_dir: Path, recipe: Recipe) -> tupl
         )
     print(f"No checkpoint in {output_dir} yet: from the start", flush=True)
     return None, State()
+
+
+def _bring(store: CheckpointStore, folder: Path) -> State | None:
+    """Bring a checkpoint from the store, in place of what is there; None, with a warning, if it is not whole there, either."""
+    partial = _hidden_path(folder, "partial")
+    try:
+        store.bring(folder.name, partial)
+        state = _verify(partial)
+        if f"checkpoint-{state.step}" != folder.name:
+            raise DamagedCheckpoint(f"it is of step {state.step}")
+        for name in LINES:
+            store.bring_lines(folder.with_name(name))
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except (OSError, DamagedCheckpoint) as error:
+        _discard(partial)
+        print(f"WARNING: {folder.name} in {store.url} cannot be used: {error}", file=sys.stderr, flush=True)
+        return None
+    print(f"{folder.name} comes from {store.url}", flush=True)
+    return state
 
 
 def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, State]:

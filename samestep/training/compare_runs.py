@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError, reason
 from samestep.recipe.reading import format_name, format_value, read_json, read_lines, read_yaml
+from samestep.training import stragglers
 
 KINDS = ("gradients", "parameters", "moments")
 """Kinds of digests, in the order in which a step computes the tensors."""
@@ -111,7 +112,7 @@ def _read_events(folder: Path) -> list[dict[str, Any]]:
 
 def _find_differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Find the metrics in which two lines differ; a digest that only one has is no difference."""
-    ignored = {"seconds"} | ({"digest"} if "digest" not in a.keys() & b.keys() else set())
+    ignored = {"seconds", *stragglers.KEYS} | ({"digest"} if "digest" not in a.keys() & b.keys() else set())
     return [name for name in a | b if name not in ignored and a.get(name) != b.get(name)]
 
 

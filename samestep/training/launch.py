@@ -79,7 +79,8 @@ def create_accelerator(
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         digest_steps: steps between digests, which sharded weights do not have; None: no digests.
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
-        fault_tolerance: `step`: the process is a replica, which is launched alone; `none`.
+        fault_tolerance: `step`: the process is a replica, which is launched alone; `restart`: the launcher starts workers
+            again, on the machines that are there; `none`.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -89,6 +90,13 @@ def create_accelerator(
         gc.freeze()  # modules stay: the collector need not look at them again, which takes 0.4 s each time
         gc.enable()
     problems = _find_environment_problems()
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if fault_tolerance == "restart" and keeps_store and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        problems.append(
+            "fault_tolerance is restart, but torchrun keeps one store for all generations of workers, so that new ones wait "
+            "for the addresses of dead ones: start it with --rdzv_backend c10d, and with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     intervals = {"digest_steps": digest_steps, "noise_scale_steps": noise_scale_steps}
     if refusal := find_refusal(is_sharded=shards, may_shard=may_shard, **intervals):
@@ -102,6 +110,7 @@ def create_accelerator(
     # Accelerate 1.15 knows no other name for `broadcast_buffers`; torch 2.13 warns in every process that a new name will come.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_old_keys = generation != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False"
     accelerator_class = ReplicaAccelerator if fault_tolerance == "step" else Accelerator
     accelerator = accelerator_class(
         # Sharded gradients are reduced in every micro-batch: if they waited for the last, they would be whole on every process.
@@ -112,7 +121,7 @@ def create_accelerator(
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(
-                init_method=None if generation == "0" else register_rendezvous(generation),
+                init_method=register_rendezvous(generation) if has_old_keys else None,
                 timeout=timedelta(seconds=ddp_timeout),
             ),
         ],

@@ -27,7 +27,7 @@ from samestep import interrupt
 from samestep._internals import torch_distributed
 from samestep._internals.torch_tracing import is_view
 from samestep.data.steps import StepData, Steps
-from samestep.errors import RunError
+from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
 from samestep.step import accumulate
 from samestep.step.exact_sum import ExactSum
 from samestep.step.optim import Accumulating
@@ -320,8 +320,11 @@ class Attempt:
         try:
             yield
         except RuntimeError as error:
-            if self.recovery.cpu_group is None or isinstance(error, RunError) or not _is_collective_error(error):
+            if self.recovery.cpu_group is None or isinstance(error, RunError) or not is_lost_connection(error):
                 raise
+            if will_be_restarted():
+                self.recovery.log.saver.finish_writing()
+                raise LostProcessError(f"step {self.data.step + 1}: {LOST_PROCESS}") from error
             raise RunError(f"step {self.data.step + 1}: {self._describe_missing_processes()}") from error
 
     def _describe_missing_processes(self) -> str:
@@ -351,9 +354,3 @@ def _free_activations(error: BaseException) -> None:
         for value in frame.f_locals.values():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None and not is_view(value):
                 value.detach_()
-
-
-def _is_collective_error(error: RuntimeError) -> bool:
-    """Tell whether an error comes from a collective: another process is late, or gone."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text or "connection" in text

@@ -25,18 +25,19 @@ from tqdm import tqdm
 
 from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
-from samestep.errors import RunError, UsageError
+from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
 from samestep.planner import batch_size, text
 from samestep.recipe import reading
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
-from samestep.training import card, checkpoint, digest, plots
+from samestep.training import card, checkpoint, digest, plots, stragglers
+from samestep.training.checkpoint import LINES
 from samestep.training.evaluation import Evaluation
 from samestep.training.shared_folder import SharedFolder
 
-LINES = ("metrics.jsonl", "samples.jsonl", "digests.jsonl", "noise.jsonl")
-"""Files of a line per step, evaluation, event or measurement; a resumed run writes those of later steps again."""
+SECONDS_TO_UNLOCK = 10.0
+"""For workers of an earlier generation to end, which hold the lock of the output folder."""
 PICTURES = ("loss.png", "predictions.png", "confusion.png")
 """Pictures that the model card shows, if they were drawn."""
 
@@ -62,7 +63,7 @@ def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> SharedFo
                 "with --overwrite_output_dir, or choose another folder"
             )
 
-    if accelerator.is_main_process:
+    if accelerator.is_main_process or (settings.replicate_checkpoints and accelerator.is_local_main_process):
         try:
             if settings.fault_tolerance == "step":
                 output_dir.mkdir(parents=True, exist_ok=True)
@@ -84,20 +85,44 @@ _locks: dict[Path, TextIO] = {}  # kept open: the system unlocks them when this 
 
 
 def _lock(output_dir: Path) -> None:
-    file = (output_dir / ".lock").open("a+", encoding="utf-8")
+    """Lock the output folder; take it from a dead generation of the same launch, which may be frozen with the lock in hand."""
+    path, deadline = output_dir / ".lock", time.monotonic() + SECONDS_TO_UNLOCK
+    launch = f", launch {os.environ['TORCHELASTIC_RUN_ID']}" if will_be_restarted() else ""
+    file = path.open("a+", encoding="utf-8")
+    while not _try_lock(file, output_dir):
+        file.seek(0)
+        owner = file.read().strip()
+        if not launch or not owner.endswith(launch):
+            raise UsageError(
+                f"output_dir {output_dir} is in use by another run ({owner}): wait for it, end it, or choose another folder"
+            ) from None
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        print(f"WARNING: {output_dir} is taken from {owner}, which does not end", file=sys.stderr)
+        path.unlink(missing_ok=True)  # who has lost the file may write no more: `check_lock`
+        file = path.open("a+", encoding="utf-8")
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}{launch}", file=file, flush=True)
+    _locks[output_dir.resolve()] = file
+
+
+def _try_lock(file: TextIO, output_dir: Path) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.seek(0)
-        raise UsageError(
-            f"output_dir {output_dir} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another "
-            "folder"
-        ) from None
+        return False
     except OSError as error:
         print(f"WARNING: {output_dir} cannot be locked ({error.strerror}): start no second run in it", file=sys.stderr)
-    file.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
-    _locks[output_dir.resolve()] = file
+    return True
+
+
+def check_lock(output_dir: Path) -> None:
+    """Raise RunError if a newer generation of this launch, which took this process for dead, has taken the output folder."""
+    if file := _locks.get(output_dir.resolve()):
+        path = output_dir / ".lock"
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise LostProcessError(f"{output_dir} was taken by another process, which took this one for dead")
 
 
 def _find_earlier_run(output_dir: Path) -> list[Path]:
@@ -138,6 +163,8 @@ class RunLog:
         self.first_step = first_step
         self.num_units, self.seconds = 0, 0.0
         self.pending: list[tuple[dict[str, Any], list, list, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.pending_times: list[tuple[Any, Any, float]] = []
+        self.straggler_watch = stragglers.StragglerWatch()
         self.pending_digests: dict[int, dict[str, Any]] = {}
         self.pending_noise: dict[int, tuple[torch.Tensor, dict[str, Any], list[str], torch.Tensor | None]] = {}
         self.unwritten_lines = dict.fromkeys(LINES, "")
@@ -251,6 +278,7 @@ class RunLog:
         learning_rate: float,
         digests: dict[str, Any] | None = None,
         parts: tuple[list[tuple[int, int]], list[list[tuple[int, int]]]] | None = None,
+        times: tuple[Any, Any, float] = (None, None, 0.0),
     ) -> None:
         """Note a step.
 
@@ -264,6 +292,7 @@ class RunLog:
             digests: the step's line of digests.jsonl; None: it has none.
             parts: of replicas, whose micro-batches each of them knows: (process, micro-step) and samples of each; None: this
                 process knows its own.
+            times: of this process in it, as of `stragglers.StepClock.take`.
         """
         now = time.perf_counter()
         line = {
@@ -280,6 +309,7 @@ class RunLog:
             line["digest"] = digest.combine(digests)
             self.pending_digests[line["step"]] = digests
         self.clock = now
+        self.pending_times.append(times)
         if parts is None:
             parts = [(self.accelerator.process_index, number) for number in range(len(data.samples))], data.samples
         self.pending.append((line, *parts, torch.stack(list(sums)).double(), counts, grad_norm))
@@ -347,21 +377,28 @@ class RunLog:
         if not self.pending:
             return
         pending, self.pending = self.pending, []
+        pending_times, self.pending_times = self.pending_times, []
         # Of each step the summed losses of each micro-batch, [micro-batches][terms]; of all processes, one after the other
-        sums = [[sums.tolist() for _, _, _, sums, _, _ in pending]]
+        sums = [sums.tolist() for _, _, _, sums, _, _ in pending]  # waits for the device
+        gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times])])
+        all_sums, all_times = zip(*gathered, strict=True)
         totals = [
             [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
-            for parts in zip(*gather_object(sums), strict=True)
+            for parts in zip(*all_sums, strict=True)
         ]
+        times = list(map(list, zip(*all_times, strict=True)))  # of each step, of each process
         rows = zip(
             pending,
             torch.tensor(totals, dtype=torch.float64),
             torch.stack([counts for *_, counts, _ in pending]).cpu(),
             torch.stack([norm for *_, norm in pending]).double().cpu(),
+            times,
             strict=True,
         )
         ledger, digests, noises, failure, num_units, seconds = [], [], [], None, 0, 0.0
-        for (line, places, micro_batches, micro_batch_sums, *_), total, counts, norm in rows:
+        for (line, places, micro_batches, micro_batch_sums, *_), total, counts, norm, seconds_of_processes in rows:
+            if len(seconds_of_processes) > 1:
+                line |= {name: _round(value) for name, value in stragglers.summarize(seconds_of_processes).items()}
             line |= self.compute_losses(total, counts) | {"grad_norm": norm.item()}
             # Accelerate's optimizer_step_was_skipped is always False for fused optimizers, which skip by themselves.
             is_scaled, has_skipped = self.accelerator.scaler is not None, not norm.isfinite()
@@ -403,6 +440,10 @@ class RunLog:
                 f"{message}. Parameters and optimizer are those after step {line['step'] - 1}, and saved: resume with "
                 "--on_nonfinite skip to leave such steps out"
             )
+        if straggler := self.straggler_watch.add(times):
+            process, own, median = straggler
+            values = {"seconds_per_step": _round(own), "median_of_all": _round(median)}
+            self.add_event(line["step"], f"process {process} is slower than the others, which wait for it", **values)
 
     def _progress(self, line: dict[str, Any], rate: float) -> dict[str, str]:
         """Return what the progress bar says of the last step that was read, beside the time left."""
@@ -569,6 +610,7 @@ class RunLog:
         self.unwritten_lines[name] += "".join(
             json.dumps(_replace_nonfinite(record), allow_nan=False) + "\n" for record in records
         )
+        check_lock(self.output_dir)
         path = self.output_dir / name
         size = path.stat().st_size if path.exists() else 0
         try:

@@ -38,9 +38,12 @@ from samestep.step import accumulate, batch_norm, losses, noise, optim
 from samestep.step.exact_sum import ExactSum
 from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
+from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
+from samestep.training.peer_copies import PeerCopies
 from samestep.training.recovery import Attempt, Recovery
 from samestep.training.replicas import HasEnded, Replicas
+from samestep.training.stragglers import StepClock
 
 
 class Run:
@@ -89,12 +92,52 @@ class Run:
             raise UsageError(str(refusal))
         self.folder = report.open_output_dir(self.accelerator, self.settings)
         self.replicas = None if self.folder is None else Replicas(self.accelerator, self.settings, self.folder)
+        self.store = self._open_store()
         resume = self.settings.resume_from_checkpoint
-        self.checkpoint, self.start = checkpoint.find(self.accelerator, resume, self.output_dir, self.recipe)
+        self.peer_copies = self._find_peer_copies()
+        if self.peer_copies is not None and resume == "latest":
+            checkpoint.share_newest(self.peer_copies)
+        self.checkpoint, self.start = checkpoint.find(
+            self.accelerator, resume, self.output_dir, self.recipe, self.store
+        )
+        if self.peer_copies is not None and self.checkpoint is not None:
+            self.checkpoint = self.output_dir / self.checkpoint.name
         self.bits_depend_on = self._find_what_bits_depend_on()
         self.completed_steps = self.start.step
         self.has_stopped_early = self.has_ended_elsewhere = False
         self.problem: str | None = None
+
+    def _find_peer_copies(self) -> PeerCopies | None:
+        """Find the machines that keep copies of checkpoints; None: all see one output folder. Called by all processes.
+
+        Raises:
+            UsageError: weights are sharded, parts of which each process would write on its own machine.
+        """
+        if not self.settings.replicate_checkpoints:
+            return None
+        if launch.is_sharded(self.accelerator):
+            raise UsageError(
+                "replicate_checkpoints is true, but weights are sharded (FSDP2), so that no machine has a whole checkpoint: "
+                "leave it out, and give an output_dir that all machines see"
+            )
+        return PeerCopies(self.accelerator, self.output_dir, checkpoint.LINES, self.settings.ddp_timeout)
+
+    def _open_store(self) -> CheckpointStore | None:
+        """Open the store of copies of checkpoints on process 0, and see that it can be read; None: there is none, or elsewhere.
+
+        Raises:
+            UsageError: it cannot be used, or holds an earlier run that is not resumed.
+        """
+        url = self.settings.checkpoint_store
+        if url is None or not self.accelerator.is_main_process:
+            return None
+        store = CheckpointStore(url)
+        if (names := store.list_checkpoints()) and not self.settings.resume_from_checkpoint:
+            raise UsageError(
+                f"checkpoint_store is {url}, which holds an earlier run (its {names[-1]}): continue it with "
+                "--resume_from_checkpoint latest, or choose another folder"
+            )
+        return store
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.
@@ -264,10 +307,13 @@ class Run:
             tokenizer,
             self._describe_exact_sum,
             lambda: self.follower and self.follower.record,
+            self.store,
+            self.peer_copies,
         )
         spans = self.order.spans if self.order.stages else None
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans, self.folder)
         names = checkpoint.name_parameters(self.bare_model)
+        self.step_clock = StepClock(accelerator, self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.noise_meter = self.term_meter = None
         if settings.noise_scale_steps is not None:
@@ -366,7 +412,8 @@ class Run:
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
         workers = settings.dataloader_num_workers
         try:
-            for data in recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device):
+            stream = recovery.steps.stream(self.completed_steps, self.last_step, workers, accelerator.device)
+            for data in self.step_clock.time_data(stream):
                 has_grown = yield from self._take_step(data)
                 # Replicas may be at another step; steps of a batch that has grown are others
                 if recovery.should_stop or has_grown or self.completed_steps != data.step + 1:
@@ -391,7 +438,16 @@ class Run:
             layers = self.noise_meter.groups
             self.log.add_noise(attempt.data, step.noise, layers, recovery.steps, step.noise_of_terms)
         parts = None if self.replicas is None else self.replicas.list_parts(attempt.data)
-        self.log.step(attempt.data, attempt.sums, attempt.counts, step.grad_norm, step.learning_rate, digests, parts)
+        self.log.step(
+            attempt.data,
+            attempt.sums,
+            attempt.counts,
+            step.grad_norm,
+            step.learning_rate,
+            digests,
+            parts,
+            self.step_clock.take(),
+        )
         self.completed_steps += 1
         has_grown = self._follow_noise(step)
         if recovery.should_stop:
@@ -677,6 +733,7 @@ class Step:
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.learning_rate * group["lr_scale"]
         self.attempt.__enter__()
+        self.run.step_clock.begin()
         if self.data.is_measured:
             self.run.noise_meter.begin(self.data.micro_batch_counts, self.attempt.counts)
         accumulate.seed_noise(self.run.accelerator, self.run.recipe.seed, self.index, **self._find_process())

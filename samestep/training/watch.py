@@ -29,6 +29,7 @@ MOST_POINTS = 600
 MOST_EVENTS = 50
 """Events that a page lists, the newest."""
 NO_CURVES = {"step", "epoch", "samples", "tokens", "images", "event", "digest", "skipped", "images_per_second"}
+NO_CURVES |= {"slowest_process"}
 """Fields of a line that are not drawn as they are."""
 
 

@@ -9,11 +9,13 @@ import torch
 from common import all_metrics, evaluations, metrics
 from safetensors.torch import load_file
 
+from samestep.training import stragglers
 from samestep.training.checkpoint import checkpoints, read
 
 
 def untimed_metrics(output_dir) -> list[dict]:
-    return [{name: v for name, v in line.items() if name != "seconds"} for line in all_metrics(output_dir)]
+    times = ("seconds", *stragglers.KEYS)
+    return [{name: v for name, v in line.items() if name not in times} for line in all_metrics(output_dir)]
 
 
 def same_weights(a, b) -> bool:

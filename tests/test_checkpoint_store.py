@@ -1,0 +1,195 @@
+"""Checkpoints in a store that fails: nothing is lost, nothing half copied looks whole, and an empty disk goes on from there."""
+
+import hashlib
+import json
+import random
+import shutil
+import threading
+import time
+
+import fsspec
+import pytest
+from compare import same_weights, untimed_metrics
+from fsspec.implementations.memory import MemoryFileSystem
+
+from samestep.errors import RunError, UsageError
+from samestep.training import checkpoint_store
+from samestep.training.checkpoint_store import CheckpointStore
+
+FLAGS = "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2"
+
+
+class Flaky(MemoryFileSystem):
+    """A store in memory whose requests fail, and which cuts a file off now and then."""
+
+    protocol = "flaky"
+    store, pseudo_dirs = {}, [""]  # of its own
+    rng, failures, cuts, writes, most_writes = random.Random(0), 0.0, 0.0, [], None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("flaky://", "memory://"))
+
+    def _request(self) -> None:
+        is_gone = self.most_writes is not None and len(self.writes) >= self.most_writes
+        if is_gone or self.rng.random() < self.failures:
+            raise OSError("503 Slow Down")
+
+    def put_file(self, path, target, **keywords):
+        self._request()
+        super().put_file(path, target, **keywords)
+        self.writes.append(target)
+        if self.rng.random() < self.cuts:
+            super().pipe_file(target, super().cat_file(target)[:-1])
+
+    def pipe_file(self, path, value, **keywords):
+        self._request()
+        self.writes.append(path)
+        super().pipe_file(path, value[:-1] if self.rng.random() < self.cuts else value, **keywords)
+
+    def cat_file(self, path, *arguments, **keywords):
+        self._request()
+        return super().cat_file(path, *arguments, **keywords)
+
+    def get_file(self, path, target, **keywords):
+        self._request()
+        super().get_file(path, target, **keywords)
+
+    def open(self, path, mode="rb", **keywords):
+        self._request()
+        return super().open(path, mode, **keywords)
+
+    def find(self, path, *arguments, **keywords):
+        self._request()
+        return super().find(path, *arguments, **keywords)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def store_is_new(monkeypatch):
+    Flaky.store.clear()
+    for name, value in {
+        "rng": random.Random(0),
+        "failures": 0.0,
+        "cuts": 0.0,
+        "writes": [],
+        "most_writes": None,
+    }.items():
+        monkeypatch.setattr(Flaky, name, value)
+    monkeypatch.setattr(checkpoint_store, "LONGEST_WAIT", 0.001)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Make what the store takes for a checkpoint."""
+
+    def make(step: int, files=("a.safetensors", "state.json")):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        for name in files:
+            (path / name).write_bytes(f"{name} {step}".encode() * 1000)
+        digests = {name: {"sha256": hashlib.sha256((path / name).read_bytes()).hexdigest()} for name in files}
+        (path / "manifest.json").write_text(json.dumps({"files": digests}))
+        return path
+
+    return make
+
+
+def names(url: str = "flaky://bucket/run") -> list[str]:
+    return CheckpointStore(url).list_checkpoints()
+
+
+def test_an_empty_disk_goes_on_from_a_store_that_fails(train, tmp_path, monkeypatch):
+    """One request of ten fails, one file of ten arrives cut off: the run ends as one that was never interrupted."""
+    monkeypatch.setattr(Flaky, "failures", 0.1)
+    monkeypatch.setattr(Flaky, "cuts", 0.1)
+    whole = train("whole", FLAGS)
+    more = " --checkpoint_store flaky://bucket/run --async_checkpointing --resume_from_checkpoint latest"
+    run = train("run", FLAGS + more + " --stop_after_step 5")
+    copies = names()
+    assert copies[-1] == "checkpoint-5"
+    assert set(copies) <= {"checkpoint-4", "checkpoint-5"}, (
+        "deleted as on the disk; one that waited too long was left out"
+    )
+    for name in copies:
+        for path in (run / name).iterdir():
+            assert Flaky.store[f"/bucket/run/{name}/{path.name}"].getvalue() == path.read_bytes()
+    shutil.rmtree(run)
+    train("run", FLAGS + more)
+    assert untimed_metrics(run) == untimed_metrics(whole), "lines before the checkpoint, too"
+    assert same_weights(run, whole)
+    assert names()[-1] == "checkpoint-10"
+
+
+def test_what_is_half_copied_is_no_checkpoint(folder, monkeypatch):
+    """Whatever write is the last before the connection goes for ever: the checkpoint before it is the newest."""
+    store = CheckpointStore("flaky://bucket/run", patience=0.01)
+    store.copy(folder(2))
+    writes, later = len(Flaky.writes), folder(4)
+    assert Flaky.writes[-1].endswith("checkpoint-2/manifest.json")
+    for place in range(1, writes + 1):
+        Flaky.writes.clear()
+        monkeypatch.setattr(Flaky, "most_writes", place)
+        with pytest.raises(OSError, match="503"):
+            store.copy(later)
+        monkeypatch.setattr(Flaky, "most_writes", None)
+        assert names() == ["checkpoint-2"], place
+    assert Flaky.writes[-1].endswith("manifest.json"), "the last write of all"
+    store.copy(later)
+    assert names() == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_copy_with_other_bytes_is_made_again(folder, monkeypatch):
+    cuts = iter([1.0] * 2 + [0.0] * 1000)
+    monkeypatch.setattr(Flaky, "cuts", property(lambda self: next(cuts)))
+    store = CheckpointStore("flaky://bucket/run")
+    store.copy(folder(2))
+    assert Flaky.writes.count("/bucket/run/checkpoint-2/a.safetensors") == 3
+    assert names() == ["checkpoint-2"]
+
+
+def test_copies_are_made_in_the_background_and_none_is_deleted_on_the_way(folder, monkeypatch):
+    """The newest that waits replaces one that waits; those that are needed are named."""
+    gate, copied = threading.Event(), []
+    store = CheckpointStore("flaky://bucket/run")
+    monkeypatch.setattr(store, "copy", lambda path, lines: (gate.wait(10), copied.append(path.name)))
+    store.add(folder(2))
+    deadline = time.monotonic() + 10
+    while store.busy is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    store.add(folder(4))
+    store.add(folder(6))
+    assert store.held_names == {"checkpoint-2", "checkpoint-6"}
+    gate.set()
+    store.close()
+    assert copied == ["checkpoint-2", "checkpoint-6"]
+    assert store.held_names == set()
+
+
+def test_a_store_that_has_gone(folder, train, monkeypatch, capfd):
+    store = CheckpointStore("flaky://bucket/run", patience=0.01)
+    monkeypatch.setattr(Flaky, "most_writes", 0)
+    store.add(folder(2))
+    with pytest.raises(RunError, match=r"checkpoint-2 could not be copied to flaky://bucket/run \(503 Slow Down\)"):
+        store.close()
+    assert "Training goes on" in capfd.readouterr().err
+    monkeypatch.setattr(checkpoint_store, "PATIENCE", 0.01)
+    monkeypatch.setattr(CheckpointStore.__init__, "__defaults__", (0.01,))
+    with pytest.raises(UsageError, match="checkpoint_store is flaky://bucket/run, which cannot be read: 503"):
+        train("run", FLAGS + " --checkpoint_store flaky://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("bucket/run", "checkpoint_store is 'bucket/run', must begin with a protocol"),
+        ("nothing://bucket", "checkpoint_store is nothing://bucket, which cannot be used: Protocol not known"),
+        ("flaky://bucket/run", r"holds an earlier run \(its checkpoint-2\): continue it"),
+    ],
+)
+def test_what_cannot_be_a_store(train, folder, url, message):
+    CheckpointStore("flaky://bucket/run").copy(folder(2))
+    with pytest.raises(UsageError, match=message):
+        train("run", FLAGS + f" --checkpoint_store {url}")

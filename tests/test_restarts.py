@@ -1,0 +1,181 @@
+"""Workers that torchrun's agents start again: what the mode brings, how they end, and who owns the output folder."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from accelerate.utils import InitProcessGroupKwargs
+from common import ROOT, tiny_argv
+
+from samestep import errors, interrupt
+from samestep.errors import LostProcessError, UsageError, exit_code
+from samestep.recipe import run_settings
+from samestep.training import launch, report
+
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:26461"
+
+
+@pytest.fixture
+def restarted(monkeypatch):
+    """As torchrun's agent starts workers again."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def parse(flags: str) -> run_settings.RunSettings:
+    argv = tiny_argv("pretrain_gpt2", ROOT / "x.jsonl", "run", flags)
+    return run_settings.parse(argv, "gpt2_pretraining", "")[1]
+
+
+def test_what_the_mode_brings():
+    assert (parse("").resume_from_checkpoint, parse("").async_checkpointing) == (None, False)
+    run = parse("--fault_tolerance restart")
+    assert (run.resume_from_checkpoint, run.async_checkpointing, run.checkpointing_minutes) == ("latest", True, 1.0)
+    run = parse("--fault_tolerance restart --checkpointing_minutes 7 --async_checkpointing false")
+    assert (run.resume_from_checkpoint, run.async_checkpointing, run.checkpointing_minutes) == ("latest", False, 7.0)
+    with pytest.raises(UsageError, match="overwrite_output_dir and fault_tolerance restart"):
+        parse("--fault_tolerance restart --overwrite_output_dir")
+
+
+def test_one_store_for_several_generations_is_refused(monkeypatch):
+    """torchrun's agents keep the address of the first one's store, and the keys in it."""
+    for name, value in {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        launch.create_accelerator(fault_tolerance="restart")
+
+
+@pytest.mark.parametrize(("keeps_store", "has_own_keys"), [("True", True), ("False", False)])
+def test_keys_of_a_generation_only_where_the_store_is_kept(monkeypatch, keeps_store, has_own_keys):
+    """Agents on several machines count restarts differently: where each generation has a store, the count must not matter."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", keeps_store)
+    found = []
+
+    def note(**settings):
+        found.append(settings["init_method"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "InitProcessGroupKwargs", note)
+    with pytest.raises(KeyboardInterrupt):
+        launch.create_accelerator()
+    assert found == ["generation2://" if has_own_keys else None]
+    assert InitProcessGroupKwargs().init_method is None, "which is env://"
+
+
+# --------------------------------------------------------------------------------------------------------------- ending
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CLOSED), dist.DistNetworkError("Failed to recv, got 0 bytes")])
+def test_who_loses_another_process_ends_at_once(restarted, monkeypatch, capfd, error):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(errors.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr(errors.time, "sleep", lambda seconds: pytest.fail("it waits"))
+
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        exit_code(main)
+    assert end.value.code == 1
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("ERROR: process 1: another process has ended or hangs")
+
+
+def test_other_errors_are_not_taken_for_that(restarted, monkeypatch):
+    with pytest.raises(RuntimeError, match="shapes"):
+        exit_code(lambda: (_ for _ in ()).throw(RuntimeError("shapes do not fit")))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        exit_code(lambda: (_ for _ in ()).throw(RuntimeError(CLOSED)))
+
+
+WORKER = """
+import signal, sys, time
+from samestep import interrupt
+interrupt.end_with_launcher()
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(0)))
+print("ready", flush=True)
+time.sleep(20)
+"""
+AGENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+time.sleep(20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_a_worker_hears_of_the_death_of_its_agent():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "mine"}
+    words = [sys.executable, "-c", AGENT, WORKER]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as agent:
+        assert agent.stdout.readline() == "ready\n"
+        agent.send_signal(signal.SIGKILL)
+        assert agent.stdout.readline() == "told\n"
+
+
+def test_a_thread_of_ray_leaves_signals_alone(monkeypatch):
+    monkeypatch.setattr(interrupt.threading, "current_thread", lambda: None)
+    request = interrupt.StopRequest()
+    assert request.previous_handlers == {}
+    assert not request
+
+
+# --------------------------------------------------------------------------------------------------------- output folder
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from samestep.training import report
+report._lock(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.readline()
+try:
+    report.check_lock(Path(sys.argv[1]))
+except report.LostProcessError as error:
+    print(error, flush=True)
+"""
+
+
+def test_the_folder_is_taken_from_a_frozen_generation_of_the_same_launch(restarted, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(report, "SECONDS_TO_UNLOCK", 0.2)
+    monkeypatch.setattr(report, "_locks", {})
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+        with pytest.raises(UsageError, match=f"in use by another run .process {holder.pid}.*launch mine"):
+            report._lock(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+        begin = time.monotonic()
+        report._lock(tmp_path)
+        assert time.monotonic() - begin >= 0.2, "it may be about to end"
+        assert "does not end" in capfd.readouterr().err
+        report.check_lock(tmp_path)
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert "was taken by another process" in holder.stdout.readline()
+
+
+def test_who_has_lost_the_folder_writes_no_more(train, monkeypatch, tmp_path):
+    """A line of steps that another process computes by now would be there twice."""
+    append = report.RunLog._append
+
+    def steal(self, name, records):
+        if records and records[0].get("step") == 5:
+            (self.output_dir / ".lock").unlink()
+        append(self, name, records)
+
+    monkeypatch.setattr(report.RunLog, "_append", steal)
+    with pytest.raises(LostProcessError, match="was taken by another process"):
+        train("run", "--global_batch_size 8 --logging_steps 1")
+    assert '"step": 5' not in (tmp_path / "run" / "metrics.jsonl").read_text()
