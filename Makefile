@@ -157,7 +157,7 @@ figures: venv ## train a tiny recipe on 1, 2 and 3 processes and the documented 
 	@touch $@
 
 site: .venv-docs/installed ## build docs/ as pages in site/, without a network; a broken link fails
-	.venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "python -m http.server --directory site"
 
 claims: venv ## test common claims about gradient accumulation, 5 seeds each: an hour on 2 cores, resumable; writes studies/claims/claims.md

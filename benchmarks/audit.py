@@ -285,7 +285,9 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
 
 def main() -> int:
     parser = harness.flags("audit", __doc__)
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "exactness.md", help="shows the scripts' table")
+    parser.add_argument(
+        "--document", type=Path, default=ROOT / "docs" / "exactness.md", help="shows the scripts' table"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only", nargs="+", choices=SCRIPTS, help="audit only these scripts; all else stays as it was")
     only.add_argument("--kernels", action="store_true", help="audit only kernels; all else stays as it was")

@@ -104,7 +104,10 @@ def train_ours(name: str, folder: Path) -> dict[str, Any]:
         words = [ROOT / "scripts" / "finetune_causal_lm.py", "--recipe", folder / "recipe.yaml", "--output_dir", output]
         words += ["--per_device_train_batch_size", b, *FLAGS.split()]
         if number:
-            words = [word for word in words if word != "--overwrite_output_dir"] + ["--resume_from_checkpoint", "latest"]
+            words = [word for word in words if word != "--overwrite_output_dir"] + [
+                "--resume_from_checkpoint",
+                "latest",
+            ]
         process = launch(num_processes, words, folder)
         if number < len(OURS[name]) - 1:
             last = KILLS[number]
@@ -176,7 +179,9 @@ def markdown(results: dict) -> str:
         ]
         for run in results["runs"]
     ]
-    heads = "program | run | killed after step | first loss | mean of the last 10 | largest difference from the first run"
+    heads = (
+        "program | run | killed after step | first loss | mean of the last 10 | largest difference from the first run"
+    )
     return harness.page("One recipe, run in six ways", "figures.py", results["about"], harness.table(heads, rows))
 
 
@@ -187,8 +192,8 @@ THEMES = {
 }
 DOCUMENTED_COLOURS = {"light": ["#d55e00", "#b8860b"], "dark": ["#ff8c42", "#f0e442"]}
 WIDTHS, DASHES = (9, 6, 3.4, 1.4), ("", "", "", "5 4")
-LEFT, RIGHT, WIDTH = 52, 470, 480
-LOSS_PANEL, DIFFERENCE_PANEL, HEIGHT = (150, 330), (386, 500), 548
+LEFT, RIGHT, WIDTH = 52, 462, 480
+LOSS_PANEL, DIFFERENCE_PANEL, HEIGHT = (152, 332), (384, 498), 546
 SMALLEST = 1e-8
 """Difference at the bottom of the lower panel."""
 
@@ -215,7 +220,7 @@ def draw(results: dict, theme: str) -> str:
     ours = [run for run in runs if run["program"] == "samestep"]
     others = [run for run in runs if run["program"] != "samestep"]
     styles = [(run, colours["ours"][i], WIDTHS[i], DASHES[i]) for i, run in enumerate(ours)]
-    styles += [(run, DOCUMENTED_COLOURS[theme][i], 2.4, ("", "8 4")[i]) for i, run in enumerate(others)]
+    styles += [(run, DOCUMENTED_COLOURS[theme][i], 2.4, ("2 3", "9 4")[i]) for i, run in enumerate(others)]
     num_steps = len(runs[0]["losses"])
     top_loss = math.ceil(max(max(run["losses"]) for run in runs))
 
@@ -232,8 +237,8 @@ def draw(results: dict, theme: str) -> str:
         return bottom - (bottom - top) * share
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="15" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        'font-size="15" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">'
     ]
     # Legend
     text = colours["text"]
@@ -241,10 +246,10 @@ def draw(results: dict, theme: str) -> str:
     for number, (run, colour, width, dashes) in enumerate(styles[: len(ours)]):
         y = 42 + 21 * number
         lines += [path([(10, y - 5), (44, y - 5)], colour, width, dashes), label(52, y, run["name"], text)]
-    lines.append(label(262, 20, "Accelerate's documented loop", text))
+    lines.append(label(282, 20, "the documented loop", text))
     for number, (run, colour, width, dashes) in enumerate(styles[len(ours) :]):
         y = 42 + 21 * number
-        lines += [path([(264, y - 5), (298, y - 5)], colour, width, dashes), label(306, y, run["name"], text)]
+        lines += [path([(284, y - 5), (318, y - 5)], colour, width, dashes), label(326, y, run["name"], text)]
     # Axes
     lines.append(label(8, LOSS_PANEL[0] - 12, "loss of a step", text))
     for loss in range(0, top_loss + 1, 2):
@@ -265,7 +270,9 @@ def draw(results: dict, theme: str) -> str:
             lines.append(label(x(step) + 4, LOSS_PANEL[0] + 12, "killed", text))
     # Curves
     for run, colour, width, dashes in styles:
-        lines.append(path([(x(step), y_loss(loss)) for step, loss in enumerate(run["losses"], 1)], colour, width, dashes))
+        lines.append(
+            path([(x(step), y_loss(loss)) for step, loss in enumerate(run["losses"], 1)], colour, width, dashes)
+        )
     for run, colour, width, dashes in styles[1:]:
         points = [(x(step), y_difference(value)) for step, value in enumerate(differences(results, run), 1)]
         lines.append(path(points, colour, min(width, 2.4), dashes))

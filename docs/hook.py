@@ -12,6 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)".*?alt="(.*?)".*?</picture>', re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 PAGES, PICTURES = {".md", *LANGUAGES}, {".png", ".svg"}
 
@@ -74,4 +75,6 @@ def on_page_markdown(markdown, page, config, files):
         target = find_address(resolve(document, match[1]))
         return os.path.relpath(target, address.parent) + (match[2] or "")
 
+    # GitHub chooses a picture by the system's colours, the site by its own switch
+    markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
     return LINK.sub(rewrite, markdown)

@@ -32,7 +32,9 @@ TITLES = {
     "captcha_recognition": "captchas",
 }
 ADAMW_FOLDED = "--accumulation optimizer --second_moment unbiased"
-SGD = "--optimizer sgd --sgd_momentum 0.9 --adam_beta1 none --adam_beta2 none --adam_epsilon none --lr_scaling_rule none"
+SGD = (
+    "--optimizer sgd --sgd_momentum 0.9 --adam_beta1 none --adam_beta2 none --adam_epsilon none --lr_scaling_rule none"
+)
 WAYS = {
     "bert_pretraining": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "gpt2_pretraining": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
@@ -55,7 +57,9 @@ LAUNCHES = [(precision, is_sharded) for is_sharded in (False, True) for precisio
 HEADS = [f"{'FSDP2, ' if is_sharded else ''}{precision.replace('no', 'fp32')}" for precision, is_sharded in LAUNCHES]
 HARDWARE = {"3xa100": "3xa100-40", "8xa100": "8xa100-80", "fsdp2_8xa100": "8xa100-80"}
 """Launch file -> the devices that it means, where its name does not say it."""
-COMMAND = re.compile(r"^#   accelerate launch .* scripts/(\w+)\.py \\\n#     --recipe (\w+) --per_device_train_batch_size (\d+)$", re.M)
+COMMAND = re.compile(
+    r"^#   accelerate launch .* scripts/(\w+)\.py \\\n#     --recipe (\w+) --per_device_train_batch_size (\d+)$", re.M
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,7 +71,9 @@ def list_ways() -> Iterator[tuple[str, str, Any, Any, bool]]:
     for task, ways in WAYS.items():
         name = next(name for name in catalog_names() if name.endswith("_cpu") and load(name).task == task)
         if not ways:
-            flags = {method.name: [f"--{field} {value}" for field, value in method.changes.items()] for method in METHODS}
+            flags = {
+                method.name: [f"--{field} {value}" for field, value in method.changes.items()] for method in METHODS
+            }
             ways = {method: " ".join(words) for method, words in flags.items()}
         for title, words in ways.items():
             argv = ["--recipe", name, *words.split()]
@@ -132,7 +138,10 @@ def list_launch_files() -> Iterator[tuple[str, Placement]]:
             continue
         _, recipe, b = COMMAND.search(text).groups()
         hardware, is_sharded = parse(HARDWARE.get(path.stem, path.stem)), path.stem.startswith("fsdp2")
-        yield path.name, place(from_recipe(load(recipe)), hardware, per_device_train_batch_size=int(b), sharded=is_sharded)
+        yield (
+            path.name,
+            place(from_recipe(load(recipe)), hardware, per_device_train_batch_size=int(b), sharded=is_sharded),
+        )
 
 
 def launch_files() -> str:

@@ -136,7 +136,9 @@ def how_fast() -> str:
     chats = [row for row in read("chats")["rows"] if row["workload"] == CHATS]
     lines.append(["Llama on conversations", pair(chats, "Trainer"), "-", "-", pair(chats, "TRL, padded")])
     everything = [*read("bench")["rows"], *read("chats")["rows"]]
-    all_ratios = [median_ratio(row["rates"], peer) for row in everything for peer in row["rates"] if peer not in ("ours", "floor")]
+    all_ratios = [
+        median_ratio(row["rates"], peer) for row in everything for peer in row["rates"] if peer not in ("ours", "floor")
+    ]
     text = (
         "Times as many tokens (images) per second, float32 / bf16, on 2 CPU cores; **no GPU was measured**. Where others group "
         f"samples by length, or pack rows, less is left to save: the least of all {len(all_ratios)} ratios is {min(all_ratios):.2f} "
@@ -188,10 +190,11 @@ def what_survives() -> str:
             f"{total(sweep, 'equal')} have the same bits: parameters, moments, curve",
         ],
     ]
-    text = (
-        "Tiny models, CPU processes; without `--reproducible` equal up to rounding ([reliability.md](docs/reliability.md))."
-    )
-    return f"{table(['what happened', 'what came of it'], lines)}\n{fill(text)}\n"
+    heads = [
+        "what happened to tiny models, on CPU processes",
+        "what came of it; without `--reproducible` equal up to rounding ([more](docs/reliability.md))",
+    ]
+    return table(heads, lines)
 
 
 def front() -> str:

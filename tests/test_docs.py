@@ -91,7 +91,9 @@ def test_the_reference_is_current():
     """What `make docs` writes: every field of recipes, every public name, tables of what was measured and is planned."""
     reference = load_reference()
     for document, name in reference.PARTS:
-        assert (ROOT / document).read_text(encoding="utf-8") == reference.write(document, name), f"{document}: make docs"
+        assert (ROOT / document).read_text(encoding="utf-8") == reference.write(document, name), (
+            f"{document}: make docs"
+        )
     fields, names = reference.fields(), reference.names()
     for recipe in TASKS.values():
         assert not [field.name for field in dataclasses.fields(recipe) if f"\n| `{field.name}`" not in fields]

@@ -75,7 +75,9 @@ def test_a_block_runs(document, number, code, names):
         total, num_targets = names["loss"](names["model"], batch)
         assert total.ndim == num_targets.ndim == 0
     else:
-        assert any(not torch.equal(*pair) for pair in zip(before, names["model"].parameters(), strict=True)), "nothing was trained"
+        assert any(not torch.equal(*pair) for pair in zip(before, names["model"].parameters(), strict=True)), (
+            "nothing was trained"
+        )
 
 
 def test_no_block_is_missed():

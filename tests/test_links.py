@@ -24,7 +24,9 @@ def slug(heading: str) -> str:
 @cache
 def anchors(path: Path) -> set[str]:
     """List the anchors of a document."""
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M)}
+    return {
+        slug(heading) for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M)
+    }
 
 
 def find_broken(path: Path, text: str) -> list[str]:

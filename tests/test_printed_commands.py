@@ -106,7 +106,6 @@ SHRUNKEN = {
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 2,
-    "num_validation_samples": 20,
     "conv_channels": "2 4",
     "layer_type": "basic",
     "embedding_size": 4,
@@ -117,10 +116,10 @@ DATA = {
     "pretrain_bert": "--train_file corpus/*.txt",
     "pretrain_gpt2": "--train_file corpus/*.txt",
     "finetune_classifier": "--train_file labelled.csv",
-    "finetune_causal_lm": "--num_train_samples 60",
+    "finetune_causal_lm": "--num_train_samples 60 --num_validation_samples 20",
     "train_image_classifier": "--dataset_name builtin/digits --num_train_samples 1438 --num_labels 10 --num_channels 1 "
     "--image_mean 0.3 --image_std 0.3 --image_height 16 --image_width 16",
-    "train_captcha": "--num_train_samples 60 --image_height 40 --image_width 96",
+    "train_captcha": "--num_train_samples 60 --num_validation_samples 20 --image_height 40 --image_width 96",
 }
 MODEL = {
     "finetune_causal_lm": "--max_seq_length 256 --num_generations 2 --architecture llama --max_position_embeddings 256 "
@@ -158,7 +157,7 @@ def files(corpus, tmp_path_factory) -> Path:
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
-    for name in ("first", "second"):  # of two runs
+    for name in ("first", "second", "mine"):  # of runs
         (folder / "runs" / name).mkdir(parents=True)
         line = {"loss": 1.0, "grad_norm": 1.0, "samples": 16, "seconds": 0.1}
         noisy = [line | {"step": n, "grad_signal": 1.0, "grad_noise": 9.0 + n % 2} for n in range(1, 21)]
@@ -282,7 +281,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["curl", "-o", file, address]:
             assert file == address.rpartition("/")[2].replace("input.txt", "tinyshakespeare.txt")
             assert address.startswith("https://")
-        case ["git", "clone", *_] | ["cd", _] | ["sbatch", _] | ["export", *_]:
+        case ["git", "clone", *_] | ["cd", _] | [".", _] | ["sbatch", _] | ["export", *_]:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")

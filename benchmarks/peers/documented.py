@@ -7,6 +7,7 @@ have them. Nothing is changed but that it writes, for each micro-batch, its loss
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chat_trainers
 import datasets
@@ -14,7 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
+from samestep.models import causal_lm
 from samestep.recipe.recipe import load
 from samestep.step.losses import IGNORED
 
@@ -33,7 +36,9 @@ def main(folder: str, output: str, b: str, k: str) -> None:
     recipe, rows = load(f"{folder}/recipe.yaml"), datasets.load_from_disk(f"{folder}/{chat_trainers.ROWS}")
     optimizer_class, settings = chat_trainers.make_optimizer(recipe)
     accelerator = Accelerator(gradient_accumulation_steps=int(k), cpu=True)
-    model = chat_trainers.build_model(recipe).train()
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/{chat_trainers.TOKENIZER}")
+    torch.manual_seed(recipe.seed)
+    model = causal_lm.build_model(recipe, SimpleNamespace(tokenizer=tokenizer)).train()  # the weights of the script
     optimizer = optimizer_class(model.parameters(), **settings | {"lr": 1.0})  # which the schedule multiplies
     schedule = recipe.schedule(recipe.max_train_steps, len(rows) / recipe.global_batch_size)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
