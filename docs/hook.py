@@ -1,7 +1,7 @@
 """Brings what documents link to outside of docs/ into the site: a hook of mkdocs (mkdocs.yml).
 
-Documents are read on GitHub, too, so that their links are paths of the repository: `../benchmarks/results/bench.md`. Here every such
-file is a page, or a picture, of its own below source/, and links lead there.
+Documents are read on GitHub, too, so that their links are paths of the repository: `../benchmarks/results/bench.md`. Here every
+such file is a page, or a picture, of its own below source/, and links lead there.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documents, from fields, docstrings, devices, results and what commands print: `make docs`."""
+"""Writes the generated parts of documents, from fields, docstrings, devices, results and what commands print: `make docs`."""
 
 import contextlib
 import dataclasses

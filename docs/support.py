@@ -1,4 +1,4 @@
-"""Makes the tables of what is supported, of launch files and of recipes, from the code's own rules and the planner: `make docs`."""
+"""Makes the tables of what is supported, of launch files and of recipes, from the code's own rules and the planner."""
 
 import re
 import sys

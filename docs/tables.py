@@ -91,8 +91,8 @@ def how_exact() -> str:
     named, accused = sum(row["verdict"] == "right" for row in faults), sum(row["verdict"] != "right" for row in sound)
     text = (
         "Error of the gradient in the first / the last step of an epoch, which has fewer samples, beside one large batch. Tiny "
-        f"models in float64: the sizes are examples. Of {len(audited)} loops of packages {num_exact} are exact in micro-batches "
-        f"([audited.md](docs/audited.md)). The audit names the fault of {named} of {len(faults)} programs, and accuses "
+        f"models in float64: the sizes are examples. Of {len(audited)} loops of packages {num_exact} are exact in "
+        f"micro-batches ([audited.md](docs/audited.md)). The audit names the fault of {named} of {len(faults)} programs, and accuses "
         f"{accused} of {len(sound)} sound ones ([audit.md](docs/audit.md))."
     )
     return f"{table(['loop', *MODELS.values()], lines)}\n{fill(text)}\n"
@@ -141,8 +141,8 @@ def how_fast() -> str:
     ]
     text = (
         "Times as many tokens (images) per second, float32 / bf16, on 2 CPU cores; **no GPU was measured**. Where others group "
-        f"samples by length, or pack rows, less is left to save: the least of all {len(all_ratios)} ratios is {min(all_ratios):.2f} "
-        "([speed.md](docs/speed.md))."
+        f"samples by length, or pack rows, less is left to save: the least of all {len(all_ratios)} ratios is "
+        f"{min(all_ratios):.2f} ([speed.md](docs/speed.md))."
     )
     return f"{table(['', *(PEERS[peer] for peer in FRONT_PEERS), 'TRL'], lines)}\n{fill(text)}\n"
 
@@ -156,8 +156,8 @@ def speed() -> str:
     floors = [median_ratio(row["rates"], "floor") for row in read("bench")["rows"]]
     return (
         f"{table(['', *PEERS.values()], lines)}\n"
-        f"A training step runs at {100 * statistics.median(floors):.0f} % (at the worst {100 * min(floors):.0f} %) of the speed of "
-        "its forward, backward and update alone.\n"
+        f"A training step runs at {100 * statistics.median(floors):.0f} % (at the worst {100 * min(floors):.0f} %) of the "
+        "speed of its forward, backward and update alone.\n"
     )
 
 
@@ -176,14 +176,15 @@ def what_survives() -> str:
     found = total(damages, "fell_back") + total(damages, "refused")
     lines = [
         [
-            f"{total(kills, 'kills')} kills at random moments, {total(kills, 'while_saving')} of them while a checkpoint was written",
+            f"{total(kills, 'kills')} kills at random moments, {total(kills, 'while_saving')} of them while a checkpoint was "
+            "written",
             f"{total(kills, 'checkpoints_compared')} checkpoints compared with an undisturbed run: "
             f"{total(kills, 'failed_checks')} differ",
         ],
         [
             f"{total(damages, 'times')} damaged checkpoints: cut, a bit flipped, a file missing or of another one",
-            f"{found} noticed, {total(damages, 'undetected')} loaded; {total(damages, 'fell_back')} fell back to an older whole one, "
-            f"{total(damages, 'refused')} had none",
+            f"{found} noticed, {total(damages, 'undetected')} loaded; {total(damages, 'fell_back')} fell back to an older whole "
+            f"one, {total(damages, 'refused')} had none",
         ],
         [
             f"{total(sweep, 'runs')} runs on 1 to 5 processes, most of them stopped and moved twice (`--reproducible`)",

@@ -1,4 +1,4 @@
-"""Every Python block of the documents runs as it stands, with what its page says is there; commands are in test_printed_commands.py."""
+"""Every Python block of the documents runs as it stands, with what its page says is there."""
 
 import re
 

@@ -54,7 +54,7 @@ def test_the_audit_names_the_fault_before(server, name):
     reference, other = (server.record([program], each, num_steps) for each in variations)
     comparison = compare(reference, other, TOLERANCE)
     if name == SHOWN:  # in the README, its long line in two
-        printed = table(variations, [], [comparison]).splitlines() + [f"NOT exact (tolerance {TOLERANCE:g})"]
+        printed = [*table(variations, [], [comparison]).splitlines(), f"NOT exact (tolerance {TOLERANCE:g})"]
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         shown = text.partition(f"-- tests/own_loops/before/{name}.py\n")[2].partition("\n```")[0]
         assert shown.replace("of the\nmicro-batches", "of the micro-batches").splitlines() == [
