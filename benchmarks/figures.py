@@ -2,11 +2,11 @@
 
     make figures        # about 3 minutes on 2 cores; --draw draws what was measured before
 
-A tiny Llama of random weights learns drawn conversations (recipe sft_small_cpu with the changes of SHAPE); the answers are trained.
-All runs take the same samples in the same order from the same weights, with the same optimizer and schedule.
+A tiny Llama of random weights learns drawn conversations (recipe sft_small_cpu with the changes of SHAPE); its answers are
+trained. All runs take the same samples in the same order from the same weights, with the same optimizer and schedule.
 
-- samestep: scripts/finetune_causal_lm.py on 1, 2 and 3 processes, in micro-batches that do not divide the batch; and on 2, whose
-  processes get SIGKILL while they train, then on 3, killed again, then on 1.
+- samestep: scripts/finetune_causal_lm.py on 1, 2 and 3 processes, in micro-batches that do not divide the batch; and on 2,
+  whose processes get SIGKILL while they train, then on 3, killed again, then on 1.
 - The documented loop: peers/documented.py on 1 and on 2 processes, with the same global batch. Its gradient is a mean of the
   means of micro-batches, and its prepared scheduler ticks once per process.
 

@@ -92,8 +92,8 @@ def how_exact() -> str:
     text = (
         "Error of the gradient in the first / the last step of an epoch, which has fewer samples, beside one large batch. Tiny "
         f"models in float64: the sizes are examples. Of {len(audited)} loops of packages {num_exact} are exact in "
-        f"micro-batches ([audited.md](docs/audited.md)). The audit names the fault of {named} of {len(faults)} programs, and accuses "
-        f"{accused} of {len(sound)} sound ones ([audit.md](docs/audit.md))."
+        f"micro-batches ([audited.md](docs/audited.md)). The audit names the fault of {named} of {len(faults)} programs, and "
+        f"accuses {accused} of {len(sound)} sound ones ([audit.md](docs/audit.md))."
     )
     return f"{table(['loop', *MODELS.values()], lines)}\n{fill(text)}\n"
 
@@ -183,8 +183,8 @@ def what_survives() -> str:
         ],
         [
             f"{total(damages, 'times')} damaged checkpoints: cut, a bit flipped, a file missing or of another one",
-            f"{found} noticed, {total(damages, 'undetected')} loaded; {total(damages, 'fell_back')} fell back to an older whole "
-            f"one, {total(damages, 'refused')} had none",
+            f"{found} noticed, {total(damages, 'undetected')} loaded; {total(damages, 'fell_back')} fell back to an older "
+            f"whole one, {total(damages, 'refused')} had none",
         ],
         [
             f"{total(sweep, 'runs')} runs on 1 to 5 processes, most of them stopped and moved twice (`--reproducible`)",

@@ -1,7 +1,8 @@
 """Accelerate's documented loop on the rows of `chat_trainers.prepare`: FOLDER OUTPUT B K, launched on any number of processes.
 
 The guide's "finished code" (benchmarks/loops/accelerate_documented.py) with clipping and a prepared scheduler, as Accelerate's
-examples have them. Nothing is changed but that it writes, for each micro-batch, its loss and how many tokens that is the mean of.
+examples have them. Nothing is changed but that it writes, for each micro-batch, its loss and of how many tokens that is the
+mean.
 """
 
 import json
