@@ -77,4 +77,4 @@ def on_page_markdown(markdown, page, config, files):
 
     # GitHub chooses a picture by the system's colours, the site by its own switch
     markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
-    return LINK.sub(rewrite, markdown)
+    return LINK.sub(rewrite, markdown.replace("<details>", '<details markdown="1">'))

@@ -50,3 +50,9 @@ def test_every_link_leads_somewhere():
 def test_a_broken_link_is_found():
     text = "[a](nosuch.md) [b](audit.md#nosuch) [c](audit.md#batch_norm) [d](#nosuch) [e](https://x.y) `[f](nosuch.md)`"
     assert find_broken(ROOT / "docs" / "audit.md", text) == ["nosuch.md", "audit.md#nosuch", "#nosuch"]
+
+
+def test_every_page_has_a_place_in_the_site():
+    """Once; `make site` builds them."""
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
