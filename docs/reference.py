@@ -73,8 +73,8 @@ def fields() -> str:
 
 
 def names() -> str:
-    """List the public names of both packages, each with its first sentence."""
-    lines = []
+    """List the public names of both packages, each with its first sentence; then each with its docstring."""
+    lines: list[str] = []
     for package in (samestep, stepaudit):
         lines += [f"## {package.__name__}", "", "| name | |", "|---|---|"]
         for name in sorted(package.__all__, key=str.lower):
@@ -82,7 +82,49 @@ def names() -> str:
             text = first_sentence(item) if callable(item) else f"Names: {', '.join(item)}."
             lines.append(f"| `{name}` | {text.replace('|', chr(92) + '|')} |")
         lines.append("")
+        for name in sorted(package.__all__, key=str.lower):
+            item = getattr(importlib.import_module(package.__name__), name)
+            if callable(item):
+                lines += [f"### {package.__name__}.{name}", "", "```text", write_signature(name, item), "```", ""]
+                lines += [*format_docstring(inspect.getdoc(item)), ""]
     return "\n".join(lines)
+
+
+def write_signature(name: str, item: Any) -> str:
+    """Write how a function or class is called, without types: docstrings say those."""
+    signature = inspect.signature(item)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    text = f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * (len(name) + 1), break_on_hyphens=False)
+
+
+def format_docstring(text: str) -> list[str]:
+    """Format a docstring as Markdown: sections of arguments become lists, examples blocks.
+
+    >>> format_docstring("Do it.\\n\\nArgs:\\n    a: first,\\n        in two lines.\\n    b: second.\\n\\n>>> 1\\n1")
+    ['Do it.', '', 'Args:', '', '- `a`: first,', '  in two lines.', '- `b`: second.', '', '```text', '>>> 1\\n1', '```']
+    """
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        head, *rest = paragraph.split("\n")
+        if head.startswith(">>>"):
+            lines += ["```text", paragraph, "```"]
+        elif head in ("Args:", "Attributes:", "Raises:"):
+            lines += [head, ""]
+            for line in textwrap.dedent("\n".join(rest)).split("\n"):
+                name, colon, meaning = line.partition(":")
+                is_item = colon and not line.startswith(" ")
+                lines.append(
+                    f"- {', '.join(f'`{each}`' for each in name.split(', '))}:{meaning}"
+                    if is_item
+                    else f"  {line.strip()}"
+                )
+        elif head == "Returns:":
+            lines += [head, "", textwrap.dedent("\n".join(rest))]
+        else:
+            lines.append(paragraph)
+        lines.append("")
+    return lines[:-1]
 
 
 def devices() -> str:

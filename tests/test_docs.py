@@ -1,8 +1,10 @@
 """What the documentation says is run."""
 
 import dataclasses
+import doctest
 import importlib.util
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +87,12 @@ def test_the_loop_of_accumulation_in_the_optimizer():
     assert namespace["norm"].item() == pytest.approx(
         torch.stack([p.grad.norm() for p in model.parameters()]).norm().item(), rel=1e-5
     )
+
+
+def test_examples_of_what_writes_documents():
+    reference = load_reference()
+    assert doctest.testmod(reference).failed == 0
+    assert doctest.testmod(sys.modules["tables"]).failed == 0
 
 
 def test_the_reference_is_current():

@@ -39,7 +39,7 @@ def test_the_curves_lie_on_each_other_and_the_documented_ones_do_not(figures):
 
 
 def test_a_run_that_parts_is_drawn_apart(figures):
-    runs = [{"program": "samestep", "name": name, "kills": [], "losses": [2.0, 1.0]} for name in "ab"]
+    runs = [{"program": "samestep", "name": name, "kills": [], "losses": [2.0, 1.0, 0.9, 0.8]} for name in "ab"]
     picture = figures.draw({"runs": runs}, "light")
-    runs[1]["losses"] = [2.0, 1.5]
+    runs[1]["losses"] = [2.0, 1.5, 0.9, 0.8]
     assert figures.draw({"runs": runs}, "light") != picture
