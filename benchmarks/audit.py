@@ -4,7 +4,7 @@
 
 - scripts: each is run unchanged on a tiny model under several layouts, as `python -m recipes audit-script` does, and compared
   with its run that computes the whole global batch in one forward. A documented loop that takes the mean of means is the
-  control, which must fail. Their table is shown in README.md, too.
+  control, which must fail. Their table is shown in docs/exactness.md, too.
 - kernels: whatever `--speed auto` may choose on this machine, in two micro-batches, beside the safe kernels that take the whole
   global batch in one forward. In bf16 what counts as the same is what auto itself takes for it.
 - recording: steps of GPT-2 124M, each once plain and once recorded, by turns in one process.
@@ -293,7 +293,9 @@ def audit_step_seconds(title: str, processes: tuple[int, ...]) -> dict:
 
 def main() -> int:
     parser = harness.flags("audit", __doc__)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="shows the scripts' table")
+    parser.add_argument(
+        "--document", type=Path, default=ROOT / "docs" / "exactness.md", help="shows the scripts' table"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only", nargs="+", choices=SCRIPTS, help="audit only these scripts; all else stays as it was")
     only.add_argument(
@@ -313,7 +315,7 @@ def main() -> int:
     else:
         results = measure_all()
     harness.write(arguments.output, results, markdown(results))
-    harness.write_part(arguments.readme, "audit", overview(results))
+    harness.write_part(arguments.document, "audit", overview(results))
     return 0 if is_as_promised(results) else 1
 
 
@@ -363,7 +365,7 @@ def overview(results: dict) -> str:
         f"of the gradient in {num_steps} steps in fp32 (float64 where it is named), beside the whole global\n"
         f"batch in one forward; exact is at most {results['about']['tolerance']:g}. "
         f"The control, a loop as Accelerate documents it, has {max(control_row['errors']):.2g}.\n"
-        "More: [benchmarks/results/audit.md](benchmarks/results/audit.md).\n"
+        "More: [benchmarks/results/audit.md](../benchmarks/results/audit.md).\n"
     )
 
 

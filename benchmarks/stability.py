@@ -198,7 +198,7 @@ def main() -> None:
         rows.sort(key=lambda row: list(RECIPES).index(row["recipe"]))
         results = {"about": about, "rows": rows}
         if arguments.output == harness.RESULTS / "stability":
-            harness.write_part(harness.ROOT / "README.md", "stability", part(results))
+            harness.write_part(harness.ROOT / "docs" / "first-runs.md", "stability", part(results))
             write_expectation(name, next(row for row in rows if row["recipe"] == name), about)
         harness.write(arguments.output, results, markdown(results), number == len(names))
 
@@ -252,7 +252,7 @@ def write_expectation(name: str, row: dict[str, Any], about: dict[str, Any]) -> 
 
 
 def part(results: dict) -> str:
-    """Make the README's table of what the recipes reach."""
+    """Make the table of docs/first-runs.md, of what the recipes reach."""
     rows = [
         [
             row["recipe"],

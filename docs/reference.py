@@ -1,7 +1,8 @@
-"""Writes the generated parts of the documents, from fields, docstrings, devices and what commands print: `make docs`."""
+"""Writes the generated parts of documents, from fields, docstrings, devices, results and what commands print: `make docs`."""
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -11,8 +12,14 @@ import sys
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import support
+import tables
 
 import samestep
 import stepaudit
@@ -66,8 +73,8 @@ def fields() -> str:
 
 
 def names() -> str:
-    """List the public names of both packages, each with its first sentence."""
-    lines = []
+    """List the public names of both packages, each with its first sentence; then each with its docstring."""
+    lines: list[str] = []
     for package in (samestep, stepaudit):
         lines += [f"## {package.__name__}", "", "| name | |", "|---|---|"]
         for name in sorted(package.__all__, key=str.lower):
@@ -75,7 +82,49 @@ def names() -> str:
             text = first_sentence(item) if callable(item) else f"Names: {', '.join(item)}."
             lines.append(f"| `{name}` | {text.replace('|', chr(92) + '|')} |")
         lines.append("")
+        for name in sorted(package.__all__, key=str.lower):
+            item = getattr(importlib.import_module(package.__name__), name)
+            if callable(item):
+                lines += [f"### {package.__name__}.{name}", "", "```text", write_signature(name, item), "```", ""]
+                lines += [*format_docstring(inspect.getdoc(item)), ""]
     return "\n".join(lines)
+
+
+def write_signature(name: str, item: Any) -> str:
+    """Write how a function or class is called, without types: docstrings say those."""
+    signature = inspect.signature(item)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    text = f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * (len(name) + 1), break_on_hyphens=False)
+
+
+def format_docstring(text: str) -> list[str]:
+    """Format a docstring as Markdown: sections of arguments become lists, examples blocks.
+
+    >>> format_docstring("Do it.\\n\\nArgs:\\n    a: first,\\n        in two lines.\\n    b: second.\\n\\n>>> 1\\n1")
+    ['Do it.', '', 'Args:', '', '- `a`: first,', '  in two lines.', '- `b`: second.', '', '```text', '>>> 1\\n1', '```']
+    """
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        head, *rest = paragraph.split("\n")
+        if head.startswith(">>>"):
+            lines += ["```text", paragraph, "```"]
+        elif head in ("Args:", "Attributes:", "Raises:"):
+            lines += [head, ""]
+            for line in textwrap.dedent("\n".join(rest)).split("\n"):
+                name, colon, meaning = line.partition(":")
+                is_item = colon and not line.startswith(" ")
+                lines.append(
+                    f"- {', '.join(f'`{each}`' for each in name.split(', '))}:{meaning}"
+                    if is_item
+                    else f"  {line.strip()}"
+                )
+        elif head == "Returns:":
+            lines += [head, "", textwrap.dedent("\n".join(rest))]
+        else:
+            lines.append(paragraph)
+        lines.append("")
+    return lines[:-1]
 
 
 def devices() -> str:
@@ -121,6 +170,12 @@ def examples() -> str:
     return "\n".join(lines)
 
 
+def plan() -> str:
+    """Write a comparison of hardware, as it is printed."""
+    command = EXAMPLES["Several"]
+    return f"```text\n$ samestep {command}\n{run(command)[1].strip()}\n```\n"
+
+
 def run(command: str) -> tuple[int, str]:
     """Run a command of `samestep` in this process; return its exit code and what it prints."""
     output, argv = io.StringIO(), sys.argv
@@ -133,23 +188,38 @@ def run(command: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-PARTS = {
-    "recipe-fields.md": ("fields", fields),
-    "python-api.md": ("names", names),
-    "devices.md": ("devices", devices),
-    "planner.md": ("examples", examples),
+TASK_PAGES = {
+    "bert_pretraining": "docs/pretraining-bert.md",
+    "gpt2_pretraining": "docs/pretraining-gpt2.md",
+    "text_classification": "docs/finetuning.md",
+    "causal_lm_finetuning": "docs/language-models.md",
+    "image_classification": "docs/images.md",
+    "captcha_recognition": "docs/captchas.md",
 }
+PARTS: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "plan"): plan,
+    ("README.md", "results"): tables.front,
+    ("docs/speed.md", "speed"): tables.speed,
+    ("docs/recipe-fields.md", "fields"): fields,
+    ("docs/python-api.md", "names"): names,
+    ("docs/devices.md", "devices"): devices,
+    ("docs/planner.md", "examples"): examples,
+    ("docs/support.md", "support"): support.support,
+    ("docs/hardware.md", "launch files"): support.launch_files,
+    **{(page, task): functools.partial(support.make_catalog, task) for task, page in TASK_PAGES.items()},
+}
+"""Document and name of a generated part -> what makes it. Benchmarks write their own parts."""
 
 
-def write(page: str) -> str:
-    """Return a page with its generated part written anew."""
-    name, make = PARTS[page]
+def write(document: str, name: str) -> str:
+    """Return a document with a generated part written anew."""
     begin, end = BEGIN.format(name), END.format(name)
-    head, rest = (DOCS / page).read_text(encoding="utf-8").split(begin)
-    return head + begin + "\n" + make() + end + rest.split(end)[1]
+    head, rest = (DOCS.parent / document).read_text(encoding="utf-8").split(begin)
+    space = "" if document == "README.md" else "\n"  # where lines are few
+    return head + begin + space + PARTS[document, name]().strip("\n") + "\n" + space + end + rest.split(end)[1]
 
 
 if __name__ == "__main__":
-    for page in PARTS:
-        (DOCS / page).write_text(write(page), encoding="utf-8")
-        print(f"wrote docs/{page}", file=sys.stderr)
+    for document, name in PARTS:
+        (DOCS.parent / document).write_text(write(document, name), encoding="utf-8")
+        print(f"wrote {document}, {name}", file=sys.stderr)

@@ -121,42 +121,6 @@ def test_the_tables(bench, tmp_path, real_figures):
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-# The rows of the README's table of speed, and the decimals that they are given with.
-README_ROWS = {
-    "bert_ragged_8192": 1,
-    "bert_full_8192": 1,
-    "bert_ragged_30522": 1,
-    "bert_full_30522": 1,
-    "classifier": 1,
-    "reviews": 1,
-    "gpt2": 2,
-    "resnet18": 2,
-}
-README_COLUMNS = ("Trainer", "Trainer, rebalanced", "Trainer, grouped", "Accelerate loop", "Lightning")
-
-
-def test_the_readme_says_what_was_measured(bench):
-    rows = json.loads((ROOT / "benchmarks" / "results" / "bench.json").read_text(encoding="utf-8"))["rows"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-
-    def micro_batch(workload: str, title: str, decimals: int) -> str:
-        by_precision = {row["precision"]: row for row in rows if row["workload"] == workload}
-        pair = [by_precision[precision] for precision in ("no", "bf16")]
-        if title not in pair[0]["rates"]:
-            return "-"
-        return " / ".join(f"{statistics.median(bench.ratios(row, title)):.{decimals}f}" for row in pair)
-
-    table = readme.partition("| | transformers' Trainer |")[2].partition("\n\n")[0].splitlines()[2:]
-    cells = [[part.strip() for part in line.strip("|").split("|")][1:] for line in table]
-    assert cells == [
-        [micro_batch(name, title, decimals) for title in README_COLUMNS] for name, decimals in README_ROWS.items()
-    ]
-    floor_ratios = [statistics.median(bench.ratios(row, "floor")) for row in rows]
-    median, worst = statistics.median(floor_ratios), min(floor_ratios)
-    sentence = f"A training step runs at {100 * median:.0f} % (at the worst {100 * worst:.0f} %) of the speed of"
-    assert sentence in " ".join(readme.split())
-
-
 def test_a_line_through_micro_steps(module):
     linear = module("linear")
     a, b, errors = linear.deviations([1, 2, 4, 8], [0.3, 0.5, 0.9, 1.7])

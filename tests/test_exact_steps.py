@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from common import fresh_accelerator
 from forked import Server
 from run_own_loop import POINTS, Stream, squares, stack
+from small_models import tiny_tokenizer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -129,7 +130,7 @@ def test_terms_and_weights(accelerator):
 
 def test_per_sample_masks_depend_on_the_sample_alone():
     transformers = pytest.importorskip("transformers")
-    tokenizer = tiny_tokenizer(transformers)
+    tokenizer = tiny_tokenizer()
     collate = per_sample(transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4), seed=1)
     samples = [{"input_ids": list(range(5, 5 + n))} for n in (9, 4, 7)]
     torch.manual_seed(5)
@@ -145,14 +146,6 @@ def test_per_sample_masks_depend_on_the_sample_alone():
     assert not torch.equal(collate(samples, [(1, 8), (1, 2), (1, 4)])["labels"], whole["labels"])
     with pytest.raises(UsageError, match="exact_steps"):
         collate(samples)
-
-
-def tiny_tokenizer(transformers):
-    tokenizers = pytest.importorskip("tokenizers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(20))]
-    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

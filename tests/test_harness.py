@@ -17,12 +17,12 @@ RESULTS = sorted(path.stem for path in harness.RESULTS.glob("*.json"))
 FILES = {"bench": "run"}  # results -> program, where they have two names
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
-    "audit": ("README.md", "audit", "overview"),
+    "audit": ("docs/exactness.md", "audit", "overview"),
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
-    "stability": ("README.md", "stability", "part"),
+    "stability": ("docs/first-runs.md", "stability", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }
 

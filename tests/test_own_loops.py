@@ -8,11 +8,14 @@ from own_loops import page
 
 from stepaudit.causes import HARMLESS
 from stepaudit.judge import compare, find_faults
+from stepaudit.table import table
 
 LOOPS = ROOT / "tests" / "own_loops"
 TOLERANCE = 1e-5
 MAX_CHANGED_LINES = 8
 NUM_STEPS = 2
+SHOWN, SHOWN_STEPS = "accelerate_loop", 8
+"""Program whose audit the README shows, and the steps that the audit takes."""
 FAULTS = {
     "accelerate_loop": "mean_of_means",
     "causal_lm": "mean_of_means",
@@ -46,9 +49,17 @@ def test_the_page_shows_the_programs():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_audit_names_the_fault_before(server, name):
-    program = str(LOOPS / "before" / f"{name}.py")
-    reference, other = (server.record([program], variation(layout), NUM_STEPS) for layout in ((16, 1, 1), (4, 4, 1)))
+    program, num_steps = str(LOOPS / "before" / f"{name}.py"), SHOWN_STEPS if name == SHOWN else NUM_STEPS
+    variations = [variation(layout) for layout in ((16, 1, 1), (4, 4, 1))]
+    reference, other = (server.record([program], each, num_steps) for each in variations)
     comparison = compare(reference, other, TOLERANCE)
+    if name == SHOWN:  # in the README, its long line in two
+        printed = [*table(variations, [], [comparison]).splitlines(), f"NOT exact (tolerance {TOLERANCE:g})"]
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        shown = text.partition(f"-- tests/own_loops/before/{name}.py\n")[2].partition("\n```")[0]
+        assert shown.replace("of the\nmicro-batches", "of the micro-batches").splitlines() == [
+            line for line in printed if not line.startswith("    do: ") and "the reference" not in line
+        ]
     assert not comparison.is_exact
     assert FAULTS[name] in {finding.cause for finding in comparison.findings}
 

@@ -107,7 +107,6 @@ SHRUNKEN = {
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 2,
-    "num_validation_samples": 20,
     "conv_channels": "2 4",
     "layer_type": "basic",
     "embedding_size": 4,
@@ -118,11 +117,14 @@ DATA = {
     "pretrain_bert": "--train_file corpus/*.txt",
     "pretrain_gpt2": "--train_file corpus/*.txt",
     "finetune_classifier": "--train_file labelled.csv",
-    "finetune_causal_lm": "--num_train_samples 60 --max_seq_length 256 --num_generations 2 --architecture llama "
-    "--max_position_embeddings 256 --tie_word_embeddings true --initializer_range 0.1",
+    "finetune_causal_lm": "--num_train_samples 60 --num_validation_samples 20",
     "train_image_classifier": "--dataset_name builtin/digits --num_train_samples 1438 --num_labels 10 --num_channels 1 "
     "--image_mean 0.3 --image_std 0.3 --image_height 16 --image_width 16",
-    "train_captcha": "--num_train_samples 60 --image_height 40 --image_width 96",
+    "train_captcha": "--num_train_samples 60 --num_validation_samples 20 --image_height 40 --image_width 96",
+}
+MODEL = {
+    "finetune_causal_lm": "--max_seq_length 256 --num_generations 2 --architecture llama --max_position_embeddings 256 "
+    "--tie_word_embeddings true --initializer_range 0.1",
 }
 MAX_PROCESSES, MAX_MICRO_BATCHES = 3, 4
 
@@ -148,11 +150,15 @@ def files(corpus, tmp_path_factory) -> Path:
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             rows = zip(sentences, ("negative", "positive") * len(sentences), strict=False)
             csv.writer(file).writerows([header, *(row[: len(header)] for row in rows)])
+    chats = [
+        [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:80]}] for text in sentences
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     for number in range(30):
         image = folder / "photos" / "abc"[number % 3] / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (9 * number % 256, 40, 40)).save(image)
-    for name in ("first", "second"):  # of two runs
+    for name in ("first", "second", "mine"):  # of runs
         (folder / "runs" / name).mkdir(parents=True)
         line = {"loss": 1.0, "grad_norm": 1.0, "samples": 16, "seconds": 0.1}
         noisy = [line | {"step": n, "grad_signal": 1.0, "grad_noise": 9.0 + n % 2} for n in range(1, 21)]
@@ -277,7 +283,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["curl", "-o", file, address]:
             assert file == address.rpartition("/")[2].replace("input.txt", "tinyshakespeare.txt")
             assert address.startswith("https://")
-        case ["git", "clone", *_] | ["cd", _] | ["sbatch", _] | ["export", *_]:
+        case ["git", "clone", *_] | ["cd", _] | [".", _] | ["sbatch", _] | ["export", *_]:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")
@@ -416,6 +422,7 @@ def shrunken_flags(launch: Launch) -> tuple[str, int]:
     if not {"--train_file", "--train_dir"} & set(launch.argv):
         flags.append(DATA[launch.program])
         flags += ["--dataset_config_name none"] * hasattr(launch.recipe, "dataset_config_name")
+    flags.append(MODEL.get(launch.program, ""))
     flags.append(f"--global_batch_size {2 * n * k} --speed safe --output_dir out")
     flags += [] if launch.settings.gradient_accumulation_steps else ["--per_device_train_batch_size 2"]
     return " ".join(flags), n

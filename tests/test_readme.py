@@ -1,4 +1,7 @@
-"""The README's cuts, tables and map are true; test_printed_commands.py has its commands."""
+"""The README is short; the commands of docs/hardware.md cut as they say, and the map is whole.
+
+Commands are those of test_printed_commands.py, links of test_links.py, generated tables of test_docs.py.
+"""
 
 import re
 import tomllib
@@ -12,9 +15,10 @@ from samestep.cut.layout import solve_layout
 from samestep.recipe import run_settings as run
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_LINES, MAX_COLUMNS = 130, 128
+HARDWARE = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
 COMMAND = r"accelerate launch (?:--quiet )?--config_file accelerate_configs/(\S+) scripts/(\w+)\.py \\\n  (.*)"
-ROWS = re.findall(rf"^# .*: (\d+)(.*)\n{COMMAND}$", README, re.MULTILINE)
+ROWS = re.findall(rf"^# .*: (\d+)(.*)\n{COMMAND}$", HARDWARE, re.MULTILINE)
 
 
 def test_every_launch_file_has_its_command():
@@ -37,14 +41,17 @@ def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags)
     assert layout.gradient_accumulation_steps == (int(steps[1]) if steps else 1)
 
 
-def test_its_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)h][^)]*)\)", README):
-        assert (ROOT / link).exists(), link
+def test_the_readme_is_read_in_two_minutes():
+    """Tables and addresses are as long as they are."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    assert not [line for line in lines if len(line) > MAX_COLUMNS and not line.startswith(("|", "  <img"))]
 
 
-def test_its_extras_exist():
+def test_the_extras_exist():
+    install = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"pip install \"\.\[(\w+)\]\"", README)) == extras.keys()
+    assert set(re.findall(r"pip install \"\.\[(\w+)\]\"", install)) == extras.keys()
 
 
 def test_the_map_names_every_module():

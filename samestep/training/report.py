@@ -214,7 +214,7 @@ class RunLog:
     def set_state(self, state: Mapping[str, Any], step: int) -> None:
         """Go on as the replica does that gave its state after `step` steps."""
         self.run_id, self.num_skipped, self.evaluations = state["run_id"], state["num_skipped"], state["evaluations"]
-        self.pending, self.pending_digests = [], {}
+        self.pending, self.pending_times, self.pending_digests = [], [], {}
         for name, records in state["lines"].items():
             self.folder.lines[name].clear()
             for record in records:

@@ -1,7 +1,8 @@
-"""Small configurations of real model classes, small recipes, and the memory that a step allocates."""
+"""Small configurations of real model classes, small recipes, a tokenizer, and the memory that a step allocates."""
 
 import json
 
+import tokenizers
 import torch
 import transformers
 
@@ -72,3 +73,11 @@ def peak(step, folder) -> int:
         total += sizes[address]
         largest = max(largest, total)
     return largest
+
+
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Make a tokenizer of 20 words and five special ones."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(20))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **names)

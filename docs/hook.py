@@ -1,0 +1,80 @@
+"""Brings what documents link to outside of docs/ into the site: a hook of mkdocs (mkdocs.yml).
+
+Documents are read on GitHub, too, so that their links are paths of the repository: `../benchmarks/results/bench.md`. Here every
+such file is a page, or a picture, of its own below source/, and links lead there.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)".*?alt="(.*?)".*?</picture>', re.DOTALL)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
+PAGES, PICTURES = {".md", *LANGUAGES}, {".png", ".svg"}
+
+
+def resolve(document: Path, link: str) -> Path:
+    """Return the path in the repository that a link of a document means."""
+    return Path(os.path.normpath(document.parent / link))
+
+
+def find_address(path: Path) -> str:
+    """Return where the site has a file of the repository, as mkdocs names sources."""
+    if path.parts[0] == "docs":
+        return "/".join(path.parts[1:])
+    if (ROOT / path).is_dir():
+        return f"source/{path}/index.md"
+    return f"source/{path}" + ("" if path.suffix in {".md", *PICTURES} else ".md")
+
+
+def read_page(path: Path) -> str:
+    """Return a file of the repository as a page; a folder as a list of its files."""
+    if (ROOT / path).is_dir():
+        files = sorted(name for name in os.listdir(ROOT / path) if not name.startswith(("_", ".")))
+        return f"# {path}\n\n" + "".join(f"- {name}\n" for name in files)
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text if path.suffix == ".md" else f"# {path}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
+
+
+def find_linked(document: Path, text: str) -> set[Path]:
+    """List the files outside of docs/ that a document links to."""
+    paths = {resolve(document, match[1]) for match in LINK.finditer(text)}
+    return {path for path in paths if path.parts[0] != "docs" and (ROOT / path).exists()}
+
+
+def on_files(files, config):
+    """Add the files that documents link to, and those that these link to in turn."""
+    todo = [Path("docs") / file.src_uri for file in files.documentation_pages()]
+    seen = set(todo)
+    while todo:
+        document = todo.pop()
+        text = (ROOT / document).read_text(encoding="utf-8") if document.suffix == ".md" else ""
+        for path in find_linked(document, text) - seen:
+            seen.add(path)
+            if path.suffix in PICTURES:
+                content = (ROOT / path).read_bytes()
+            else:
+                content, todo = read_page(path), [*todo, path]
+            files.append(File.generated(config, find_address(path), content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Turn links of the repository into links of the site."""
+    address = Path(page.file.src_uri)
+    is_source = address.parts[0] == "source"
+    document = Path(*address.parts[1:]) if is_source else Path("docs") / address
+    if is_source and document.suffixes[-2:-1] and document.suffixes[-2] in LANGUAGES:
+        return markdown
+
+    def rewrite(match: re.Match) -> str:
+        target = find_address(resolve(document, match[1]))
+        return os.path.relpath(target, address.parent) + (match[2] or "")
+
+    # GitHub chooses a picture by the system's colours, the site by its own switch
+    markdown = PICTURE.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
+    return LINK.sub(rewrite, markdown.replace("<details>", '<details markdown="1">'))

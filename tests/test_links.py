@@ -1,0 +1,58 @@
+"""Every link of a document leads to a file, and to a heading that is there."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from common import ROOT
+from printed import documents
+
+FENCE = re.compile(r"^ *```.*\n(?:.*\n)*? *```$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+
+
+def slug(heading: str) -> str:
+    """Make the anchor of a heading as GitHub does, and the site (mkdocs.yml: `toc`).
+
+    >>> slug("What is measured: `--speed auto`")
+    'what-is-measured---speed-auto'
+    """
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip()).lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """List the anchors of a document."""
+    return {
+        slug(heading) for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M)
+    }
+
+
+def find_broken(path: Path, text: str) -> list[str]:
+    """List the links of a document's text that lead nowhere; addresses of the web are not asked for."""
+    broken = []
+    for match in LINK.finditer(re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))):
+        link = match[1] or match[2]
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if re.match(r"[a-z]+:", link) or (target.exists() and (not anchor or anchor in anchors(target))):
+            continue
+        broken.append(link)
+    return broken
+
+
+def test_every_link_leads_somewhere():
+    broken = {str(path.relative_to(ROOT)): find_broken(path, path.read_text(encoding="utf-8")) for path in documents()}
+    assert {name: links for name, links in broken.items() if links} == {}
+
+
+def test_a_broken_link_is_found():
+    text = "[a](nosuch.md) [b](audit.md#nosuch) [c](audit.md#batch_norm) [d](#nosuch) [e](https://x.y) `[f](nosuch.md)`"
+    assert find_broken(ROOT / "docs" / "audit.md", text) == ["nosuch.md", "audit.md#nosuch", "#nosuch"]
+
+
+def test_every_page_has_a_place_in_the_site():
+    """Once; `make site` builds them."""
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
