@@ -190,7 +190,9 @@ def run(command: str) -> tuple[int, str]:
 
 TASK_PAGES = {
     "bert_pretraining": "docs/pretraining-bert.md",
+    "modernbert_pretraining": "docs/pretraining-bert.md",
     "gpt2_pretraining": "docs/pretraining-gpt2.md",
+    "causal_lm_pretraining": "docs/pretraining-gpt2.md",
     "text_classification": "docs/finetuning.md",
     "causal_lm_finetuning": "docs/language-models.md",
     "image_classification": "docs/images.md",

@@ -25,7 +25,9 @@ from samestep.recipe.recipe import TASKS, catalog_names, load
 
 TITLES = {
     "bert_pretraining": "BERT pretraining",
+    "modernbert_pretraining": "ModernBERT pretraining",
     "gpt2_pretraining": "GPT-2 pretraining",
+    "causal_lm_pretraining": "GPT of today, pretraining",
     "text_classification": "classifier of texts",
     "causal_lm_finetuning": "language model, fine-tuned",
     "image_classification": "classifier of images",
@@ -37,7 +39,9 @@ SGD = (
 )
 WAYS = {
     "bert_pretraining": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
+    "modernbert_pretraining": {"Muon": ""},
     "gpt2_pretraining": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
+    "causal_lm_pretraining": {"Muon": ""},
     "text_classification": {"": "", "accumulation in AdamW": ADAMW_FOLDED},
     "causal_lm_finetuning": {},  # those of the planner
     "image_classification": {
