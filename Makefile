@@ -77,7 +77,7 @@ bench-images: venv ## images per second beside a plain loop and transformers' Tr
 bench-reproducible: venv ## is a reproducible run the same to the bit on 1 to 5 processes, and what does it cost: about an hour
 	$(BIN)/python benchmarks/reproducible.py $(FLAGS)
 
-bench-chat-grid: venv ## is a step of a language model the same in every cut, 4 shapes, 7 objectives, full and LoRA: 15 minutes
+bench-chat-grid: venv ## is a step of a language model the same in every cut, 4 shapes, 7 objectives, full and LoRA: 10 minutes
 	$(BIN)/python benchmarks/chat_grid.py $(FLAGS)
 
 bench-finetuning: venv ## accuracy on film reviews however the step is cut: TRAIN_FILE=reviews.csv

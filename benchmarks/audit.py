@@ -31,6 +31,7 @@ import harness
 import torch
 from choices import IMAGES, TEXTS, force
 from common import DROPOUT, metrics, tiny_argv, write_corpus
+from forked import Server
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -91,8 +92,8 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # ------------------------------------------------------------------------------------------------ exactness
 
 
-def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str = "safe") -> tuple:
-    """Run a script under one layout.
+def run_script(server: Server, name: str, b: int, num_processes: int, corpus: Path, speed: str = "safe") -> tuple:
+    """Run a script under one layout, in processes that need not wait for imports.
 
     Returns:
         Its variation, the recordings of its processes, and the lines that the script itself logged.
@@ -105,28 +106,29 @@ def run_script(name: str, b: int, num_processes: int, corpus: Path, speed: str =
     words = [str(ROOT / "scripts" / f"{program}.py"), *argv]
     if speed == "auto":  # for so tiny micro-batches as these attention by length would take one table, as others do
         words = [str(ROOT / "benchmarks" / "peers" / "tables.py"), *words]
-    recordings = record(words, variation, 0, TIMEOUT)
+    recordings = server.record(words, variation, 0, TIMEOUT)
     return variation, recordings, metrics(output_dir)
 
 
 def audit_scripts(folder: Path, names: list[str]) -> list[dict]:
     corpus, rows = write_corpus(folder), []
-    for name in names:
-        program, batch, more_flags = SCRIPTS[name]
-        reference, reference_recordings, lines = run_script(name, batch, 1, corpus)
-        for layout in LAYOUTS:
-            variation, recordings, _ = run_script(name, *layout, corpus)
-            row = {
-                "script": name,
-                "command": f"scripts/{program}.py --global_batch_size {batch} {more_flags}".strip(),
-                "smallest_step": min(line["samples"] for line in lines),
-                "epochs": lines[-1]["epoch"],
-                "reference": str(reference),
-                "layout": str(variation),
-                **to_row(compare(reference_recordings, recordings, TOLERANCE), TOLERANCE),
-            }
-            print(name, row["layout"], max(row["errors"]), row["exact"], file=sys.stderr, flush=True)
-            rows.append(row)
+    with Server() as server:
+        for name in names:
+            program, batch, more_flags = SCRIPTS[name]
+            reference, reference_recordings, lines = run_script(server, name, batch, 1, corpus)
+            for layout in LAYOUTS:
+                variation, recordings, _ = run_script(server, name, *layout, corpus)
+                row = {
+                    "script": name,
+                    "command": f"scripts/{program}.py --global_batch_size {batch} {more_flags}".strip(),
+                    "smallest_step": min(line["samples"] for line in lines),
+                    "epochs": lines[-1]["epoch"],
+                    "reference": str(reference),
+                    "layout": str(variation),
+                    **to_row(compare(reference_recordings, recordings, TOLERANCE), TOLERANCE),
+                }
+                print(name, row["layout"], max(row["errors"]), row["exact"], file=sys.stderr, flush=True)
+                rows.append(row)
     return rows
 
 
@@ -139,16 +141,16 @@ def list_kernels(name: str, precision: str) -> list[str]:
 def audit_kernels(folder: Path, names: Iterable[str] = KERNELS) -> list[dict]:
     """Audit every kernel of scripts in every precision, and return a row for each."""
     corpus, rows = write_corpus(folder), []
-    for name in names:
-        for precision in ("no",) if "float64" in name else ("no", "bf16"):
-            tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
-            with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
+    for precision in ("no", "bf16"):
+        tolerance = TOLERANCE if precision == "no" else kernels.TOLERANCE[precision]
+        with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision), Server() as server:
+            for name in [name for name in names if precision == "no" or "float64" not in name]:
                 batch = SCRIPTS[name][1]
-                reference, reference_recordings, _ = run_script(name, batch, 1, corpus)
-                run_script(name, batch // 2, 1, corpus, "auto")  # so that something is remembered
+                reference, reference_recordings, _ = run_script(server, name, batch, 1, corpus)
+                run_script(server, name, batch // 2, 1, corpus, "auto")  # so that something is remembered
                 for kernel in list_kernels(name, precision):
                     force(capacity.FILE, kernel, None)
-                    variation, recordings, _ = run_script(name, batch // 2, 1, corpus, "auto")
+                    variation, recordings, _ = run_script(server, name, batch // 2, 1, corpus, "auto")
                     if {choice["way"] for choice in json.loads(capacity.FILE.read_text()).values()} != {kernel}:
                         sys.exit(f"{name} in {precision} has no kernel {kernel}")  # and has measured anew
                     row = {"script": name, "precision": precision, "kernel": kernel, "tolerance": tolerance}
@@ -157,7 +159,7 @@ def audit_kernels(folder: Path, names: Iterable[str] = KERNELS) -> list[dict]:
                     print(
                         name, precision, kernel, max(rows[-1]["errors"]), rows[-1]["exact"], file=sys.stderr, flush=True
                     )
-    return rows
+    return sorted(rows, key=lambda row: list(KERNELS).index(row["script"]))
 
 
 def control() -> dict:

@@ -737,3 +737,15 @@ def test_few_logits_exist_at_once(architecture, objective, monkeypatch):
         torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-12)
     assert len(sizes) > 4
     assert {rows <= 5 and classes == 61 for rows, classes in sizes} == {True}
+
+
+def test_probabilities_of_attention_are_kept_once_in_16_bits():
+    """They are most of what a long sequence keeps for the backward: heads x length x length numbers per layer."""
+    sums, kept = CausalLmSums(make_model("llama")), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append((x.shape, x.dtype)) or x, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        sums(**collate(make_samples([40])))
+    # [sequences x key heads, length x 2 heads, length]
+    tables = [dtype for shape, dtype in kept if len(shape) == 3 and shape[1] == 2 * shape[2] >= 80]
+    assert tables
+    assert set(tables) == {torch.bfloat16}

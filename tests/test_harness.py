@@ -92,6 +92,21 @@ def test_every_cut_keeps_the_rule_of_the_grid(programs):
     assert errors["loss"] == pytest.approx(0.1)
 
 
+def test_the_grid_of_chat_models_is_whole_and_holds(programs):
+    """As committed: in float64 without an exception; in float32 all losses, and what else is beyond it is so of whole batches,
+    beside float64, too."""
+    grid, cells = programs["chat_grid"], read_results("chat_grid")["cells"]
+    assert len({tuple(row[name] for name in grid.KEY) for row in cells}) == len(cells) == 4 * 2 * 2 * 7
+    assert {row["layouts"] for row in cells} == {len(grid.LAYOUTS)}
+    assert max(row["loss"] for row in cells) <= 1e-5
+    breaks = grid.find_breaks(cells)
+    assert {row["dtype"] for row, _ in breaks} <= {"float32"}
+    for row, name in breaks:
+        assert row[name] < 2 * row["rounding"][name]
+    wrong = [{**cells[0], "dtype": "float64", "gradient": 1e-11}, {**cells[0], "parameters": float("nan")}]
+    assert [name for _, name in grid.find_breaks(wrong)] == ["gradient", "parameters"]
+
+
 def test_turns_rotate_and_warm_up_is_not_listed():
     order, numbers = [], iter(range(100))
     calls = {name: lambda name=name: order.append(name) or next(numbers) for name in "abc"}

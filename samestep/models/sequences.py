@@ -239,7 +239,8 @@ def _eager(
                 .reshape(num_groups, -1, 1)
             )
             scores = torch.cat([scores, sink.repeat(num_rows, 1, 1)], -1)
-        p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            p = scores.softmax(-1)  # computed in float32 inside, kept in q's type: the backward needs no other copy
         p = p if sinks is None else p[..., :-1]
         y = _drop(module, p, noise_keys, dropout) @ values  # [S' g, T R, d]
         outputs.append(y.view(num_rows, num_groups, length, -1))
