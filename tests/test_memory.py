@@ -423,6 +423,8 @@ DPO = {"objective": "dpo", "dataset_name": "builtin/drawn_pairs", "train_on": "c
         ({"architecture": "phi3"}, 16, "bf16", True),
         ({"architecture": "gemma3_text"} | LORA, 8, "bf16", False),
         ({"architecture": "olmo2"}, 8, "no", False),
+        ({"architecture": "gemma2"}, 8, "bf16", False),
+        ({"architecture": "gemma2"} | LORA, 16, "no", True),
         ({"architecture": "llama", "lora_targets": ["q_proj", "v_proj"]} | LORA, 8, "bf16", False),
         ({"architecture": "mistral"} | DPO, 4, "bf16", False),
     ],

@@ -198,6 +198,51 @@ def test_seventy_billion_parameters_fit_where_they_were_trained(hardware, publis
         assert speed == pytest.approx(published, rel=0.25)
 
 
+SFT = {"model_name_or_path": "meta-llama/Llama-3.2-3B", "max_seq_length": 2048, "global_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "adamw_8bit"}, "fits only with sharded weights .FSDP2., but optimizer is adamw_8bit"),
+        (
+            {
+                "model_name_or_path": "google/gemma-3-27b",
+                "lora_rank": 16,
+                "lora_alpha": 32,
+                "base_quantization": "nf4",
+            },
+            "fits only with sharded weights .FSDP2., but base_quantization is nf4",
+        ),
+    ],
+)
+def test_sharding_that_the_program_refuses_is_not_proposed(changes, message):
+    """Rounded moments and packed weights cannot be divided."""
+    with pytest.raises(UsageError, match=message):
+        plan("sft_small_cpu", "4xl4", SFT | changes)
+
+
+def test_what_no_program_here_runs_is_said_and_not_proposed():
+    changes = SFT | {"model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    with pytest.raises(TooLargeError, match=r"CPU offload of FSDP2, 11\.4 GB; the programs here do not do that"):
+        plan("sft_small_cpu", "4xl4", changes)
+    with pytest.raises(TooLargeError) as error:
+        plan("sft_small_cpu", "4xl4", changes | {"model_name_or_path": "meta-llama/Llama-3.1-405B"})
+    assert "offload" not in str(error.value)
+    workload, slow, fast = from_recipe(load("sft_small_cpu", changes)), "10GB/s", "400GB/s"
+    said = [
+        [
+            warning
+            for warning in place(workload, parse("2x8xa100-80", network), sharded=True).warnings
+            if "HSDP" in warning
+        ]
+        for network in (slow, fast)
+    ]
+    assert [len(warnings) for warnings in said] == [1, 0]
+    assert "would fit, too, and take" in said[0][0]
+    assert "fsdp_version: 2" in place(workload, parse("2x8xa100-80", slow), sharded=True).config()
+
+
 def test_batch_normalisation_is_a_matter_of_micro_steps():
     """Statistics are those of all processes, so that k alone matters."""
     assert not any("batch normalisation" in warning for warning in plan("resnet50_imagenet_4xt4", "4xt4").warnings)

@@ -264,6 +264,28 @@ def test_a_written_recipe_is_the_planned_training(monkeypatch, capsys, tmp_path)
     assert settings.per_device_train_batch_size
 
 
+def test_a_model_of_the_hub_is_planned_as_its_recipe(monkeypatch, capsys):
+    """The numbers are the recipe's, and what is proposed where it does not fit works as typed."""
+    name, lengths = "Qwen/Qwen3-0.6B", {"--model_name_or_path": "--seq_len", "sft_small_cpu": "--max_seq_length"}
+    flags = ["--global_batch_size", "256", "--on", "4xl4", "--json"]
+    own, recipe = (
+        json.loads(run(monkeypatch, capsys, "plan", *first, lengths[first[0]], "2048", *flags))
+        for first in (["--model_name_or_path", name], ["sft_small_cpu", "--model_name_or_path", name])
+    )
+    for key in ("memory", "time", "states", "num_parameters", "per_device_train_batch_size", "download_bytes"):
+        assert own[key] == recipe[key]
+    assert (own["recipe"], recipe["recipe"]) == ("Qwen3-0.6B", "sft_small_cpu")
+    words = ["plan", "--model_name_or_path", "Qwen/Qwen3-8B", "--seq_len", "2048", "--global_batch_size", "64"]
+    monkeypatch.setattr(sys, "argv", ["recipes", *words, "--on", "1xl4"])
+    assert exit_code(cli.main) == 2
+    proposed = re.search(r"this fits: .*?(plan .*?) \(", capsys.readouterr().err)[1]
+    assert "It fits" in run(monkeypatch, capsys, *shlex.split(proposed))
+    curve = run(
+        monkeypatch, capsys, "scale", "--model_name_or_path", name, "--seq_len", "512", *flags[:2], "--on", "l4"
+    )
+    assert curve.startswith("Qwen3-0.6B on l4")
+
+
 @pytest.mark.parametrize(
     ("words", "num_steps"),
     [

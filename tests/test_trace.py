@@ -321,6 +321,21 @@ def test_the_formula_of_a_configuration_meets_the_trace(kind, tmp_path):
         assert planned == pytest.approx(traced.peak, rel=0.05 if kind.startswith("Bert") else 0.025), (b, options)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3", "Mixtral"])
+def test_a_model_of_the_hub_is_traced_as_its_recipe(kind, tmp_path):
+    """With heads of a width of their own, and with experts, which no field of a recipe says."""
+    changes = {"vocab_size": 4000, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    changes |= {"num_key_value_heads": 2, "intermediate_size": 768, "max_position_embeddings": 128, "head_dim": 96}
+    changes |= {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
+    getattr(transformers, f"{kind}Config")(**changes, dtype="bfloat16").save_pretrained(tmp_path)
+    recipe = load("sft_small_cpu", {"model_name_or_path": str(tmp_path), "max_seq_length": 128})
+    traced = trace_recipe(recipe, 16, mixed_precision="bf16")
+    layout = solve_layout(num_processes=1, global_batch_size=16, per_device_train_batch_size=16)
+    model = model_from_recipe(recipe)
+    assert traced.num_parameters == model.num_parameters
+    assert planned_memory(model, layout, mixed_precision="bf16").total == pytest.approx(traced.peak, rel=0.05)
+
+
 def test_where_eager_attention_is_the_most(tmp_path):
     """Many heads, narrow and long: the fullest moment is the backward of the last layer's attention."""
     shape = {"hidden_size": 64, "num_attention_heads": 16, "num_hidden_layers": 2, "intermediate_size": 256}

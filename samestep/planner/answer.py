@@ -76,6 +76,7 @@ def describe_placement(
         "hardware": str(hardware),
         "device": hardware.device.description,
         "num_devices_used": min(hardware.num_processes, batch),
+        "unverified": list(hardware.device.unverified),
         "notes": list(hardware.device.notes) or [DRIVER] * ("NVIDIA" in hardware.device.description),
         "write_command": write_command,
         "speed_band": SPEED_BAND,

@@ -42,6 +42,7 @@ class Device:
     is_single: bool = setting("whether torch trains on one of them only", default=False)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
     notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
+    unverified: tuple[str, ...] = setting("fields whose source nobody could open", default=())
     sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
 
     def tflops(self, precision: str) -> float | None:

@@ -40,6 +40,7 @@ OPTIONAL = (
     *CHARTS,
     "warnings",
     "notes",
+    "unverified",
     "device",
     "expect",
     "hint",

@@ -29,6 +29,7 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "float32 (--mixed_precision 
 """Values of mixed_precision, the preferred one first, as messages say them."""
 WAITING = 0.05  # share of a step that is worth a warning
 OVERHEAD = 0.3  # share of a step for what a micro-batch of any size takes, that is worth a warning
+WORTH = 0.05  # share of the time of a step that another way must save to be worth a word
 FASTER = 0.1  # share of the time of a step that gradient checkpointing must save, where it is not asked for
 
 
@@ -290,7 +291,8 @@ def place(
         need = {b: min(_add_margins(try_batch(b, *options)[1]) for options in candidates) / 1e9 for b in (min_batch, 1)}
         size = f"{need[1]:.1f} GB for a single sample, of {device.memory_bytes / 1e9:.1f} GB"
         if need[1] * 1e9 > device.memory_bytes:
-            raise TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least")
+            offloaded = _explain_offloading(workload, hardware, precision)
+            raise TooLargeError(f"{workload.name} needs {size} on {hardware}, at the least{offloaded}")
         problem = (
             f"{workload.name} needs {need[min_batch]:.1f} GB for {min_batch} samples in a forward, "
             f"and {size}, on {hardware}"
@@ -332,9 +334,53 @@ def place(
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(_make_warnings(workload, layout, precision, hardware, time)),
+        warnings=tuple(
+            _make_warnings(workload, layout, precision, hardware, time)
+            + _explain_copies(workload, hardware, layout, precision, checkpointing, is_sharded)
+        ),
         time=time,
     )
+
+
+# What the planner can plan and no program here can run is said, never proposed
+
+
+def _explain_offloading(workload: Workload, hardware: Hardware, precision: str) -> str:
+    """Say what a sample would need with its states in the hosts' memory, where it would fit so; else nothing."""
+    if hardware.num_processes == 1 or workload.find_refusal(precision, True) or not workload.model.has_equal_layers:
+        return ""
+    batch = workload.global_batch_size
+    layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=1)
+    options = {"mixed_precision": precision, "gradient_checkpointing": True, "sharded": True, "offloaded": True}
+    needed = _add_margins(workload.memory(layout, **options))
+    if needed > hardware.device.memory_bytes:
+        return ""
+    return (
+        f" (with weights, gradients and moments in the hosts' memory, CPU offload of FSDP2, {needed / 1e9:.1f} GB; the "
+        "programs here do not do that)"
+    )
+
+
+def _explain_copies(
+    workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
+) -> list[str]:
+    """Say how much faster weights would be that are divided within a node only (HSDP), where they fit so."""
+    if not sharded or hardware.num_nodes == 1 or hardware.num_devices == 1:
+        return []
+    num_shards = hardware.num_devices
+    options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": True}
+    if _add_margins(workload.memory(layout, **options, num_shards=num_shards)) > hardware.device.memory_bytes:
+        return []
+    whole, copies = (
+        _predict_time(workload, hardware, layout, precision, checkpointing, sharded, shards).total
+        for shards in (None, num_shards)
+    )
+    if copies > (1 - WORTH) * whole:
+        return []
+    return [
+        "weights divided within each node, with a copy on every node (HSDP), would fit, too, and take "
+        f"{1 - copies / whole:.0%} less time for a step; the programs here divide them between all devices"
+    ]
 
 
 def _explain(
@@ -366,13 +412,20 @@ def _cut(
 
 
 def _predict_time(
-    workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
+    workload: Workload,
+    hardware: Hardware,
+    layout: Layout,
+    precision: str,
+    checkpointing: bool,
+    sharded: bool,
+    num_shards: int | None = None,
 ) -> StepTime:
     model = workload.model
     options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
     software = dataclasses.replace(default_software(precision, **options), orthogonalized=workload.orthogonalized)
     work = count_work(model, precision)
-    return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
+    options = {"gradient_checkpointing": checkpointing, "sharded": sharded, "num_shards": num_shards}
+    return step_time(work, layout, hardware, precision, software, **options)
 
 
 def _choose_strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:

@@ -341,6 +341,8 @@ def _list_hardware(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     host = f"at least {_size(answer['host_memory'])} on a machine at the start: whole weights for each of its processes"
     yield "host RAM", host
     yield from _list_time(answer)
+    if answer["unverified"]:
+        yield "device", f"{', '.join(answer['unverified'])}: taken from sources that nobody could open here, unverified"
     if answer["all_reduce_seconds"]:
         seconds = ", ".join(
             f"{name.replace('_', ' ')} {value:.2g}" for name, value in answer["all_reduce_seconds"].items()

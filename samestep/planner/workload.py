@@ -53,6 +53,8 @@ class Workload:
         batch_normalization: whether statistics depend on the micro-batch.
         critical_batch_size: global batch beyond which samples are wasted; None: unknown.
         may_shard: whether its program can shard weights (FSDP2).
+        optimizer: its name.
+        base_quantization: in what frozen weights are kept, as of the recipe; None: whole.
         download_bytes: bytes of the weights that training starts from; 0: random ones.
         orthogonalized: rows and columns of the matrices that Muon updates.
     """
@@ -74,6 +76,8 @@ class Workload:
     batch_normalization: bool = False
     critical_batch_size: float | None = None
     may_shard: bool = True
+    optimizer: str = "adamw"
+    base_quantization: str | None = None
     download_bytes: int = 0
     orthogonalized: tuple[tuple[int, int], ...] = ()
 
@@ -92,7 +96,8 @@ class Workload:
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
         accumulation = "gradient" if self.gradient_bytes else "optimizer"
-        options = {"may_shard": self.may_shard, "accumulation": accumulation}
+        options = {"may_shard": self.may_shard, "accumulation": accumulation, "optimizer": self.optimizer}
+        options |= {"base_quantization": self.base_quantization}
         return find_refusal(mixed_precision=mixed_precision, is_sharded=is_sharded, **options)
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
@@ -135,6 +140,7 @@ def from_model(
         steps_per_epoch=steps_per_epoch,
         moment_bytes=MOMENTS[optimizer],
         optimizer_bytes=UPDATE[optimizer],
+        optimizer=optimizer,
         batch_normalization=isinstance(model, ConvNet) and not model.group_norm,
         critical_batch_size=critical_batch_size,
     )
@@ -202,6 +208,8 @@ def from_recipe(
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
         batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
         may_shard=recipe.parts.find("settings").may_shard,
+        optimizer=optimizer,
+        base_quantization=getattr(recipe, "base_quantization", None),
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
     )
