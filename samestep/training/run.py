@@ -32,8 +32,8 @@ from samestep.step.noise_scale import NoiseMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.evaluation import evaluate
-from samestep.training.recovery import Attempt, Recovery
 from samestep.training.peer_copies import PeerCopies
+from samestep.training.recovery import Attempt, Recovery
 from samestep.training.stragglers import StepClock
 
 
