@@ -343,6 +343,13 @@ def test_accumulation_from_the_launcher_is_refused(bare, value):
     assert "remove gradient_accumulation_steps from the launch file" in problem
 
 
+def test_hybrid_sharding_is_refused_by_its_name(bare):
+    bare.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    bare.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    (problem,) = problems()
+    assert "hybrid sharding (HSDP) is not supported" in problem
+
+
 @pytest.mark.parametrize("name", launch.UNSUPPORTED_FEATURES)
 def test_engines_that_scale_by_themselves_are_refused(bare, name):
     bare.setenv(name, "true")

@@ -283,7 +283,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
         case ["curl", "-o", file, address]:
             assert file == address.rpartition("/")[2].replace("input.txt", "tinyshakespeare.txt")
             assert address.startswith("https://")
-        case ["git", "clone", *_] | ["cd", _] | [".", _] | ["sbatch", _] | ["export", *_]:
+        case ["git", "clone", *_] | ["cd", _] | [".", _] | ["sbatch", _] | ["export", *_] | ["bash", "job.sh", *_]:
             pass
         case ["tensorboard", "--logdir", _]:
             assert find_spec("tensorboard")

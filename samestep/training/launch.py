@@ -202,6 +202,11 @@ def _gpus_are_hidden() -> bool:
 
 
 def _find_environment_problems() -> list[str]:
+    if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1:  # what it is, not the variable's name
+        return [
+            "parallelism_config has dp_replicate_size above 1, but hybrid sharding (HSDP) is not supported: remove "
+            "parallelism_config, and share the weights among all processes (FSDP2)"
+        ]
     problems = [
         f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
         for name, why in UNSUPPORTED_FEATURES.items()
