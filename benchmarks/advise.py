@@ -160,10 +160,11 @@ def markdown(results: dict) -> str:
                 [row["recipe"], kind, batch, f"{tokens:.3f}", harness.spread(losses[kind], ".4f"), f"{mean:+.4f}"]
             )
             rows[-1] += [verdict, harness.spread(times, ".2f") if kind == "advised" else ""]
-    scales = [
-        "{recipe}: {value:.0f} ({low:.0f} to {high:.0f})".format(**row["noise_scale"], recipe=row["recipe"])
-        for row in results["rows"]
-    ]
+    scales = []
+    for row in results["rows"]:
+        ends = (row["noise_scale"][name] for name in ("value", "low", "high"))
+        value, low, high = (math.inf if end is None else end for end in ends)
+        scales.append(f"{row['recipe']}: {value:.0f} ({low:.0f} to {high:.0f})")
     flags = f" Shortened: {results['about']['flags']}." if results["about"]["flags"] else ""
     columns = "recipe | trained | batch | tokens | held-out loss | mean difference | reaches it | seconds / predicted"
     return harness.page(

@@ -121,8 +121,8 @@ def measure_resume(num_points: int, work: Path) -> list[dict[str, Any]]:
                 ("exact", "--reproducible 2 --digest_steps 1"),
             ):
                 start = work / "resume" / f"{number}-{kind}" / f"checkpoint-{step}"
-                output = work / "resume" / f"{number}-{kind}-resumed"
-                flags += f" --resume_from_checkpoint {start} --overwrite_output_dir"
+                output = work / "resume" / f"{number}-{kind}-resumed-{len(row['points'])}"
+                flags += f" --resume_from_checkpoint {start}"
                 lines, others = run(file, output, n, flags), whole[kind][step:]
                 assert [line["step"] for line in lines] == [line["step"] for line in others]
                 if kind == "usual":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from common import all_metrics, metrics
 from compare import parameters, relative
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.cut.order import Order
@@ -56,6 +56,7 @@ def growths(draw):
     return n, draw(st.sampled_from(["carry", "keep", "drop"])), [*zip([0, *places], sizes, strict=True)]
 
 
+@settings(deadline=None)
 @given(growths())
 def test_steps_lie_where_a_loop_puts_them(growth):
     n, epoch_end, stages = growth
@@ -72,6 +73,7 @@ def test_steps_lie_where_a_loop_puts_them(growth):
         assert sizes == [last - first for first, last in expected]
 
 
+@settings(max_examples=30, deadline=None)
 @given(growths(), st.integers(0, 2**32))
 def test_the_stream_is_that_of_one_batch(growth, seed):
     n, epoch_end, stages = growth
@@ -257,8 +259,6 @@ GROWTHS = {
     "seesaw": "seesaw from 5",
     "noise": "noise 0.5 from 4",
 }
-KNOWN = [kind for kind in GROWTHS if kind != "noise"]
-"""Those that are known before they are trained."""
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def growing(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("kind", ["stages", "seesaw"])
 def test_a_run_resumes_anywhere(train, growing, kind):
     """From a random step on, in other micro-batches: the same curve; what the log, the plan and the settings say is true."""
     flags, options = growing(kind), {"program": "pretrain_gpt2"}
@@ -296,18 +296,17 @@ def test_a_run_resumes_anywhere(train, growing, kind):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_bits_do_not_depend_on_the_processes(train, train_on, growing, num_processes):
-    """--reproducible: what more processes go on with has the digests of one process, dropout on."""
+def test_bits_do_not_depend_on_the_processes(train, train_on, growing):
+    """--reproducible: what more processes go on with has the digests of one process, dropout on, with fewer samples than processes, too."""
     more = " --reproducible 2 --digest_steps 1 --resid_pdrop 0.1"
-    flags, options = growing("seesaw" if num_processes == 2 else "stages") + more, {"program": "pretrain_gpt2"}
+    flags, options = growing("power") + more, {"program": "pretrain_gpt2"}
     whole = train("whole", flags, **options)
-    start = train("start", f"{flags} --stop_after_step 5", **options)
-    name = f"pretrain_gpt2/on{num_processes}"
-    folder = train_on(num_processes, {name: f"{flags} --resume_from_checkpoint {start}/checkpoint-5"})
+    start = train("start", f"{flags} --stop_after_step 1", **options)
+    name = "pretrain_gpt2/on3"
+    folder = train_on(3, {name: f"{flags} --resume_from_checkpoint {start}/checkpoint-1"})
     ours, usual = metrics(folder / name), metrics(whole)
-    assert [line["step"] for line in ours] == list(range(6, 11))
-    assert [line["digest"] for line in ours] == [line["digest"] for line in usual[5:]]
+    assert [line["step"] for line in ours] == list(range(2, 11))
+    assert [line["digest"] for line in ours] == [line["digest"] for line in usual[1:]]
 
 
 def test_a_batch_follows_the_noise(train, growing, capsys):

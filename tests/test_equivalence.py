@@ -1,6 +1,7 @@
 """The promise: the same recipe takes the same steps, however they are cut."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ WORKLOADS = {
     "documents": ("pretrain_gpt2", " --packing false --train_file CORPUS/short.jsonl"),
     "masked": ("pretrain_gpt2", " --document_mask true"),
 }
-# Of classifiers: of texts, of pairs, of images normalised by groups, by statistics of the whole step.
-CLASSIFIERS = {
+# A batch that grows; classifiers of texts, of pairs, of images normalised by groups, by statistics of the whole step.
+OTHERS = {
+    "growing": ("pretrain_gpt2", f" --recipe {Path(__file__).parent / 'helpers' / 'growing.yaml'} --warmup_ratio 0.2"),
     "texts": (
         "finetune_classifier",
         " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1 --layerwise_lr_decay 0.8",
@@ -38,7 +40,7 @@ CLASSIFIERS = {
     "batch_reader": ("train_captcha", " --normalization batch --exact_batch_norm"),
 }
 # Beside them, statistics of the whole step because each process takes one micro-batch.
-ALL_WORKLOADS = WORKLOADS | CLASSIFIERS | {"in_space": ("train_image_classifier", " --normalization batch")}
+ALL_WORKLOADS = WORKLOADS | OTHERS | {"in_space": ("train_image_classifier", " --normalization batch")}
 TARGETS = {"masked_labels", "next_sentence_label", "labels"}
 
 
@@ -90,9 +92,9 @@ def test_every_cut_in_time_is_the_same_step(train, reference, workload, batch, d
 
 
 @pytest.mark.parametrize(("batch", "caps", "dtype"), [(32, "8", "float32"), (10, "31", "float64")])
-@pytest.mark.parametrize("workload", CLASSIFIERS)
-def test_every_cut_in_time_is_the_same_step_of_classifiers(train, reference, workload, batch, caps, dtype):
-    program, more = CLASSIFIERS[workload]
+@pytest.mark.parametrize("workload", OTHERS)
+def test_every_cut_in_time_is_the_same_step_of_other_workloads(train, reference, workload, batch, caps, dtype):
+    program, more = OTHERS[workload]
     whole = reference(workload, batch, dtype)
     assert all(line["grad_norm"] > 0.2 for line in metrics(whole)), "clipping must be at work"
     for cap in caps:
@@ -110,7 +112,7 @@ def test_batch_normalisation_is_another_step_when_it_is_cut_in_time(train):
 CUTS_IN_SPACE = {
     2: [
         *((workload, *cut) for workload in WORKLOADS for cut in ((32, "8", "float32"), (10, "3", "float64"))),
-        *((workload, 10, "3", "float64") for workload in ("texts", "reader", "batch", "batch_reader")),
+        *((workload, 10, "3", "float64") for workload in ("growing", "texts", "reader", "batch", "batch_reader")),
         *((workload, 32, "8", "float32") for workload in ("pairs", "groups")),
         ("in_space", 10, "B", "float64"),
     ],
