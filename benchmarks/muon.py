@@ -10,6 +10,7 @@
 - Planned: the same share for 8 GPUs, by the planner, with work shared out over the processes.
 """
 
+import json
 import statistics
 import sys
 from typing import Any
@@ -100,14 +101,15 @@ def plan_cost() -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = harness.flags("muon", __doc__, rounds=3).parse_args()
-    rounding, cost = measure_rounding(), measure_cost(arguments.rounds)
-    results = {
-        "about": harness.about("make bench-muon", ("torch", "transformers")),
-        "rounding": rounding,
-        "cost": cost,
-        "planned": plan_cost(),
-    }
+    arguments = harness.flags("muon", __doc__, rounds=3, only=("rounding", "cost")).parse_args()
+    file = arguments.output.with_suffix(".json")
+    results = {"about": harness.about("make bench-muon", ("torch", "transformers")), "planned": plan_cost()}
+    if file.exists():
+        results = json.loads(file.read_text(encoding="utf-8")) | results
+    if "rounding" in arguments.only:
+        results["rounding"] = measure_rounding()
+    if "cost" in arguments.only:
+        results["cost"] = measure_cost(arguments.rounds)
     harness.write(arguments.output, results, markdown(results))
     if arguments.output == harness.RESULTS / "muon":
         harness.write_part(harness.ROOT / "docs" / "optimizers.md", "muon", part(results))
@@ -124,13 +126,15 @@ def cost_share(cost: dict[str, list[float]]) -> float:
 
 def tables(results: dict[str, Any]) -> str:
     rows = [[name, f"{statistics.median(v):.1e}", f"{max(v):.1e}"] for name, v in results["rounding"].items()]
-    cost, planned = results["cost"], results["planned"]
-    block, iteration = (statistics.median(cost[name]) for name in ("block", "orthogonalization"))
-    shares = ", ".join(f"{share:.1%} on {name}" for name, share in planned.items())
+    shares = ", ".join(f"{share:.1%} on {name}" for name, share in results["planned"].items())
+    measured = ""
+    if cost := results.get("cost"):
+        block, iteration = (statistics.median(cost[name]) for name in ("block", "orthogonalization"))
+        measured = f" On this CPU all matrices take {iteration:.1f} s, and a block {block:.2f} s: {cost_share(cost):.2%} of the step."
     return (
         f"{harness.table('difference of two cuts of one step | median of all matrices | largest', rows)}\n"
-        f"Of GPT-2 (124M), on this CPU: {iteration:.1f} s to orthogonalize all matrices, {block:.2f} s for a block, so "
-        f"{cost_share(cost):.2%} of a step of {COST_BATCH} blocks. Planned, work shared out: {shares}.\n"
+        f"What orthogonalization adds to a step of {COST_BATCH} blocks of GPT-2 (124M): planned, work shared out, "
+        f"{shares}.{measured}\n"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from common import task_of
+from common import tasks_of
 
 from samestep import cli
 from samestep.errors import exit_code
@@ -49,7 +49,7 @@ def read_launch(command: str):
     assert words[:2] == ["accelerate", "launch"]
     launch = launch_command_parser().parse_args(words[2:])
     program = Path(launch.training_script)
-    recipe, settings = run_settings.parse(launch.training_script_args, task_of(program.stem), "")
+    recipe, settings = run_settings.parse(launch.training_script_args, tasks_of(program.stem), "")
     return launch, recipe, settings
 
 

@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from common import ROOT, all_metrics, launch_environment, task_of
+from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
 from forked import Server
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
@@ -228,7 +228,7 @@ class Launch:
         assert path.parent == Path("scripts"), f"{script}: only programs in scripts/ are launched"
         assert path.is_file(), script
         self.program = path.stem
-        self.recipe, self.settings = run_settings.parse(self.argv, task_of(self.program), "")
+        self.recipe, self.settings = run_settings.parse(self.argv, tasks_of(self.program), "")
         self.layout = solve_layout(
             num_processes=self.num_processes,
             global_batch_size=self.recipe.global_batch_size,

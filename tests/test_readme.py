@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from common import task_of
+from common import tasks_of
 
 from samestep.cut.layout import solve_layout
 from samestep.recipe import run_settings as run
@@ -30,7 +30,7 @@ def test_every_launch_file_has_its_command():
 )
 def test_a_command_cuts_the_batch_as_it_says(batch, cut, config, program, flags):
     assert (ROOT / "scripts" / f"{program}.py").exists()
-    recipe, settings = run.parse(flags.split(), task_of(program), "")
+    recipe, settings = run.parse(flags.split(), tasks_of(program), "")
     assert recipe.global_batch_size == int(batch)
     layout = solve_layout(
         num_processes=yaml.safe_load((ROOT / "accelerate_configs" / config).read_text())["num_processes"],

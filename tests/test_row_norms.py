@@ -9,11 +9,11 @@ from samestep.models.row_norms import RowNorm, use_few_passes
 
 def test_values_and_gradients_are_those_of_the_model():
     generator = torch.Generator().manual_seed(0)
-    norm, same = LlamaRMSNorm(6, eps=0.1).double(), LlamaRMSNorm(6, eps=0.1).double()
+    norm, same = LlamaRMSNorm(6, eps=0.1), LlamaRMSNorm(6, eps=0.1)
     for module in (norm, same):
-        module.weight.data = torch.linspace(-1, 2, 6, dtype=torch.float64)
+        module.weight.data = torch.linspace(-1, 2, 6)
     assert use_few_passes(same) == 1
-    x, g = (torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, g = (torch.randn(3, 4, 6, generator=generator) for _ in range(2))
     results = []
     for module in (norm, same):
         own = x.clone().requires_grad_()
@@ -21,8 +21,9 @@ def test_values_and_gradients_are_those_of_the_model():
         y.backward(g)
         results.append((y, own.grad, module.weight.grad))
     for ours, theirs in zip(*results, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
-    assert torch.autograd.gradcheck(RowNorm.apply, (x.requires_grad_(), norm.weight, 0.1))
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    exact = (x.double().requires_grad_(), norm.weight.detach().double().requires_grad_(), 0.1)
+    assert torch.autograd.gradcheck(RowNorm.apply, exact)
     assert same(x.bfloat16()).dtype == norm(x.bfloat16()).dtype
 
 

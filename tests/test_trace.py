@@ -230,7 +230,8 @@ def test_flops_of_a_convolution():
 # The formula
 
 
-SIMILAR = ("qwen3_0.6b_sft_3090", "llama3_8b_lora_3090", "llama3_8b_sft_8xa100")
+SIMILAR = ("qwen3_0.6b_sft_3090", "llama3_8b_lora_3090", "llama3_8b_sft_8xa100", "gpt_modern_124m", "bert_modern_base")
+SIMILAR += ("gpt_modern_730m_8xh100", "gpt_modern_shakespeare_char_cpu", "bert_modern_large_8xa100")
 """Recipes whose trace takes long, or that have heads of a width of their own, which only `plan MODEL --trace` builds."""
 
 

@@ -1,7 +1,8 @@
 """Compute RMS normalisations of transformers' models in few passes over memory, on CPUs in float32 or wider.
 
 Their own forward reads and writes all numbers seven times, and its backward twelve times: a quarter of the time of a small
-model. Here it is three and six times. The function is the same; sums are rounded otherwise.
+model. Here it is three and six times. The function is the same; sums are rounded otherwise, and numbers of float64 stay
+float64, which transformers rounds to float32 there.
 """
 
 import functools

@@ -62,8 +62,13 @@ DROPOUT = " --hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1"
 
 
 def task_of(program: str) -> str:
-    """Find the task that a program trains: pretrain_bert -> bert_pretraining."""
-    return next(task for task, recipe in TASKS.items() if recipe.parts.script == f"{program}.py")
+    """Find the first task that a program trains: pretrain_bert -> bert_pretraining."""
+    return tasks_of(program)[0]
+
+
+def tasks_of(program: str) -> list[str]:
+    """Find all tasks that a program trains: pretrain_bert -> bert_pretraining, modernbert_pretraining."""
+    return [task for task, recipe in TASKS.items() if recipe.parts.script == f"{program}.py"]
 
 
 def model_of(program: str) -> type:
