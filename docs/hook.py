@@ -8,8 +8,6 @@ import os
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?src="(.*?)".*?alt="(.*?)".*?</picture>', re.DOTALL)
@@ -48,6 +46,8 @@ def find_linked(document: Path, text: str) -> set[Path]:
 
 def on_files(files, config):
     """Add the files that documents link to, and those that these link to in turn."""
+    from mkdocs.structure.files import File  # here: the tests of this file have no mkdocs
+
     todo = [Path("docs") / file.src_uri for file in files.documentation_pages()]
     seen = set(todo)
     while todo:

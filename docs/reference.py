@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import io
 import re
@@ -73,18 +72,19 @@ def fields() -> str:
 
 
 def names() -> str:
-    """List the public names of both packages, each with its first sentence; then each with its docstring."""
+    """List the public names of both packages, each with its first sentence; then each with its docstring, once."""
     lines: list[str] = []
+    described: list[Any] = []
     for package in (samestep, stepaudit):
+        items = {name: getattr(package, name) for name in sorted(package.__all__, key=str.lower)}
         lines += [f"## {package.__name__}", "", "| name | |", "|---|---|"]
-        for name in sorted(package.__all__, key=str.lower):
-            item = getattr(importlib.import_module(package.__name__), name)
+        for name, item in items.items():
             text = first_sentence(item) if callable(item) else f"Names: {', '.join(item)}."
             lines.append(f"| `{name}` | {text.replace('|', chr(92) + '|')} |")
         lines.append("")
-        for name in sorted(package.__all__, key=str.lower):
-            item = getattr(importlib.import_module(package.__name__), name)
-            if callable(item):
+        for name, item in items.items():
+            if callable(item) and item not in described:
+                described.append(item)
                 lines += [f"### {package.__name__}.{name}", "", "```text", write_signature(name, item), "```", ""]
                 lines += [*format_docstring(inspect.getdoc(item)), ""]
     return "\n".join(lines)
@@ -95,7 +95,7 @@ def write_signature(name: str, item: Any) -> str:
     signature = inspect.signature(item)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     text = f"{name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
-    return textwrap.fill(text, WIDTH, subsequent_indent=" " * (len(name) + 1), break_on_hyphens=False)
+    return textwrap.fill(text, NARROW, subsequent_indent=" " * (len(name) + 1), break_on_hyphens=False)
 
 
 def format_docstring(text: str) -> list[str]:
@@ -141,8 +141,8 @@ def devices() -> str:
     return "\n".join([*lines, "", ""])
 
 
-WIDTH = 128
-"""Columns of a document."""
+WIDTH, NARROW = 128, 84
+"""Columns of a document, and of a block that a page of the site shows whole."""
 EXAMPLES = {
     "One hardware": "plan gpt2_124m --on 8xa100-80 --price_per_hour 1.5 --start 2026-11-28T09:30 --interruptions_per_day 2",
     "Several": "plan gpt2_124m --on 1x3090,4xl4,1xh100,8xa100-80 --price_per_hour 0.25,0.7,2.5,1.5 --sort cost",

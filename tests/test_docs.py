@@ -2,14 +2,13 @@
 
 import dataclasses
 import doctest
-import importlib.util
 import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, fresh_accelerator
+from common import ROOT, fresh_accelerator, load_docs_program
 
 import samestep
 import stepaudit as audit
@@ -19,13 +18,6 @@ from stepaudit.causes import KINDS, Finding
 
 DOCUMENT = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
 TAGGER, LOOP, PACKING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-
-
-def load_reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.distributed
@@ -90,14 +82,14 @@ def test_the_loop_of_accumulation_in_the_optimizer():
 
 
 def test_examples_of_what_writes_documents():
-    reference = load_reference()
+    reference = load_docs_program("reference")
     assert doctest.testmod(reference).failed == 0
     assert doctest.testmod(sys.modules["tables"]).failed == 0
 
 
 def test_the_reference_is_current():
     """What `make docs` writes: every field of recipes, every public name, tables of what was measured and is planned."""
-    reference = load_reference()
+    reference = load_docs_program("reference")
     for document, name in reference.PARTS:
         assert (ROOT / document).read_text(encoding="utf-8") == reference.write(document, name), (
             f"{document}: make docs"

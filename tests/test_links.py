@@ -3,8 +3,10 @@
 import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
-from common import ROOT
+import pytest
+from common import ROOT, load_docs_program
 from printed import documents
 
 FENCE = re.compile(r"^ *```.*\n(?:.*\n)*? *```$", re.MULTILINE)
@@ -56,3 +58,24 @@ def test_every_page_has_a_place_in_the_site():
     """Once; `make site` builds them."""
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("address", "link", "expected"),
+    [
+        ("speed.md", "../benchmarks/results/bench.md", "source/benchmarks/results/bench.md"),
+        ("exactness.md", "../tests/own_loops/after/streaming.py#x", "source/tests/own_loops/after/streaming.py.md#x"),
+        ("claims.md", "../studies/claims", "source/studies/claims/index.md"),
+        ("audit.md", "faq.md#does-batchnorm-work", "faq.md#does-batchnorm-work"),
+        ("audit.md", "#batch_norm", "#batch_norm"),
+        ("source/studies/claims/README.md", "../../docs/exactness.md", "../../../exactness.md"),
+        ("source/studies/claims/claims.md", "pictures/bert.png", "pictures/bert.png"),
+        ("index.md", "https://pytorch.org/a.md", "https://pytorch.org/a.md"),
+    ],
+)
+def test_the_site_leads_links_of_the_repository_to_pages(address, link, expected):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=address))
+    hook = load_docs_program("hook")
+    assert hook.on_page_markdown(f"[a]({link})", page, None, None) == f"[a]({expected})"
+    picture = '<picture>\n  <source media="x" srcset="b.svg">\n  <img src="a.svg" width="1" alt="A b">\n</picture>'
+    assert hook.on_page_markdown(picture, page, None, None) == "![A b](a.svg#only-light)\n![A b](b.svg#only-dark)"

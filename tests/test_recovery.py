@@ -254,7 +254,7 @@ def test_an_owner_of_a_part_that_cannot_write_it(trainings, corpus, tmp_path, mo
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tmp_path):
-    """The README's command: a worker kills itself; the curve is that of an undisturbed run."""
+    """The command of docs/reliability.md: a worker kills itself; the curve is that of an undisturbed run."""
     flags = "--global_batch_size 8 --checkpointing_steps 2 --resume_from_checkpoint latest --dtype float64"
     mark = tmp_path / "killed"
     code = (

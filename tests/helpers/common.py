@@ -126,6 +126,14 @@ def load_benchmark(name: str):
     return module
 
 
+def load_docs_program(name: str):
+    """Load a program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def launch_environment(config: Path, *flags: str) -> dict[str, str]:
     """Make the environment variables that `accelerate launch` with a launch file and flags gives its processes."""
     arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
