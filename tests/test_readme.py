@@ -1,4 +1,4 @@
-"""The README's cuts, tables and map are true; test_printed_commands.py has its commands."""
+"""The README's cuts and tables are true; test_printed_commands.py has its commands."""
 
 import re
 import tomllib
@@ -45,9 +45,3 @@ def test_its_links_lead_somewhere():
 def test_its_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(re.findall(r"pip install \"\.\[(\w+)\]\"", README)) == extras.keys()
-
-
-def test_the_map_names_every_module():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    modules = {path.stem for path in (ROOT / "samestep").glob("*/*.py")} - {"__init__"}
-    assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()
