@@ -11,6 +11,7 @@ every epoch from (seed, epoch). `SeparateDocuments` makes a sample of each docum
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +27,10 @@ from samestep.recipe.extras import optional
 from samestep.recipe.recipe import Gpt2Pretraining
 
 datasets = optional("datasets")
-Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, List, Value
+else:
+    Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
 
 RING = 4  # stream of random numbers (see order.sample_rng)
 
@@ -83,6 +87,9 @@ class TokenBlocks:
             new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
         )
         self.tokens = ListColumn(table, "tokens")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def __str__(self) -> str:
         """Say how many samples there are, and of how much text."""
@@ -213,7 +220,11 @@ def build(recipe: Gpt2Pretraining, num_proc: int | None = None) -> tuple[TokenBl
         train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
         tokenizer = train(documents, recipe.vocab_size)
     kind = PackedBlocks if recipe.packing else SeparateDocuments
-    settings = {"block_size": recipe.block_size, "document_mask": recipe.document_mask, "num_proc": num_proc}
+    settings: dict[str, Any] = {
+        "block_size": recipe.block_size,
+        "document_mask": recipe.document_mask,
+        "num_proc": num_proc,
+    }
     blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
     return blocks, kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
 

@@ -28,7 +28,7 @@ class PretrainingSums(SummedLosses):
         self.gpt2, self.block_size = gpt2, block_size or gpt2.config.n_positions
 
     @classmethod
-    def from_recipe(cls, recipe: Gpt2Pretraining, source: Any) -> Self:
+    def from_recipe(cls, recipe: Gpt2Pretraining, source: Any = None) -> Self:
         return cls(build_model(recipe, 0 if source is None else source.end_of_text), recipe.block_size)
 
     @classmethod

@@ -12,7 +12,7 @@ inside itself, fragmentation, the allocator's rounding to 512 bytes.
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from samestep.errors import UsageError
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner import base_models
+from samestep.planner.decoder import Decoder
 from samestep.planner.memory import model_from_recipe
 from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe
@@ -259,10 +260,12 @@ def trace_recipe(
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
     matrix_bytes = 4
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
-        matrix_bytes = model_from_recipe(recipe).method.matrix_bytes
+        shape = model_from_recipe(recipe)
+        matrix_bytes = shape.method.matrix_bytes if isinstance(shape, Decoder) else 4
         recipe = _take_shape(recipe)
     elif hasattr(recipe, "model_name_or_path"):
-        recipe = dataclasses.replace(recipe, model_name_or_path=None)
+        no_weights: dict[str, Any] = {"model_name_or_path": None}
+        recipe = dataclasses.replace(recipe, **no_weights)
 
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
@@ -301,7 +304,7 @@ def _take_shape(recipe: CausalLmFineTuning) -> CausalLmFineTuning:
             f"{path} has experts, or heads of a width of their own, which --trace of a recipe does not build: leave --trace "
             "out, or trace the model itself, `plan FOLDER --trace`"
         )
-    fields = {
+    fields: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -311,7 +314,11 @@ def _take_shape(recipe: CausalLmFineTuning) -> CausalLmFineTuning:
         "tie_word_embeddings": shape.tied_head,
         "initializer_range": 0.02,  # of no effect on memory
     }
-    values = {"model_name_or_path": None, "architecture": config["model_type"], "vocab_size": shape.vocab_size}
+    values: dict[str, Any] = {
+        "model_name_or_path": None,
+        "architecture": config["model_type"],
+        "vocab_size": shape.vocab_size,
+    }
     return dataclasses.replace(recipe, **values, **fields)
 
 
@@ -546,11 +553,11 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
         unit="token" if is_text else "image",
         kernels="eager" if is_text else "channels_last",
         kernels_per_layer=trace.kernels,
-        forward=tuple(forward for forward, _ in lines),
-        backward=tuple(backward for _, backward in lines),
+        forward=(lines[0][0], lines[1][0]),
+        backward=(lines[0][1], lines[1][1]),
     )
 
 
 def _group_by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
     """Reorder [pair][end][pass] to [pass][pair][end]; the passes are forward and backward."""
-    return [[tuple(end[index] for end in pair) for pair in peaks] for index in (0, 1)]
+    return [[(pair[0][index], pair[1][index]) for pair in peaks] for index in (0, 1)]

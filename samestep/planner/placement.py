@@ -357,8 +357,9 @@ def _predict_time(
     workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
 ) -> StepTime:
     model = workload.model
-    options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
-    software = default_software(precision, **options)
+    software = default_software(
+        precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes, sharded=sharded
+    )
     work = count_work(model, precision)
     return step_time(work, layout, hardware, precision, software, gradient_checkpointing=checkpointing, sharded=sharded)
 

@@ -388,7 +388,7 @@ def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
     return ""
 
 
-def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
+def _find_conflicts(recipe: Any, run: Any) -> list[str]:
     """Find what a recipe and the settings of its run exclude of each other: a line for each."""
     problems = []
     if recipe.optimizer_name == "adamw_8bit" and run.dtype != "float32":
@@ -408,7 +408,7 @@ def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
     return problems
 
 
-def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any]) -> list[str]:
+def _find_what_depends_on_the_cut(recipe: Any, flags: dict[str, Any]) -> list[str]:
     """Find the fields that --reproducible excludes, beside those of `RunSettings.problems`: a line for each."""
     problems = []
     if flags.get("speed") == "auto":

@@ -42,7 +42,7 @@ def sgd(model: nn.Module, learning_rate: float, momentum: float, weight_decay: f
     return torch.optim.SGD(_groups(model, weight_decay), lr=learning_rate, momentum=momentum, fused=True)
 
 
-def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def from_recipe(model: nn.Module, recipe: Any) -> torch.optim.Optimizer:
     """Make the optimizer that a recipe asks for."""
     scaled, decay = recipe.scaled_hyperparameters(), recipe.weight_decay
     layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0
