@@ -73,7 +73,7 @@ def test_progress_without_an_end(in_one_style):
 
 
 @pytest.mark.parametrize(
-    ("columns", "shown"), [(120, "1.20 GB"), (64, "7,000 tokens/s"), (46, "loss 2.5"), (34, "left")]
+    ("columns", "shown"), [(120, "1.20 GB"), (68, "7,000 tokens/s"), (52, "loss 2.5"), (34, "left")]
 )
 def test_progress_on_a_terminal_is_one_line(in_one_style, columns, shown):
     """What stands last is left out where there is no room for it."""
