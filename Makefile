@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -64,9 +64,16 @@ test: venv check ## all tests, offline: about 10 minutes on 2 cores
 test-fast: venv ## the tests that launch no processes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
 
-check: venv ## lint and formatting
+check: venv types ## lint, formatting and types: seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: venv ## check types: strictly where there is no torch
+	$(BIN)/mypy
+
+release: venv ## build wheel and sdist into dist/, check them, try them in a fresh environment: minutes, 2 GB, needs the network
+	$(BIN)/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	$(BIN)/python .ci/release.py
 
 bench: venv ## training speed beside Trainer, Accelerate's loop and Lightning: hours; FLAGS="--rounds 2"; writes benchmarks/results/bench.*
 	$(BIN)/python benchmarks/run.py $(FLAGS)

@@ -573,7 +573,8 @@ def _make_workload(
     per_epoch, num_steps = None, training.max_train_steps
     if training.num_train_samples is not None:
         per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
-        num_steps = num_steps or (training.num_train_epochs and layouts.num_steps(per_epoch, training.num_train_epochs))
+        if num_steps is None and training.num_train_epochs:
+            num_steps = layouts.num_steps(per_epoch, training.num_train_epochs)
     workload = from_model(
         dataclasses.replace(model, chunked_head=True) if script_words else model,
         training.name,
@@ -646,11 +647,11 @@ def what_fits(argv: list[str]) -> None:
     if fits:
         largest = max(fits, key=lambda fit: fit.typical.workload.model.num_parameters)
         workload = largest.typical.workload
-        changes = {"model_name_or_path": largest.model, "max_seq_length": workload.model.length}
+        changes: dict[str, Any] = {"model_name_or_path": largest.model, "max_seq_length": workload.model.length}
         changes |= {
             "global_batch_size": workload.global_batch_size,
             "train_file": [CONVERSATION_FILE],
-        } | largest.method.changes
+        } | dict(largest.method.changes)
         changes |= {"learning_rate": 2e-4 if "lora_rank" in changes else 2e-5, "num_train_epochs": 1}
         changes |= {"learning_rate_batch_size": workload.global_batch_size}
         words = ["plan", STARTING_RECIPE, *format_flags(changes), "--on", settings.what_fits]
@@ -684,7 +685,7 @@ def _plan(
         "per_device_train_batch_size": settings.per_device_train_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
     }
-    options = {
+    options: dict[str, Any] = {
         "mixed_precision": settings.mixed_precision,
         "gradient_checkpointing": settings.gradient_checkpointing,
         "sharded": settings.sharded,
@@ -767,7 +768,7 @@ def _read_prices(value: str | None, hardware: list[Hardware]) -> list[float | No
     return prices if len(prices) == len(hardware) else prices * len(hardware)
 
 
-def _read_price(text: object, value: str) -> float:
+def _read_price(text: Any, value: str) -> float:
     try:
         price = float(text)
     except (TypeError, ValueError):

@@ -7,6 +7,7 @@ that it would save otherwise.
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import signal
 import sys
@@ -83,7 +84,7 @@ class StopRequest:
             message = "stopping at once\n"
         leave_dead_terminals()
         with contextlib.suppress(OSError):
-            os.write(sys.__stderr__.fileno(), message.encode())  # print is not safe inside a signal handler
+            os.write(2, message.encode())  # print is not safe inside a signal handler
         if message.startswith("stopping"):
             os._exit(128 + number)
 
@@ -138,8 +139,11 @@ class _LastingStream:
 
 
 def outlive_readers() -> None:
-    """Let nothing that is printed end this process when the terminal, or the reader of a pipe, has gone."""
+    """Let nothing that is printed end this process when the terminal, or the reader of a pipe, has gone; print lines at once,
+    also to a file, where they stand between those of stderr then."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
         if stream is not None and not isinstance(stream, _LastingStream):
             setattr(sys, name, _LastingStream(stream))

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         if run.completed_steps not in run.log.evaluated_steps:
             whole, sources = evaluation.evaluate_by_source(accelerator, model, held_out, recipe, batch_size)
             answers = generation.judge(accelerator, run.bare_model, held_out, settings)
-            run.log.add_evaluation(run.completed_steps, *whole, answers, sources)
+            run.log.add_evaluation(run.completed_steps, whole.totals, whole.scores, answers, sources)
             if settings.eval_steps and evaluation.find_best(run.log.evaluations, metric)[0] == run.completed_steps:
                 run.save_best(run.bare_model.model)
         num_worse = evaluation.find_best(run.log.evaluations, metric)[1]

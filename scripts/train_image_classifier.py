@@ -70,8 +70,8 @@ def main(argv: list[str]) -> int:
         images.make_processor(recipe).save_pretrained(run.output_dir)
         if held_out is not None:
             micro_batch, places = predict(resnet, held_out, 256)
-            names = ([train.classes[place] for place in labels.tolist()] for labels in (micro_batch["labels"], places))
-            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), *names, len(held_out))
+            true, named = ([train.classes[n] for n in labels.tolist()] for labels in (micro_batch["labels"], places))
+            picture = plot_predictions(held_out.pictures(micro_batch["pixel_values"]), true, named, len(held_out))
             (run.output_dir / "predictions.png").write_bytes(picture)
         run.publish(USAGE.replace("MODE", "RGB" if recipe.num_channels == 3 else "L"))
     return run.close()

@@ -67,9 +67,9 @@ def find_entrances(
     """
     findings = []
     with fix_noise(1):
-        first = collate(samples)
+        first = collate(list(samples))
     with fix_noise(2):
-        second = collate(samples)
+        second = collate(list(samples))
     if not _are_equal(tree_leaves(first), tree_leaves(second)):
         return [Finding("random_collate", "collate", f"{len(samples)} samples, collated twice")]
 

@@ -179,7 +179,8 @@ def _compare(reference: Processes, other: Processes, tolerance: float) -> Compar
     elif len(reference_recording.steps) != len(recording.steps) and not is_first_step_early:
         findings.append(Finding("num_steps", "", f"{len(recording.steps)}, not {len(reference_recording.steps)}"))
     findings += _find_wrong_rates(reference_recording, recording, tolerance)
-    return Comparison(*columns.values(), *worst, _select_first_findings(findings))
+    name, largest = worst
+    return Comparison(**columns, worst=name, worst_error=largest, findings=_select_first_findings(findings))
 
 
 def find_faults(processes: Processes) -> list[Finding]:
@@ -280,7 +281,7 @@ def _explain_gradient(
     if is_multiple:
         if window < k and abs(ratio * k / window - 1) <= margin:
             return [Finding("tail", place, f"{ratio:.4g} = {window}/{k} of the gradient")]
-        factors = {"k": k, "N": num_processes, "k N": k * num_processes}
+        factors: dict[str, float] = {"k": k, "N": num_processes, "k N": k * num_processes}
         factors |= {f"1/({name})" if " " in name else f"1/{name}": 1 / value for name, value in factors.items()}
         matching_names = [name for name, value in factors.items() if value != 1 and abs(ratio / value - 1) <= margin]
         return [Finding("factor", place, " = ".join([f"{ratio:.6g}", *matching_names[:1]]) + " times the gradient")]
@@ -793,5 +794,5 @@ def _norm(vector: np.ndarray) -> float:
 
 
 def _ratio(value: np.ndarray | float, norm: float) -> float:
-    size = _norm(value) if np.ndim(value) else float(value)
+    size = _norm(np.asarray(value)) if np.ndim(value) else float(value)
     return size / norm if norm else (0.0 if size == 0 else float("inf"))

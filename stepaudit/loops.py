@@ -70,9 +70,8 @@ def terms(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """
     try:
         if isinstance(returned, Mapping):
-            sums, counts = zip(*returned.values(), strict=True)
-        else:
-            sums, counts = returned
+            returned = tuple(zip(*returned.values(), strict=True))
+        sums, counts = returned
         if isinstance(sums, torch.Tensor) and not sums.ndim:
             sums, counts = [sums], [counts]
         sums = sums if isinstance(sums, torch.Tensor) else torch.stack([torch.as_tensor(value) for value in sums])

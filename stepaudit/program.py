@@ -80,7 +80,11 @@ def _count_children(recorder: Recorder) -> None:
         recorder.num_children += any("python" in Path(os.fsdecode(word)).name for word in words[:1])
         init(process, args, *more, **options)
 
-    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = start_and_count, init_and_count
+    for owner, name, method in (
+        (multiprocessing.process.BaseProcess, "start", start_and_count),
+        (subprocess.Popen, "__init__", init_and_count),
+    ):
+        setattr(owner, name, method)
 
 
 if __name__ == "__main__":

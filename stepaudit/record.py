@@ -72,6 +72,9 @@ class Track:
         self.clipped_gradient: np.ndarray | None = None
         self.num_ticks = self.num_averages = 0
         self.has_stepped = False  # inside the present backward
+        self.has_closure = False  # whether the present step computes gradients itself
+        self.step_gradient: np.ndarray | None = None  # what the present step takes
+        self.dtype = ""  # of that gradient, if it is short
         self.raw_parts: list[torch.Tensor | None] = [None] * len(self.parameters)
         self.hook_tolerance = (
             SHORT_HOOK_TOLERANCE if any(p.dtype in SHORT_DTYPES for p in self.parameters) else HOOK_TOLERANCE
@@ -125,7 +128,12 @@ class Track:
                 continue
             handles.append(parameter.register_hook(functools.partial(note_part, number)))
             put_last_hook_first(parameter)
-        return lambda: [handle.remove() for handle in handles] and None
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
 
     def sketch(self, tensors: Iterable[torch.Tensor | None]) -> np.ndarray:
         return sketch(tensors, self.parameters).numpy()
@@ -648,7 +656,7 @@ def _name_parameters(
         if isinstance(module, DistributedDataParallel):
             continue
         module_parameters = {n: p for n, p in module.named_parameters() if id(p) in ids}
-        is_inner = len(module_parameters) == len(by_name) and sum(map(len, module_parameters)) < sum(map(len, by_name))
+        is_inner = len(module_parameters) == len(by_name) and len("".join(module_parameters)) < len("".join(by_name))
         if len(module_parameters) > len(by_name) or (is_inner and model not in called_modules):
             model, by_name = module, module_parameters
     named_ids = {id(p) for p in by_name.values()}

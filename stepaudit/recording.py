@@ -134,7 +134,8 @@ class Recording:
             return [to_plain(item) for item in value] if isinstance(value, list) else value
 
         record = json.dumps(to_plain(self))
-        np.savez(path, record=np.array(record), **{str(number): array for number, array in enumerate(arrays)})
+        parts: dict[str, Any] = {str(number): array for number, array in enumerate(arrays)}
+        np.savez(path, record=np.array(record), **parts)
 
     @classmethod
     def load(cls, path: Path) -> "Recording":

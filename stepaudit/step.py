@@ -98,7 +98,8 @@ class Audit:
     @property
     def causes(self) -> set[str]:
         """Keys of `stepaudit.CAUSES`, over all cuts."""
-        return {finding.cause for part in (self, *self.comparisons) for finding in part.findings}
+        of_cuts = {finding.cause for comparison in self.comparisons for finding in comparison.findings}
+        return of_cuts | {finding.cause for finding in self.findings}
 
     def __str__(self) -> str:
         """Write the table, the causes below it, and the verdict."""
@@ -221,7 +222,7 @@ def audit_step(
         optimizer or _make_sgd,
     )
     cuts = list(dict.fromkeys(cuts or default_cuts(subject.global_batch_size, processes)))
-    tolerances = TOLERANCES | _read_tolerances(tolerance)
+    tolerances = {**TOLERANCES, **_read_tolerances(tolerance)}
     _check_arguments(subject, cuts)
 
     true_loop = exact_loop(loss) if loss else loop or own_loss_loop

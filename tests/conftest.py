@@ -3,8 +3,10 @@
 import gc
 import json
 import os
+import re
 import signal
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 gc.disable()  # until all tests are imported, which takes a quarter less time
@@ -30,11 +32,42 @@ from forked import Server
 
 from samestep import interrupt
 from samestep.models import cpu_matmul as products
+from samestep.recipe.extras import EXTRAS
 from samestep.training import capacity
 
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("compare")
 collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, which importing would run
+
+
+TOOLS = {"hypothesis", "lightning", "psutil", "sentence_transformers", "tensorboard", "trl"}
+MISSING = sorted(name for name in TOOLS.union(*EXTRAS.values()) if find_spec(name) is None)
+"""What a bare installation (`pip install . pytest`) lacks: tests that need it are skipped there."""
+BARE = {"test_accumulate", "test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"}
+"""Files of tests of what works without extras: there a missing package is a failure."""
+
+
+def find_missing(text: str, path: Path) -> str:
+    """Find the package that a failure is for want of; empty: there is none, or none may be wanted."""
+    names = "|".join(MISSING)
+    match = re.search(rf"No module named '({names})\b|needs .*?\b({names})\b.* not installed: pip install", text)
+    return (match[1] or match[2]) if MISSING and match and path.stem not in BARE else ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if report.failed and (name := find_missing(str(report.longrepr), collector.path)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {name}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and (name := find_missing(f"{call.excinfo.value!r} {report.longreprtext}", item.path)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: needs {name}")
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

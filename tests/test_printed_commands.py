@@ -247,6 +247,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         monkeypatch.setenv(name, value)
+    words[:1] = [word.removeprefix(".venv/bin/") for word in words[:1]]
     match words:
         case []:
             pass
@@ -265,6 +266,10 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
             check_own_command(command, argv, monkeypatch, capsys, recorder)
         case ["python", "-m", "stepaudit", *argv]:
             check_own_command(command, ["audit-script", *argv] if argv else [], monkeypatch, capsys, recorder)
+        case ["ruff", "format" | "check", "."]:
+            pass
+        case ["python", "-m", "pytest", *files]:
+            assert all(Path(file).is_file() for file in files)
         case ["python", "-c", *_]:
             shell = command.text.replace("python", shlex.quote(sys.executable), 1)
             subprocess.run(shell, shell=True, check=True, timeout=60)

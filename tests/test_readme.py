@@ -1,4 +1,4 @@
-"""The README is short; the commands of docs/hardware.md cut as they say, and the map is whole.
+"""The README is short; the commands of docs/hardware.md cut as they say.
 
 Commands are those of test_printed_commands.py, links of test_links.py, generated tables of test_docs.py.
 """
@@ -52,9 +52,3 @@ def test_the_extras_exist():
     install = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(re.findall(r"pip install \"\.\[(\w+)\]\"", install)) == extras.keys()
-
-
-def test_the_map_names_every_module():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    modules = {path.stem for path in (ROOT / "samestep").glob("*/*.py")} - {"__init__"}
-    assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()

@@ -1,14 +1,114 @@
-"""A terminal that is closed, or a pipe whose reader ends, while a run prints to it: what it saves is saved all the same."""
+"""What a run prints to a terminal, and to a file. A terminal that is closed, or a pipe whose reader ends, while a run prints to
+it: what it saves is saved all the same."""
 
 import contextlib
+import io
 import os
+import re
+import shlex
 import signal
+import sys
 
 import pytest
 from common import metrics, tiny_argv
+from tqdm import tqdm
 
-from samestep import interrupt
-from samestep.training import checkpoint
+from samestep import cli, interrupt
+from samestep._internals import library_output
+from samestep.training import checkpoint, report
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def in_one_style(monkeypatch):
+    """Show progress as a run does, each change at once; other tests have tqdm as it was."""
+    for name in ("display", "clear", "__str__"):
+        monkeypatch.setattr(tqdm, name, getattr(tqdm, name))
+    library_output.show_progress_in_one_style()
+    monkeypatch.setattr(library_output, "LINE_SECONDS", 0)
+    yield
+    for name in ("display_in_place", "clear_in_place"):
+        delattr(tqdm, name)
+
+
+def show_progress(file: io.StringIO, num_steps: int = 3, **options) -> str:
+    """Show a bar of some steps, and a line after each, as evaluations are."""
+    bar = tqdm(desc="Training", unit="steps", file=file, mininterval=0, **{"total": num_steps} | options)
+    for step in range(num_steps):
+        bar.set_postfix_str(f"loss {step}.5, 7,000 tokens/s, 1.20 GB", refresh=False)
+        bar.update()
+        tqdm.write(f"step {step}", file=file)
+    bar.close()
+    return file.getvalue()
+
+
+def test_progress_in_a_file_is_lines(in_one_style):
+    text = show_progress(io.StringIO())
+    assert "\r" not in text
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("step")] == ["step 0", "step 1", "step 2"]
+    progress = [line for line in lines if not line.startswith("step")]
+    assert re.fullmatch(r"Training: 1/3 steps, \d\d:\d\d left, loss 0\.5, 7,000 tokens/s, 1\.20 GB", progress[0])
+    assert progress[-1] == "Training: 3/3 steps, 00:00 left, loss 2.5, 7,000 tokens/s, 1.20 GB"
+    assert sum("3/3" in line for line in progress) == 1
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(in_one_style, monkeypatch):
+    monkeypatch.setattr(library_output, "LINE_SECONDS", 1000)
+    lines = show_progress(io.StringIO()).splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["step 0", "step 1", "step 2", "Training: 3/3 steps"]
+
+
+def test_progress_without_an_end(in_one_style):
+    """As `datasets` reads files: how much there will be is not known."""
+    lines = show_progress(io.StringIO(), total=None).splitlines()
+    assert re.fullmatch(r"Training: 3 steps in \d\d:\d\d", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"), [(120, "1.20 GB"), (68, "7,000 tokens/s"), (52, "loss 2.5"), (34, "left")]
+)
+def test_progress_on_a_terminal_is_one_line(in_one_style, columns, shown):
+    """What stands last is left out where there is no room for it."""
+    text = show_progress(Terminal(), ncols=columns, ascii=False)
+    bars = [part.rstrip() for part in re.split(r"[\r\n]", text) if part.startswith("Training")]
+    assert max(map(len, bars)) <= columns
+    assert bars[-1].startswith("Training: 3/3 steps |█")
+    assert bars[-1].endswith(shown)
+
+
+def test_lines_of_a_file_stand_in_order(monkeypatch):
+    """Those of stdout are written at once, between those of stderr."""
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
+    interrupt.outlive_readers()
+    print("a line")
+    assert file.getvalue() == b"a line\n"
+
+
+def test_the_next_command_is_one(monkeypatch, tmp_path):
+    """The summary names a command that starts here, whether the environment is activated or not."""
+    for path in (os.environ["PATH"], ""):
+        monkeypatch.setenv("PATH", path)
+        program, *words = shlex.split(report._own_command())
+        assert words in ([], ["-m", "samestep"])
+        assert program == "samestep" or os.access(program, os.X_OK)
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(sys, "argv", ["samestep", "watch", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    cli.main()
+    assert (tmp_path / "page.html").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A terminal that is closed
 
 
 @pytest.mark.parametrize("kind", ["SIGHUP", "nohup"])

@@ -8,6 +8,7 @@ import dataclasses
 import fractions
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ ROUNDS = 12
 GROUP = 2048  # samples whose order is computed at once
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Any) -> Any:
     """Apply the finaliser of splitmix64 (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection with full avalanche."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -93,7 +94,7 @@ class Order:
     mixture: tuple[tuple[int, int], ...] = ()
     stages: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         steps_per_epoch(self.num_samples, self.global_batch_size, self.epoch_end)  # checks the rules
 
     @property
@@ -209,7 +210,7 @@ def sample_rng(seed: int, stream: int, epoch: int, sample_id: int) -> np.random.
         epoch: 0 or more.
         sample_id: 0 or more.
     """
-    key = _Key(np.array([seed % 2**64, stream], np.uint64))
+    key: Any = _Key(np.array([seed % 2**64, stream], np.uint64))
     return np.random.Generator(np.random.Philox(key, counter=np.array([0, 0, epoch, sample_id], np.uint64)))
 
 
@@ -222,5 +223,5 @@ class _Key(np.random.bit_generator.ISeedSequence):
     def __init__(self, key: np.ndarray):
         self.key = key
 
-    def generate_state(self, n_words: int, dtype: type = np.uint32) -> np.ndarray:
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
         return self.key

@@ -97,9 +97,9 @@ def deal(
     [[1, 2], [0]]
     """
     process = _deal_to_and_fro(len(micro_batches), num_processes)
-    numbers = [np.flatnonzero(process == rank).tolist() for rank in range(num_processes)]
+    numbers: list[list[int]] = [np.flatnonzero(process == rank).tolist() for rank in range(num_processes)]
     parts = [[micro_batches[number] for number in own] or [micro_batches[0][:0]] for own in numbers]
-    return parts, [own or [None] for own in numbers]
+    return parts, [[*own] if own else [None] for own in numbers]
 
 
 def _deal_to_and_fro(num_items: int, num_processes: int) -> np.ndarray:

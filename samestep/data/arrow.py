@@ -4,12 +4,16 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samestep.recipe.extras import optional
 
-Dataset = optional("datasets").Dataset
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:
+    Dataset = optional("datasets").Dataset
 
 
 class ListColumn:

@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import types
@@ -105,7 +104,7 @@ def draw_captcha(recipe: CaptchaRecognition, sample_id: int, split: str) -> tupl
 
 
 def _draw(text: str, width: int, height: int, secrets: SeededSecrets) -> np.ndarray:
-    module = _module()
+    module: Any = _module()
     module.secrets = secrets
     return np.array(_painter(module, width, height).generate_image(text))
 
@@ -122,7 +121,7 @@ def _module() -> types.ModuleType:
     version = _captcha_version()
     try:
         spec = importlib.util.find_spec("captcha.image")
-        module = importlib.util.module_from_spec(spec)
+        module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         painter, images = module.ImageCaptcha(), []
         for seed in [*range(NUM_CHECKED)] * 2:
@@ -273,16 +272,15 @@ def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int,
     """Draw a split into the file, which appears when it is whole, and return the SHA-256 of its content, hexadecimal."""
     digest = hashlib.sha256()
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")  # of our own: another job may be drawing the same
-    seconds = 0.2 if sys.stderr.isatty() else 10
-    progress = tqdm(total=num_samples, desc=f"Drawing captchas ({split})", unit="image", mininterval=seconds)
+    progress = tqdm(total=num_samples, desc=f"Drawing captchas ({split})", unit="images")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _sweep(file.parent)
         with open(part, "xb") as stream:
             stream.write(bytes(DIGEST_SIZE))
             for rows in _draw_all(recipe, split, num_samples, num_workers or os.cpu_count()):
-                stream.write(rows)
-                digest.update(rows)
+                stream.write(rows.data)
+                digest.update(rows.data)
                 progress.update(len(rows))
             stream.seek(0)
             stream.write(digest.digest())

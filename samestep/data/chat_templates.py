@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import numpy as np
@@ -28,7 +28,10 @@ from samestep.recipe.extras import optional
 from samestep.recipe.rehearsal import SESSION
 
 datasets = optional("datasets")
-Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, Value
+else:
+    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 REHEARSED_VOCABULARY = 1000  # of a rehearsal without the real tokenizer
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")

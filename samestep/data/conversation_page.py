@@ -82,7 +82,7 @@ def _count_lengths(lengths: np.ndarray) -> list[_Bin]:
 def _describe_sources(train: Conversations, held_out: Conversations | None) -> list[dict[str, Any]]:
     """Count samples, tokens and trained tokens of each source, and its held-out samples."""
     lengths = train.tokens.lengths()[train.places]
-    num_trained = np.array([int(train.trained[place].sum()) for place in train.places])
+    num_trained = np.array([int(train.trained[place].sum()) for place in train.places.tolist()])
     held_out_counts = {}
     if held_out is not None:
         counts = np.bincount(held_out.source_numbers, minlength=len(held_out.source_names)).tolist()

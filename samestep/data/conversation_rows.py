@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from samestep.data import doctest_chats, documents, drawn_chats
 from samestep.data.drawn_chats import SPLITS
@@ -23,7 +23,10 @@ from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
 
 datasets, pa = optional("datasets"), optional("pyarrow")
-Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, Value
+else:
+    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features(dict.fromkeys(("columns", "row", "place", "source"), Value("string"))) if datasets else None
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -195,7 +198,7 @@ def load_rows(
     Raises:
         UsageError: names the file and the line of the first row that cannot be used, and the remedy.
     """
-    options = {"wants_pairs": wants_pairs, "train_on": train_on}
+    options: dict[str, Any] = {"wants_pairs": wants_pairs, "train_on": train_on}
     files, keys = documents.find_files(train_file, READERS)
     if names is None:
         names = name_sources(train_file) if len(train_file) <= MAX_SOURCES else ["files"] * len(train_file)
@@ -256,8 +259,8 @@ def load_builtin(recipe: Any, entry: str, split: str, num_samples: int | None, w
         field = "num_train_samples" if split == "train" else "num_validation_samples"
         raise UsageError(f"{field} is not set, but {name} is drawn: say how many samples")
     drawn = {"seed": recipe.seed, "split": split, "level": config or "easy"}
-    key = (name, num_samples, drawn, _hash_file(drawn_chats), _source())
-    return documents.cache_rows(_drawn_rows, FEATURES, key=key, name=name, num_samples=num_samples, **drawn)
+    draws = (name, num_samples, drawn, _hash_file(drawn_chats), _source())
+    return documents.cache_rows(_drawn_rows, FEATURES, key=draws, name=name, num_samples=num_samples, **drawn)
 
 
 def _drawn_rows(name: str, num_samples: int, seed: int, split: str, level: str) -> Iterator[dict[str, str]]:

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,10 @@ from samestep.errors import UsageError
 from samestep.recipe.extras import optional
 
 datasets = optional("datasets")
-Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, List, Value
+else:
+    Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
 
 MAX_PROBLEMS = 10  # different faults of rows that are reported
 KEPT, CUT, TOO_LONG, UNTRAINED = range(4)
@@ -216,7 +219,8 @@ class Conversations:
         if not len(self.places):
             raise UsageError(self._explain_emptiness(description))
         self.source_names, self.source_numbers = self._find_sources()
-        self.entries, self.weights, self.mixture = tuple(entries), weights, ()
+        self.entries, self.weights = tuple(entries), weights
+        self.mixture: tuple[tuple[int, int], ...] = ()
         if sizes is not None and weights is not None:
             self.mixture = self._mix(sizes, weights)
 
@@ -449,7 +453,7 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
     rows = datasets.concatenate_datasets([source.train for source in sources])
     held_out = datasets.concatenate_datasets([source.held_out for source in sources])
     tokenizer = make_tokenizer(recipe, rows)
-    settings = {
+    settings: dict[str, Any] = {
         "train_on": recipe.train_on,
         "max_seq_length": recipe.max_seq_length,
         "truncation": recipe.truncation,
@@ -458,7 +462,10 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
         "has_reference": recipe.objective == "dpo",
         "num_workers": num_workers,
     }
-    mixing = {"sizes": [len(source.train) for source in sources], "entries": [source.entry for source in sources]}
+    mixing: dict[str, Any] = {
+        "sizes": [len(source.train) for source in sources],
+        "entries": [source.entry for source in sources],
+    }
     mixing |= {"weights": recipe.mixture_weights}
     train = Conversations(rows, tokenizer, **settings, **mixing, description="training conversations")
     if not len(held_out):
@@ -483,7 +490,7 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
             problem = str(error)
         if problem is None and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
             state = CUT if cuts else TOO_LONG
-            sequences = [tuple(values[:max_seq_length] for values in sequence) for sequence in sequences]
+            sequences = [(tokens[:max_seq_length], trained[:max_seq_length]) for tokens, trained in sequences]
             is_equal = len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0])
         else:
             is_equal = False

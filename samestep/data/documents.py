@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +25,10 @@ from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
 compute, parquet = optional("pyarrow.compute"), optional("pyarrow.parquet")
-Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, Value
+else:
+    Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
@@ -162,8 +166,8 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     """
     files = find_files(recipe.train_file, READERS)[0] if recipe.train_file else []
     txt_documents = split_txt(recipe.txt_documents, files)
-    source = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
-    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    source: dict[str, Any] = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
+    hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     documents = load_documents(train_file=recipe.train_file, **hub, **source)
     if recipe.validation_file is None:
         train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
@@ -263,7 +267,7 @@ def cache_rows(
 
 def load_hub(
     name: str, config: str | None, split: str | None, num_proc: int | None, alternative: str = "train_file"
-) -> "Dataset | datasets.DatasetDict":
+) -> Any:
     """Load a split of a dataset of the hub, or of a local dataset folder; None: all splits. No code in it is run.
 
     Args:
@@ -505,7 +509,7 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
             closed.
     """
     csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    quoting: Any = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
     rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
     last_line = 0  # number of the last line that was read
     try:

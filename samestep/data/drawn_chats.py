@@ -105,7 +105,7 @@ def _spoil(rng: np.random.Generator, answer: str) -> str:
         place = places[rng.integers(len(places))]
         words[place : place + 2] = words[place + 1], words[place]
         return " ".join(words)
-    place = rng.integers(len(words))
+    place = int(rng.integers(len(words)))
     words[place] = _replace(rng, words[place])
     return " ".join(words)
 

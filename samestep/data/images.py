@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,8 +33,14 @@ from samestep.errors import RunError, UsageError, is_utf8
 from samestep.recipe.extras import optional, require
 from samestep.recipe.recipe import ImageClassification
 
-datasets, PIL = optional("datasets"), optional("PIL")
-Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
+if TYPE_CHECKING:
+    import datasets
+    import PIL
+    from datasets.utils.tqdm import tqdm
+    from PIL import Image, ImageOps
+else:
+    datasets, PIL = optional("datasets"), optional("PIL")
+    Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -186,10 +192,11 @@ class Images:
             ) from error
         rng = None if self.seed is None else sample_rng(self.seed, AUGMENTATION, *sample)
         crops = self.augmentation == "imagenet"
+        size = image.size
         if crops and rng is not None:
-            box = _random_box(*image.size, rng)
+            box: tuple[float, ...] = _random_box(size[0], size[1], rng)
         else:
-            box = _centre_box(*image.size, self.width, self.height, CENTRE if crops else 1.0)
+            box = _centre_box(size[0], size[1], self.width, self.height, CENTRE if crops else 1.0)
         image = image.resize((self.width, self.height), Image.Resampling.BILINEAR, box)
         pixels = np.asarray(image).reshape(self.height, self.width, self.num_channels)
         if rng is None or self.augmentation == "none":
@@ -307,7 +314,7 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int,
     """
     for _ in range(ATTEMPTS):
         area = width * height * rng.uniform(*SCALE)
-        ratio = math.exp(rng.uniform(*map(math.log, RATIO)))
+        ratio = math.exp(rng.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
@@ -553,7 +560,7 @@ def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
 # Images that cannot be decoded
 
 
-def _find_bad_rows(store: Store, num_workers: int | None) -> dict[int, str]:
+def _find_bad_rows(store: Any, num_workers: int | None) -> dict[int, str]:
     """Find the row and the reason of each image that cannot be decoded.
 
     Images that were verified before and have not changed are not read again.
@@ -576,6 +583,7 @@ def _find_bad_rows(store: Store, num_workers: int | None) -> dict[int, str]:
                     pool.imap(verify, unverified_rows, chunksize=CHUNK),
                     total=len(unverified_rows),
                     desc=f"Verifying {store.description}",
+                    unit="images",
                 )
                 for row, fault in zip(unverified_rows, bar, strict=True):
                     results[names[row]] = [marks[row], fault]
@@ -599,7 +607,7 @@ def _verify(store: Store, row: int) -> str | None:
     return None
 
 
-def _find_cache_file(store: Store) -> Path:
+def _find_cache_file(store: Any) -> Path:
     """Return the path of the file that keeps results of verified images, by this version of Pillow."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "verified_images" / f"{_hash(store.place, PIL.__version__)}.json"
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,9 +30,12 @@ from samestep.recipe.recipe import TextClassification
 from samestep.step.losses import IGNORED
 
 datasets, pa, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")
-ClassLabel, Dataset, Features, List, Value = (
-    getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
-)
+if TYPE_CHECKING:
+    from datasets import ClassLabel, Dataset, Features, List, Value
+else:
+    ClassLabel, Dataset, Features, List, Value = (
+        getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
+    )
 
 FEATURES = Features(dict.fromkeys(("text", "pair", "label"), Value("string"))) if datasets else None
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
@@ -344,8 +347,8 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
-    source = {"columns": columns, "num_proc": num_proc}
-    hub = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
+    source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
+    hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
     rows = load_texts(train_file=recipe.train_file, **hub, **source)
     if recipe.validation_file is not None:
         held_out = load_texts(train_file=recipe.validation_file, **source)
@@ -364,7 +367,7 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
         tokenizer = load_tokenizer(
             name, recipe.vocab_size, REQUIRED_TOKENS, "BERT", is_required=recipe.model_name_or_path is not None
         )
-    settings = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
+    settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
     return train, LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(
         held_out
@@ -380,7 +383,7 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
     rows = load_texts(train_file=files, columns=columns, needs_label=False)
     rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(FEATURES)
-    settings = {"max_seq_length": train.max_length, "classes": train.classes}
+    settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
     return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
 
 
@@ -482,7 +485,8 @@ def _source() -> str:
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
     """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
-    current, names = None, None
+    current: str | None = None
+    names: Any = ()
     for file, number, values in read_rows(files):
         if file != current or not all(name in values for name in names if name is not None):
             current, names = file, columns.find(f"{file}:{number}", list(values), needs_label)
@@ -499,7 +503,8 @@ def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]
     for file in files:
         number = 0
         try:
-            for number, values in READERS[Path(file).suffix.lower()](file):
+            read: Any = READERS[Path(file).suffix.lower()]
+            for number, values in read(file):
                 yield file, number, values
         except UsageError:
             raise

@@ -17,7 +17,7 @@ STREAM = 1000  # of random numbers, apart from the streams of the recipes' own s
 class PerSample:
     """A collator whose draws for a sample depend on (seed, epoch, sample id) and on nothing else. See `per_sample`."""
 
-    def __init__(self, collator: Callable[[list], Mapping[str, torch.Tensor]], seed: int):
+    def __init__(self, collator: Any, seed: int):
         if getattr(collator, "seed", None) is not None:
             raise UsageError(
                 f"collator has a seed of its own, {collator.seed}: leave it out, per_sample gives every sample its own"

@@ -14,6 +14,7 @@ accuracies with these.
 import dataclasses
 import functools
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +31,10 @@ from samestep.recipe.extras import optional
 from samestep.recipe.recipe import BertPretraining, ModernBertPretraining
 from samestep.step.losses import IGNORED
 
-Dataset = optional("datasets").Dataset
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:
+    Dataset = optional("datasets").Dataset
 
 # Streams of random numbers (see order.sample_rng).
 CHUNKS, PAIRS, MASKS = 1, 2, 3

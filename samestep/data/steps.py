@@ -32,6 +32,9 @@ class SampleSource(Protocol):
 
     max_length: int  # no sample is longer
 
+    def __len__(self) -> int:
+        """Count the samples."""
+
     def draw(self, epoch: int, sample_id: int) -> Any:
         """Draw a `Sample`; cheap, since every process draws the whole global batch to know its lengths."""
 
@@ -136,11 +139,12 @@ class Steps(Dataset):
         self.deals_whole, self.noise_scale_steps = deals_whole, noise_scale_steps
 
     def __getitem__(self, step: int) -> StepData:
+        source: Any = self.source  # one with a mixture counts samples by source, too
         # Arrays are over the step's samples, [global batch]. `parts` has a list for each process: its micro-batches, as arrays
         # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
-        parts, numbers = self._partition(step, lengths)
-        places, numbers = parts[self.process_index], numbers[self.process_index]
+        parts, numbers_of_all = self._partition(step, lengths)
+        places, numbers = parts[self.process_index], numbers_of_all[self.process_index]
         if self.same_num_micro_batches:
             num_missing = max(map(len, parts)) - len(places)
             places, numbers = places + [places[0][:0]] * num_missing, numbers + [None] * num_missing
@@ -158,7 +162,7 @@ class Steps(Dataset):
             numbers=numbers,
             micro_batch_counts=counts,
             is_measured=self._is_measured(step, len(samples)),
-            num_samples_by_source=self.source.count_by_source(ids) if self.order.mixture else {},
+            num_samples_by_source=source.count_by_source(ids) if self.order.mixture else {},
             sizes=[list(map(len, micro_batches)) for micro_batches in parts],
         )
 
@@ -199,7 +203,7 @@ class Steps(Dataset):
                 self.max_tokens is not None
             ):  # as many samples in each as if all were the longest: lengths decide nothing
                 cap = min(cap, max(1, self.max_tokens // max(1, int(lengths.max()))))
-            parts = partition_at_random(len(lengths), num_processes, cap, deals_whole=self.deals_whole)
+            parts: Any = partition_at_random(len(lengths), num_processes, cap, deals_whole=self.deals_whole)
             if self.deals_whole:
                 return deal(parts, num_processes)
             return parts, [[None] * len(micro_batches) for micro_batches in parts]

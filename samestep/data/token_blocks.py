@@ -11,6 +11,7 @@ every epoch from (seed, epoch). `SeparateDocuments` makes a sample of each docum
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +27,10 @@ from samestep.recipe.extras import optional
 from samestep.recipe.recipe import CausalLmPretraining, CausalPretraining
 
 datasets = optional("datasets")
-Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
+if TYPE_CHECKING:
+    from datasets import Dataset, Features, List, Value
+else:
+    Dataset, Features, List, Value = datasets.Dataset, datasets.Features, datasets.List, datasets.Value
 
 RING = 4  # stream of random numbers (see order.sample_rng)
 
@@ -86,6 +90,9 @@ class TokenBlocks:
             new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
         )
         self.tokens = ListColumn(table, "tokens")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def __str__(self) -> str:
         """Say how many samples there are, and of how much text."""
@@ -245,7 +252,11 @@ def build(recipe: CausalPretraining, num_proc: int | None = None) -> tuple[Token
         train = {"byte_level_bpe": train_byte_level_bpe, "characters": train_characters}[recipe.tokenizer]
         tokenizer = train(documents, recipe.vocab_size)
     kind = PackedBlocks if recipe.packing else SeparateDocuments
-    settings = {"block_size": recipe.block_size, "document_mask": recipe.document_mask, "num_proc": num_proc}
+    settings: dict[str, Any] = {
+        "block_size": recipe.block_size,
+        "document_mask": recipe.document_mask,
+        "num_proc": num_proc,
+    }
     settings["is_row"] = isinstance(recipe, CausalLmPretraining)
     blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
     return blocks, kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None

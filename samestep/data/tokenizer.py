@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,8 +16,12 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
 
-datasets = optional("datasets")
-Dataset = datasets.Dataset
+if TYPE_CHECKING:
+    import datasets
+    from datasets import Dataset
+else:
+    datasets = optional("datasets")
+    Dataset = datasets.Dataset
 
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"

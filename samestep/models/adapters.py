@@ -13,14 +13,14 @@ from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, nearest, reason
 from samestep.models import quantization
 from samestep.recipe import extras
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import CausalLmFineTuning
 
 ALL_LINEAR = "all-linear"
 BASE = "base"
 """Folder of a base that is nowhere else, beside its adapter."""
 
 
-def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
+def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
     """Add adapters to a causal language model, in place, with random weights of torch's seed, in float32 or wider.
 
     A weight W [out, in] becomes W + s B A, with B [out, rank] of zeros and A [rank, in] random; s is lora_alpha / rank, or
@@ -68,7 +68,7 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         ) from None
 
 
-def _check_names(model: PreTrainedModel, recipe: Recipe) -> None:
+def _check_names(model: PreTrainedModel, recipe: Any) -> None:
     """Raise UsageError for a name that no module has: peft trains nothing for it where another name is found."""
     names = [name for name, _ in model.named_modules()]
     for field in ("lora_targets", "modules_to_save"):
@@ -109,7 +109,7 @@ def save_adapter(model: Any, tokenizer: Any, folder: Path, has_base: bool) -> No
         tokenizer.save_pretrained(folder / BASE)
 
 
-def find_base_dtype(recipe: Recipe) -> torch.dtype:
+def find_base_dtype(recipe: CausalLmFineTuning) -> torch.dtype:
     """Find the type in which a recipe's base is saved, as its config says; float32 for random weights."""
     if recipe.model_name_or_path is None:
         return torch.float32

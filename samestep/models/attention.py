@@ -13,7 +13,7 @@ in a classifier, keys and values are not computed either (`_attention_alone`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -53,7 +53,7 @@ def unpad(model: Model, kernel: str = "eager") -> Model:
 
 def kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, settings: LanguageModelSettings
-) -> dict[str, functools.partial]:
+) -> dict[str, Callable[[], object]]:
     """List the kernels of attention and of matmuls that may be the fastest, the safe one first, for `kernels.choose`.
 
     Args:
@@ -73,7 +73,9 @@ def kernel_candidates(
     if device.type == "cuda" and mixed_precision != "no" and not model.config.attention_probs_dropout_prob:
         names.append("varlen")
     names = [kernel] if kernel else names
-    candidates = {name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names}
+    candidates: dict[str, Callable[[], object]] = {
+        name: functools.partial(model.set_attn_implementation, f"unpadded_{name}") for name in names
+    }
     return candidates if settings.torch_compile else cpu_matmul.add_onednn(candidates, model, device, mixed_precision)
 
 
@@ -341,7 +343,8 @@ class _ToTables(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _pick(gradient, *ctx.saved_tensors, ctx.num_rows), None, None
+        (place,) = ctx.saved_tensors
+        return _pick(gradient, place, ctx.num_rows), None, None
 
 
 class _FromTables(torch.autograd.Function):

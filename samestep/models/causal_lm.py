@@ -28,7 +28,7 @@ from samestep.models import adapters, cpu_matmul, packing, quantization, sequenc
 from samestep.models.pretrained import causal_attention, initial_model
 from samestep.models.sequences import Sequences
 from samestep.models.summed_losses import SummedLosses
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import CausalLmFineTuning
 from samestep.recipe.run_settings import CausalLmFineTuningSettings, LanguageModelSettings
 from samestep.step import losses, noise, preferences
 
@@ -58,7 +58,7 @@ model = PeftModel.from_pretrained(base, "OUTPUT_DIR")
 tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
-def build_model(recipe: Recipe, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
 
     A reward model has a head of one score instead of tokens, with random weights if the file has none.
@@ -108,7 +108,7 @@ def build_model(recipe: Recipe, source: Any = None, shape: Mapping[str, Any] | N
     return model
 
 
-def choose_config(recipe: Recipe, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
+def choose_config(recipe: Any, tokenizer: Any) -> tuple[type[PreTrainedConfig], dict[str, Any]]:
     """Return the class of an architecture's config, and its values for the shape of a recipe, without fields that are None."""
     try:
         default = AutoConfig.for_model(recipe.architecture)
@@ -204,7 +204,7 @@ class CausalLmSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, source: Any, shape: Mapping[str, Any] | None = None) -> Self:
+    def from_recipe(cls, recipe: Any, source: Any, shape: Mapping[str, Any] | None = None) -> Self:
         """Build the model of a recipe.
 
         Args:
@@ -222,13 +222,13 @@ class CausalLmSums(SummedLosses):
             dtype = adapters.find_base_dtype(recipe)
             if dtype in (torch.bfloat16, torch.float16) and not recipe.use_dora:
                 quantization.hold_base(model, dtype)
-        objective, terms = recipe.objective, recipe.loss_weights
+        objective, terms = recipe.objective, tuple(recipe.loss_weights)
         sums = cls(model, objective, recipe.loss_weighting, terms, recipe.preference_beta, recipe.preference_margin)
-        sums.notes += notes
+        sums.notes = [*sums.notes, *notes]
         return sums
 
     @classmethod
-    def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
+    def example(cls, recipe: CausalLmFineTuning, num_samples: int) -> dict[str, torch.Tensor | None]:
         length, num_sequences = recipe.max_seq_length, num_samples * (1 if recipe.objective == "sft" else 2)
         place = torch.arange(length * num_sequences)
         label_index = place.view(num_sequences, length)[:, :-1].flatten()
@@ -458,7 +458,7 @@ class CausalLmSums(SummedLosses):
     def save(
         self,
         folder: Path,
-        recipe: Recipe,
+        recipe: CausalLmFineTuning,
         settings: CausalLmFineTuningSettings,
         train: Any,
         held_out: Any = None,
@@ -531,7 +531,7 @@ class CausalLmSums(SummedLosses):
                 model.set_attn_implementation(kernel)
 
 
-def _find_adapter_usage(recipe: Recipe, usage: str) -> str:
+def _find_adapter_usage(recipe: CausalLmFineTuning, usage: str) -> str:
     """Write the lines of Python that load an adapter: those of a whole model, unless its base needs more to be said."""
     if recipe.model_name_or_path is not None and recipe.base_quantization is None:
         return usage

@@ -18,8 +18,8 @@ _replacements: torch.library.Library | None = None
 
 
 def add_onednn(
-    candidates: Mapping[str, Callable[[], None]], model: nn.Module, device: torch.device, mixed_precision: str
-) -> dict[str, Callable[[], None]]:
+    candidates: Mapping[str, Callable[[], object]], model: nn.Module, device: torch.device, mixed_precision: str
+) -> dict[str, Callable[[], object]]:
     """Add to kernel candidates, where matmuls are in float32 on a CPU, the same ones with oneDNN's matmul.
 
     Args:
@@ -30,7 +30,9 @@ def add_onednn(
     Returns:
         name -> function, as `candidates`; those with oneDNN follow the others.
     """
-    both_libraries = {name: partial(_use_kernels, candidate, None) for name, candidate in candidates.items()}
+    both_libraries: dict[str, Callable[[], object]] = {
+        name: partial(_use_kernels, candidate, None) for name, candidate in candidates.items()
+    }
     is_float32 = mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
     if device.type == "cpu" and is_float32 and has_onednn():
         both_libraries |= {
@@ -39,7 +41,7 @@ def add_onednn(
     return both_libraries
 
 
-def _use_kernels(candidate: Callable[[], None], library: str | None) -> None:
+def _use_kernels(candidate: Callable[[], object], library: str | None) -> None:
     candidate()
     use(library)
 

@@ -40,7 +40,7 @@ class PretrainingSums(SummedLosses):
         yield self.gpt2
 
     @classmethod
-    def from_recipe(cls, recipe: Gpt2Pretraining, source: Any) -> Self:
+    def from_recipe(cls, recipe: Gpt2Pretraining, source: Any = None) -> Self:
         return cls(build_model(recipe, 0 if source is None else source.end_of_text), recipe.block_size)
 
     @classmethod

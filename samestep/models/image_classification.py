@@ -33,7 +33,7 @@ class ClassificationSums(SummedLosses):
         self.resnet, self.memory_format, self.label_smoothing = resnet, torch.contiguous_format, label_smoothing
 
     @classmethod
-    def from_recipe(cls, recipe: ImageClassification, source: Any) -> Self:
+    def from_recipe(cls, recipe: ImageClassification, source: Any = None) -> Self:
         numbers = [str(number) for number in range(recipe.num_labels)]
         return cls(build_model(recipe, numbers if source is None else source.classes), recipe.label_smoothing)
 

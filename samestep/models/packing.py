@@ -121,11 +121,14 @@ def _compute(
     lengths: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the logits of a row of tokens, [M, classes], and the gradient of the embeddings, [M, width]."""
-    embeddings = []
+    embeddings: list[torch.Tensor] = []
+
+    def detach(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
+
     # A tensor of its own, so that no gradient of the table of embeddings is computed
-    handle = model.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: embeddings.append(output.detach().requires_grad_()) or embeddings[-1]
-    )
+    handle = model.get_input_embeddings().register_forward_hook(detach)
     try:
         with torch.enable_grad(), sequences.within(row):
             hidden = _last_hidden(model, input_ids=input_ids[None], position_ids=position_ids[None])[0]

@@ -1,6 +1,7 @@
 """Make transformers' models with initial weights, choose their attention kernels, and let them continue texts."""
 
 import pickle
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def causal_attention(device: torch.device, mixed_precision: str, length: int) ->
 
 def causal_kernel_candidates(
     model: PreTrainedModel, device: torch.device, mixed_precision: str, length: int, kernel: str | None = None
-) -> dict[str, partial]:
+) -> dict[str, Callable[[], object]]:
     """List the kernels of attention and of matmuls that may be the fastest, for `kernels.choose`.
 
     The kernel of `causal_attention` with torch's own matmul comes first.

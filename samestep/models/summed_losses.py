@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_settings import RunSettings
 
 
 class SummedLosses(nn.Module):
@@ -27,19 +25,19 @@ class SummedLosses(nn.Module):
     notes: Sequence[str] = ()
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, source: Any) -> Self:
+    def from_recipe(cls, recipe: Any, source: Any = None) -> Self:
         """Build the model of a recipe, with random weights (of torch's seed) or those of `model_name_or_path`; here without
         arguments.
 
         Args:
-            recipe: decides the shapes.
+            recipe: of the task; decides the shapes.
             source: the training data, which may decide the number of classes or the vocabulary; None: the recipe decides, as
                 for the planner.
         """
         return cls()
 
     @classmethod
-    def example(cls, recipe: Recipe, num_samples: int) -> dict[str, torch.Tensor | None]:
+    def example(cls, recipe: Any, num_samples: int) -> dict[str, torch.Tensor | None]:
         """Make up a micro-batch of samples of the greatest length, to trace memory with; its content means nothing.
 
         Args:
@@ -49,7 +47,7 @@ class SummedLosses(nn.Module):
         raise NotImplementedError
 
     def kernel_candidates(
-        self, device: torch.device, mixed_precision: str, settings: RunSettings
+        self, device: torch.device, mixed_precision: str, settings: Any
     ) -> Mapping[str, Callable[[], object]]:
         """Return, by name, functions that make the model use the kernels that may be the fastest; the safe ones come first.
 

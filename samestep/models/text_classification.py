@@ -40,7 +40,7 @@ class ClassificationSums(SummedLosses):
         self.bert = attention.unpad(bert)
 
     @classmethod
-    def from_recipe(cls, recipe: TextClassification, source: Any) -> Self:
+    def from_recipe(cls, recipe: TextClassification, source: Any = None) -> Self:
         numbers = [str(number) for number in range(recipe.num_labels or 2)]
         return cls(build_model(recipe, numbers if source is None else source.classes))
 

@@ -264,7 +264,8 @@ def trace_recipe(
         values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"]}
         recipe = dataclasses.replace(recipe, model_name_or_path=None, **values)
     elif hasattr(recipe, "model_name_or_path"):
-        recipe = dataclasses.replace(recipe, model_name_or_path=None)
+        no_weights: dict[str, Any] = {"model_name_or_path": None}
+        recipe = dataclasses.replace(recipe, **no_weights)
 
     def build() -> SummedLosses:
         with transformers_models.skip_weight_initialization():
@@ -527,11 +528,11 @@ def traced_model(name_or_path: str, length: int, attn_implementation: str = "sdp
         unit="token" if is_text else "image",
         kernels="eager" if is_text else "channels_last",
         kernels_per_layer=trace.kernels,
-        forward=tuple(forward for forward, _ in lines),
-        backward=tuple(backward for _, backward in lines),
+        forward=(lines[0][0], lines[1][0]),
+        backward=(lines[0][1], lines[1][1]),
     )
 
 
 def _group_by_pass(peaks: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
     """Reorder [pair][end][pass] to [pass][pair][end]; the passes are forward and backward."""
-    return [[tuple(end[index] for end in pair) for pair in peaks] for index in (0, 1)]
+    return [[(pair[0][index], pair[1][index]) for pair in peaks] for index in (0, 1)]

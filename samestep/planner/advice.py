@@ -148,8 +148,8 @@ def _describe(estimate: batch_size.Estimate) -> dict[str, Any]:
 
 def _find_noise_scale(share: batch_size.SignalShare, batch: int, number: int) -> batch_size.Estimate:
     """Find the noise scale that would give the mean share of the signal, and its interval."""
-    sizes = [batch / part - batch if part > 0 else math.inf for part in (share.value, share.high, share.low)]
-    return batch_size.Estimate(*sizes, number)
+    value, low, high = (batch / part - batch if part > 0 else math.inf for part in (share.value, share.high, share.low))
+    return batch_size.Estimate(value, low, high, number)
 
 
 def _count_targets(noises: list[dict[str, Any]]) -> dict[str, float]:
@@ -189,14 +189,15 @@ def _count_micro_batches(batch: int, hardware: dict[str, Any]) -> int | None:
     """Count the micro-batches of a process, k; None: the run does not say what fits."""
     if not hardware["samples_at_once"]:
         return None
-    return math.ceil(batch / ((hardware["num_processes"] or 1) * hardware["samples_at_once"]))
+    at_once: int = (hardware["num_processes"] or 1) * hardware["samples_at_once"]
+    return math.ceil(batch / at_once)
 
 
 def _round_to_micro_batches(batch: float, old_batch: int, hardware: dict[str, Any]) -> int:
     """Round a batch down to full micro-batches of all processes, if that changes it by less than a tenth."""
     whole = max(1, math.floor(batch))
     if hardware["samples_at_once"]:
-        unit = (hardware["num_processes"] or 1) * hardware["samples_at_once"]
+        unit: int = (hardware["num_processes"] or 1) * hardware["samples_at_once"]
         rounded = whole // unit * unit
         if rounded > 0.9 * whole and (rounded - old_batch) * (whole - old_batch) > 0:
             return rounded

@@ -112,7 +112,7 @@ def _spread(value: float | None) -> list[float] | None:
 def _describe_model(workload: Workload) -> dict[str, Any]:
     """Describe the model, FLOPs and activations of a sample, and the schedule."""
     model, schedule, num_steps = workload.model, workload.schedule, workload.num_steps
-    answer = {
+    answer: dict[str, Any] = {
         "num_parameters": model.num_parameters,
         "states": workload.state_bytes,
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",

@@ -188,7 +188,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     def need(field: str) -> int:
         if config.get(field) is None:
             raise UsageError(f"{name}: its configuration has no {field}")
-        return config[field]
+        return int(config[field])
 
     heads, layers = need("num_attention_heads"), need("num_hidden_layers")
     values: dict[str, Any] = {

@@ -106,7 +106,7 @@ def t_quantile(probability: float, degrees: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sum(term / degrees**power for power, term in enumerate(terms))
+    return float(sum(term / degrees**power for power, term in enumerate(terms)))
 
 
 def estimate(measurements: Sequence[Measurement], confidence: float = CONFIDENCE) -> Estimate:

@@ -448,7 +448,7 @@ class Decoder:
             per_layer = shape.num_experts * self.hidden_size
             per_layer += shape.experts_per_token * 3 * self.hidden_size * shape.expert_size
             matrices += shape.num_mixtures * per_layer
-        seen = [t] * self.num_layers
+        seen: list[float] = [t] * self.num_layers
         if shape.window is not None and shape.window < t:
             near = 2 * shape.window - shape.window**2 / t
             seen = [t] * shape.num_global + [near] * (self.num_layers - shape.num_global)

@@ -159,7 +159,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
         keep_trailing_newline=True,
     )
     environment.filters |= {"quote": shlex.quote, "indent_by": _indent}
-    return environment.get_template(engine.template).render(
+    job: str = environment.get_template(engine.template).render(
         name=re.sub(r"[^a-z0-9-]+", "-", workload.name.lower()).strip("-") or "training",
         num_nodes=hardware.num_nodes,
         devices_per_node=hardware.num_processes // hardware.num_nodes,
@@ -178,6 +178,7 @@ def write_job(engine_name: str, placement: Placement, run_words: Sequence[str], 
         submit=shlex.join(engine.submit),
         **{"image": None} | values,
     )
+    return job
 
 
 def _list_environment(placement: Placement) -> dict[str, str]:

@@ -145,7 +145,7 @@ def set_network(device: Device, bandwidth: str | None) -> Device:
     if bandwidth is None:
         return device
     value = read_bandwidth("network", bandwidth, "25GB/s, 200Gb/s", "the bandwidth of a node and direction")
-    changes = {"network": "as asked", "network_gb_per_s": value, "network_per_device": False}
+    changes: dict[str, Any] = {"network": "as asked", "network_gb_per_s": value, "network_per_device": False}
     return dataclasses.replace(device, **changes)
 
 
@@ -178,7 +178,8 @@ def load_device(name_or_file: str) -> Device:
     if not name_or_file.endswith((".yaml", ".yml")):
         path = DEVICES / f"{find_device(name_or_file)}.yaml"
         values = {"name": path.stem} | read_yaml(path, f"device {format_name(path)}")
-        return build(Device, values, f"device {path.stem}")
+        shipped: Device = build(Device, values, f"device {path.stem}")
+        return shipped
     values = _read_file(name_or_file, ())
     own, peak = dict(OWN), values.get("bf16_tflops") or values.get("fp16_tflops")
     if isinstance(peak, int | float):
@@ -189,7 +190,8 @@ def load_device(name_or_file: str) -> Device:
         values["notes"] = [f"{format_name(name_or_file)} leaves out, and the plan takes: {', '.join(texts)}"] * bool(
             texts
         )
-    return build(Device, assumed | values, f"device {format_name(name_or_file)}")
+    device: Device = build(Device, assumed | values, f"device {format_name(name_or_file)}")
+    return device
 
 
 FP32_SHARE = 16

@@ -57,7 +57,8 @@ def model_from_recipe(recipe: Recipe) -> Model:
     if recipe.parts.shape is None:
         tasks = ", ".join(task for task, recipe_class in TASKS.items() if recipe_class.parts.shape is not None)
         raise UsageError(f"task {recipe.task} has no formula for its size, compute and memory: known are {tasks}")
-    return recipe.parts.find("shape")(recipe)
+    model: Model = recipe.parts.find("shape")(recipe)
+    return model
 
 
 def bert_pretraining(recipe: BertPretraining) -> Transformer:
@@ -122,7 +123,7 @@ def has_formula(recipe: Recipe) -> bool:
     if not isinstance(recipe, CausalLmFineTuning | CausalLmPretraining):
         return True
     path = getattr(recipe, "model_name_or_path", None)
-    config = {"model_type": recipe.architecture}
+    config: dict[str, Any] = {"model_type": recipe.architecture}
     if path is not None:
         config = base_models.find_local_config(path) or {}
     return base_models.find_kind(config) in base_models.MODEL_TYPES
@@ -256,13 +257,14 @@ def planned_memory(
     parts = (num_shards or layout.num_processes) if sharded else 1
     trained = -(-count_trained(model) // parts)
     weights = -(-model.weight_bytes // parts) if isinstance(model, Decoder) else 4 * trained
-    options = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
+    options: dict[str, Any] = {"autocast": mixed_precision != "no", "gradient_checkpointing": gradient_checkpointing}
     if sharded:
         options |= {
             "gathered_bytes": gathered_bytes(mixed_precision, fsdp_gather),
             "num_processes": parts,
         }
-    first, *later = (model.sharded_peaks if sharded else model.peaks)(num_samples, **options)
+    peaks = model.sharded_peaks if sharded and not isinstance(model, ConvNet) else model.peaks
+    first, *later = peaks(num_samples, **options)
     if offloaded:
         trained = weights = 0
     gradients, moments = gradient_bytes * trained, round(moment_bytes * trained)

@@ -99,8 +99,8 @@ def make_model_workload(name: str, length: int, global_batch_size: int, changes:
     Raises:
         UsageError: a length above the model's number of positions, a field that the recipe does not have.
     """
-    own = {"model_name_or_path": name, "max_seq_length": length, "global_batch_size": global_batch_size}
-    values = overlay(_load_starting_values(), own | {"learning_rate_batch_size": global_batch_size} | changes)
+    own: dict[str, Any] = {"model_name_or_path": name, "max_seq_length": length, "global_batch_size": global_batch_size}
+    values = overlay(_load_starting_values(), own | {"learning_rate_batch_size": global_batch_size} | dict(changes))
     return from_recipe(build(CausalLmFineTuning, values, "recipe"))
 
 
@@ -217,7 +217,7 @@ def find_remedies(
             changes = {**method.changes, **({length_field: length} if length_field else {})}
             if length_field and length == workload.model.length:
                 del changes[length_field]
-            placement = try_placement(lambda changes=changes: make(changes), hardware, **options) if changes else None
+            placement = try_placement(functools.partial(make, changes), hardware, **options) if changes else None
             if placement is not None:
                 here.append(Remedy(changes, placement))
                 break

@@ -78,7 +78,7 @@ def page(answer: dict[str, Any]) -> str:
     answer = dict.fromkeys(OPTIONAL) | answer
     parts = {"memory": _memory(answer), "time": _time(answer), "scaling": _scaling(answer), "rate": _rate(answer)}
     parts["comparison"] = _comparison(answer["rows"])
-    return environment.get_template("page.html.j2").render(answer=answer, **parts)
+    return str(environment.get_template("page.html.j2").render(answer=answer, **parts))
 
 
 def fits_page(answer: dict[str, Any], table: Sequence[Sequence[str]], band: str) -> str:
@@ -134,7 +134,7 @@ def _bar(name: str, note: str, parts: list[tuple[str, str, float]], is_chosen: b
     return _Bar(name, note, [(*part, start) for part, start in zip(parts, starts, strict=True)], end, is_chosen)
 
 
-def _memory(answer: dict) -> dict[str, Any]:
+def _memory(answer: dict[str, Any]) -> dict[str, Any]:
     own_size, capacity = answer["per_device_train_batch_size"], answer["memory_of_device"]
     cuts = answer["micro_batches"] or [
         {
@@ -163,11 +163,11 @@ def _memory(answer: dict) -> dict[str, Any]:
     longest = max(cut["needed"] for cut in cuts)
     axis = linear_axis("GB (1e9 bytes)", min(1.03 * max(longest, capacity), LONGEST_BAR * capacity) / 1e9)
     columns = [f"{_name(item)}, GB" for item in item_numbers]
-    parts = {"item_numbers": item_numbers, "axis": axis, "bars": bars, "columns": columns, "rows": rows}
-    return parts | {"is_choice": len(cuts) > 1}
+    shown: dict[str, Any] = {"item_numbers": item_numbers, "axis": axis, "bars": bars, "columns": columns, "rows": rows}
+    return shown | {"is_choice": len(cuts) > 1}
 
 
-def _time(answer: dict) -> dict[str, Any]:
+def _time(answer: dict[str, Any]) -> dict[str, Any]:
     time = answer["time"]
     parts = {name: value for name, value in time.items() if name not in ("communication", "at_peak", "total")}
     size, unit = (1, "seconds") if time["total"] >= 1 else (1e3, "milliseconds")
@@ -181,7 +181,7 @@ def _time(answer: dict) -> dict[str, Any]:
     return {"parts": parts, "axis": linear_axis(unit, 1.03 * size * time["total"]), "bars": bars, "hidden": hidden}
 
 
-def _scaling(answer: dict) -> dict[str, Any] | None:
+def _scaling(answer: dict[str, Any]) -> dict[str, Any] | None:
     scale = answer["scale"]
     if not scale:
         return None
@@ -206,7 +206,7 @@ def _scaling(answer: dict) -> dict[str, Any] | None:
     }
 
 
-def _speeds(numbers: dict | None) -> list[str]:
+def _speeds(numbers: dict[str, Any] | None) -> list[str]:
     if numbers is None:
         return ["–"] * 4
     waiting = _percent(numbers["exposed_communication"] / numbers["seconds"])
@@ -214,7 +214,7 @@ def _speeds(numbers: dict | None) -> list[str]:
     return [speed, _seconds(numbers["seconds"]), _percent(numbers["efficiency"]), waiting]
 
 
-def _comparison(rows: list[dict] | None) -> dict[str, Any] | None:
+def _comparison(rows: list[dict[str, Any]] | None) -> dict[str, Any] | None:
     """Compute the table of several hardware, the one of this page first; None: there is one only."""
     placed = [row for row in rows or [] if "problem" not in row]
     if not rows or len(rows) < 2:
@@ -261,13 +261,13 @@ def _shorten(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-def _options(row: dict) -> str:
+def _options(row: dict[str, Any]) -> str:
     names = [row["mixed_precision"].replace("no", "float32")]
     names += ["checkpointing"] * row["gradient_checkpointing"] + ["sharded weights"] * row["sharded"]
     return ", ".join(names)
 
 
-def _rate(answer: dict) -> dict[str, Any] | None:
+def _rate(answer: dict[str, Any]) -> dict[str, Any] | None:
     """Compute the chart of the learning rate; None: no schedule."""
     points = answer["learning_rates"]
     if not points:

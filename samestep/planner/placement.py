@@ -421,8 +421,10 @@ def _predict_time(
     num_shards: int | None = None,
 ) -> StepTime:
     model = workload.model
-    options = {"kernels": model.kernels, "optimizer_bytes": workload.optimizer_bytes, "sharded": sharded}
-    software = dataclasses.replace(default_software(precision, **options), orthogonalized=workload.orthogonalized)
+    software = default_software(
+        precision, kernels=model.kernels, optimizer_bytes=workload.optimizer_bytes, sharded=sharded
+    )
+    software = dataclasses.replace(software, orthogonalized=workload.orthogonalized)
     work = count_work(model, precision)
     options = {"gradient_checkpointing": checkpointing, "sharded": sharded, "num_shards": num_shards}
     return step_time(work, layout, hardware, precision, software, **options)

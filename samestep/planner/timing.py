@@ -164,7 +164,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
     (876, 346)
     """
     is_decoder = isinstance(model, Decoder)
-    count_bytes = model.traffic_bytes if is_decoder else model.saved_bytes
+    count_bytes = model.traffic_bytes if isinstance(model, Decoder) else model.saved_bytes
     return Work(
         flops=model.flops_per_sample,
         saved_bytes=count_bytes(autocast=mixed_precision != "no"),
@@ -173,7 +173,7 @@ def count_work(model: Model, mixed_precision: str) -> Work:
         kernels_per_layer=model.kernels_per_layer,
         num_logits=model.num_logits,
         num_trained=count_trained(model),
-        forward_share=model.forward_share if is_decoder else 1 / 3,
+        forward_share=model.forward_share if isinstance(model, Decoder) else 1 / 3,
         is_sustained=is_decoder,
     )
 
@@ -283,7 +283,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(dataclasses.astuple(self)) - self.communication - self.at_peak
+        return float(sum(dataclasses.astuple(self))) - self.communication - self.at_peak
 
     @property
     def share_of_peak(self) -> float:

@@ -96,9 +96,14 @@ class Workload:
     def find_refusal(self, mixed_precision: str, is_sharded: bool) -> Refusal | None:
         """Find what the program that trains it has against a launch; None: nothing."""
         accumulation = "gradient" if self.gradient_bytes else "optimizer"
-        options = {"may_shard": self.may_shard, "accumulation": accumulation, "optimizer": self.optimizer}
-        options |= {"base_quantization": self.base_quantization}
-        return find_refusal(mixed_precision=mixed_precision, is_sharded=is_sharded, **options)
+        return find_refusal(
+            mixed_precision=mixed_precision,
+            is_sharded=is_sharded,
+            may_shard=self.may_shard,
+            accumulation=accumulation,
+            optimizer=self.optimizer,
+            base_quantization=self.base_quantization,
+        )
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
@@ -177,7 +182,6 @@ def from_recipe(
         UsageError: a task without a formula, eager attention for a model without attention, an impossible schedule.
     """
     model = _set_attention(model_from_recipe(recipe), attention, recipe.name)
-    is_image = isinstance(recipe, ImageRecipe)
     optimizer = recipe.optimizer_name
     num_samples = num_train_samples or getattr(recipe, "num_train_samples", None)
     num_steps, per_epoch = recipe.max_train_steps, None
@@ -206,7 +210,9 @@ def from_recipe(
         gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
         second_moment=recipe.second_moment,
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
-        batch_normalization=is_image and recipe.normalization == "batch" and not recipe.exact_batch_norm,
+        batch_normalization=isinstance(recipe, ImageRecipe)
+        and recipe.normalization == "batch"
+        and not recipe.exact_batch_norm,
         may_shard=recipe.parts.find("settings").may_shard,
         optimizer=optimizer,
         base_quantization=getattr(recipe, "base_quantization", None),

@@ -87,7 +87,7 @@ def load(
             )
         return recipe
     trained = next(name for name, fields in SHAPES.items() if all(hasattr(recipe, field) for field in fields))
-    model_type = config.get("model_type")
+    model_type: Any = config.get("model_type")
     if MODEL_TYPES.get(model_type, model_type) != trained:
         raise UsageError(
             f"{location} is a model of type {format_value(model_type)}, but {recipe.task} trains {trained}: give a checkpoint "
@@ -101,7 +101,12 @@ def load(
             f"--{field} out, the weights decide it"
             for field in typed
         )
-    if path == changes.get("model_name_or_path") and "tokenizer_name" not in changes and _has_tokenizer(path):
+    if (
+        path is not None
+        and path == changes.get("model_name_or_path")
+        and "tokenizer_name" not in changes
+        and _has_tokenizer(path)
+    ):
         other |= {"tokenizer_name": None} if getattr(recipe, "tokenizer_name", None) is not None else {}
     if other:
         texts = [f"{field} {format_value(value)} (not {getattr(recipe, field)})" for field, value in other.items()]

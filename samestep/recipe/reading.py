@@ -138,7 +138,7 @@ class _StrictLoader(yaml.SafeLoader):
         finally:
             self.depth -= 1
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

@@ -250,13 +250,18 @@ class Recipe:
         """16 hex digits (SHA-256) of all fields that decide the steps; recipes with equal fingerprints take equal steps."""
         return hashlib.sha256(json.dumps(self.decisive_fields(), sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Name and weight of each loss term."""
+        raise NotImplementedError
+
     def decisive_fields(self) -> dict[str, Any]:
         """Return the fields that decide the steps, as plain JSON values.
 
         The places of the data are not among them: the data pipeline fingerprints the data's content.
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["decides"]}
-        return json.loads(json.dumps(values))
+        return dict(json.loads(json.dumps(values)))
 
     @property
     def data_name(self) -> str | None:
@@ -328,8 +333,13 @@ class Recipe:
         is_decayed = self.lr_scheduler_type in schedule.STABLE
         longest = base.find_last_warmup()
         if num_warmup_steps > longest:
-            names = {"num_warmup_steps": None, "warmup_epochs": None, "warmup_ratio": 0.1}
-            tenth = schedule.warmup_steps(**names, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+            tenth = schedule.warmup_steps(
+                num_warmup_steps=None,
+                warmup_epochs=None,
+                warmup_ratio=0.1,
+                num_steps=num_steps,
+                steps_per_epoch=steps_per_epoch,
+            )
             steps, ratio = (tenth, 0.1) if tenth <= longest else (0, 0)
             remedy = f"give --num_warmup_steps {steps} or --warmup_ratio {ratio}, or train longer"
             if numbers.warmup_epochs is not None:
@@ -344,7 +354,7 @@ class Recipe:
     def to_yaml(self) -> str:
         """Write the recipe as YAML, every field of it: `load` reads it back to an equal recipe."""
         values = json.loads(json.dumps(dataclasses.asdict(self)))
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -443,7 +453,7 @@ class BertRecipe(Recipe):
 
     @property
     def small_shape(self) -> dict[str, Any]:
-        shape = {"num_hidden_layers": min(2, self.num_hidden_layers), "model_name_or_path": None}
+        shape: dict[str, Any] = {"num_hidden_layers": min(2, self.num_hidden_layers), "model_name_or_path": None}
         shape |= {"tokenizer_name": self.tokenizer_name or self.model_name_or_path}
         if self.hidden_size > 64:
             shape |= {
@@ -655,7 +665,7 @@ class Gpt2Pretraining(CausalPretraining):
 
     @property
     def small_shape(self) -> dict[str, Any]:
-        shape = {"n_layer": min(2, self.n_layer), "model_name_or_path": None}
+        shape: dict[str, Any] = {"n_layer": min(2, self.n_layer), "model_name_or_path": None}
         shape |= {"tokenizer_name": self.tokenizer_name or self.model_name_or_path}
         return shape | ({"n_embd": 64, "n_head": 2} if self.n_embd > 64 else {})
 
@@ -910,6 +920,10 @@ class CausalLmFineTuning(Recipe):
         if problems:
             return problems
         heads, few = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        assert self.hidden_size is not None  # as else there are problems; the same for the others
+        assert heads is not None
+        assert few is not None
+        assert self.max_position_embeddings is not None
         if self.hidden_size % heads:
             problems.append(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
@@ -972,6 +986,8 @@ class CausalLmFineTuning(Recipe):
         small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
         small |= {"intermediate_size": 128}
         if self.model_name_or_path is None:
+            assert self.hidden_size is not None  # as no checkpoint gives it
+            assert self.num_hidden_layers is not None
             small = small if self.hidden_size > 64 else {}
             if self.num_key_value_heads is None:
                 small.pop("num_key_value_heads", None)
@@ -991,9 +1007,16 @@ class ImageRecipe(Recipe):
     # Optimizer
     optimizer: str = setting("sgd (with momentum) or adamw", choice("sgd", "adamw"))
     sgd_momentum: float | None = setting("decay of SGD's momentum per step; null with adamw", FRACTION)
-    adam_beta1: float | None = setting("decay of the first moment per step; null with sgd", FRACTION)
-    adam_beta2: float | None = setting("decay of the second moment per step; null with sgd", FRACTION)
-    adam_epsilon: float | None = setting("added to the root of the second moment; null with sgd", POSITIVE)
+    # Wider than those of `Recipe`, which mypy refuses
+    adam_beta1: float | None = setting(  # type: ignore[assignment]
+        "decay of the first moment per step; null with sgd", FRACTION
+    )
+    adam_beta2: float | None = setting(  # type: ignore[assignment]
+        "decay of the second moment per step; null with sgd", FRACTION
+    )
+    adam_epsilon: float | None = setting(  # type: ignore[assignment]
+        "added to the root of the second moment; null with sgd", POSITIVE
+    )
 
     # Data
     num_train_samples: int = setting("images of the training data", POSITIVE)
@@ -1342,7 +1365,7 @@ def _is_same(a: Any, b: Any) -> bool:
     try:
         return float(a) == float(b)
     except (TypeError, ValueError, OverflowError):
-        return a == b
+        return bool(a == b)
 
 
 def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: str | None = None) -> Recipe:
@@ -1368,7 +1391,7 @@ def load(name_or_file: str, changes: Mapping[str, Any] | None = None, *, task: s
             f"recipe {format_name(name_or_file)} is for the task {kind}, this script trains {task}: {_list_choices(task)}"
         )
     values = _change(values, changes or {}, str(values.get("name", name_or_file)))
-    recipe = build(TASKS[kind], values, f"recipe {format_name(name_or_file)}")
+    recipe: Recipe = build(TASKS[kind], values, f"recipe {format_name(name_or_file)}")
     if not recipe.description:
         subject = (type(recipe).__doc__ or kind).partition(":")[0]
         place = f" on {recipe.data_name}" if recipe.data_name else ""

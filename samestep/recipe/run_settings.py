@@ -482,7 +482,7 @@ def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
     return ""
 
 
-def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
+def _find_conflicts(recipe: Any, run: Any) -> list[str]:
     """Find what a recipe and the settings of its run exclude of each other: a line for each."""
     problems = _find_what_replicas_cannot_do(recipe) if run.fault_tolerance == "step" else []
     if recipe.optimizer_name == "adamw_8bit" and run.dtype != "float32":
@@ -502,7 +502,7 @@ def _find_conflicts(recipe: recipes.Recipe, run: Any) -> list[str]:
     return problems
 
 
-def _find_what_replicas_cannot_do(recipe: recipes.Recipe) -> list[str]:
+def _find_what_replicas_cannot_do(recipe: Any) -> list[str]:
     """Find the fields of a recipe that `fault_tolerance step` excludes: a line for each."""
     problems = []
     if recipe.accumulation == "optimizer":
@@ -518,7 +518,7 @@ def _find_what_replicas_cannot_do(recipe: recipes.Recipe) -> list[str]:
     return problems
 
 
-def _find_what_depends_on_the_cut(recipe: recipes.Recipe, flags: dict[str, Any]) -> list[str]:
+def _find_what_depends_on_the_cut(recipe: Any, flags: dict[str, Any]) -> list[str]:
     """Find the fields that --reproducible excludes, beside those of `RunSettings.problems`: a line for each."""
     problems = []
     if flags.get("speed") == "auto":

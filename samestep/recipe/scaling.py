@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from samestep.errors import UsageError, nearest
 
@@ -40,7 +40,7 @@ class Hyperparameters:
     adam_epsilon: float | None
     warmup_epochs: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         ends = {"adam_beta1": 1, "adam_beta2": 1, "adam_epsilon": math.inf, "warmup_epochs": math.inf}
         ends = {"learning_rate": math.inf} | {
             name: end for name, end in ends.items() if getattr(self, name) is not None
@@ -133,8 +133,8 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     Reference: Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms, 2022, arXiv:2205.10287.
     """
     ratio = kappa(tuned_batch_size, global_batch_size)
-    _require_adam("sqrt", tuned)
-    rates = {name: 1 - _to_fraction(getattr(tuned, name)) for name in ("adam_beta1", "adam_beta2")}
+    beta1, beta2, epsilon = _adam_numbers("sqrt", tuned)
+    rates = {"adam_beta1": 1 - _to_fraction(beta1), "adam_beta2": 1 - _to_fraction(beta2)}
     largest = {name: max(tuned_batch_size, math.ceil(tuned_batch_size / rate) - 1) for name, rate in rates.items()}
     if problems := [
         f"global_batch_size {global_batch_size} is too large for sqrt scaling of {name} {getattr(tuned, name)} "
@@ -147,7 +147,7 @@ def sqrt(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) 
     return replace(
         tuned,
         learning_rate=_multiply(tuned.learning_rate, math.sqrt(ratio)),
-        adam_epsilon=_multiply(tuned.adam_epsilon, math.sqrt(1 / ratio)),
+        adam_epsilon=_multiply(epsilon, math.sqrt(1 / ratio)),
         **{name: float(1 - ratio * rate) for name, rate in rates.items()},
     )
 
@@ -164,8 +164,8 @@ def beta2_half_life(tuned: Hyperparameters, tuned_batch_size: int, global_batch_
     Accumulation Is Wasteful, 2025, arXiv:2507.07101.
     """
     ratio = kappa(tuned_batch_size, global_batch_size)
-    _require_adam("beta2_half_life", tuned)
-    return replace(tuned, adam_beta2=tuned.adam_beta2 ** float(ratio))
+    _, beta2, _ = _adam_numbers("beta2_half_life", tuned)
+    return replace(tuned, adam_beta2=beta2 ** float(ratio))
 
 
 def conservative(tuned: Hyperparameters, tuned_batch_size: int, global_batch_size: int) -> Hyperparameters:
@@ -228,16 +228,18 @@ def scale(rule: str, tuned: Hyperparameters, tuned_batch_size: int, global_batch
     return RULES[rule](tuned, tuned_batch_size, global_batch_size)
 
 
-def _require_adam(rule: str, tuned: Hyperparameters) -> None:
+def _adam_numbers(rule: str, tuned: Hyperparameters) -> tuple[float, float, float]:
+    """Return Adam's betas and epsilon, which the rule needs."""
     if tuned.adam_beta1 is None or tuned.adam_beta2 is None or tuned.adam_epsilon is None:
         raise UsageError(
             f"scaling rule {rule} changes Adam's numbers, and this optimizer has none: use linear, or none"
         )
+    return tuned.adam_beta1, tuned.adam_beta2, tuned.adam_epsilon
 
 
-def _is_number(value: object, end: float) -> bool:
+def _is_number(value: Any, end: float) -> bool:
     """Tell whether `value` is a number in [0, end); NaN is not."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < end
+    return issubclass(type(value), Real) and not isinstance(value, bool) and 0 <= value < end
 
 
 def _to_fraction(value: float) -> Fraction:

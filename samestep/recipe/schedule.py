@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from numbers import Integral, Real
+from typing import Any
 
 from samestep.errors import UsageError, nearest
 
@@ -54,7 +55,7 @@ def polynomial(progress: float, power: float) -> float:
     >>> polynomial(0.0, 2.0), polynomial(0.5, 2.0), polynomial(1.0, 2.0)
     (1.0, 0.25, 0.0)
     """
-    return (1.0 - progress) ** power
+    return float((1.0 - progress) ** power)
 
 
 def warmup_stable_decay(progress: float, decay_share: float) -> float:
@@ -133,7 +134,7 @@ class Schedule:
     decay_ratio: float = 0.1
     first_step: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         fields = vars(self).copy()
         kind = fields.pop("lr_scheduler_type")
         problems = [] if kind in SHAPES else [f"lr_scheduler_type {kind!r} is unknown: {nearest(str(kind), SHAPES)}"]
@@ -252,6 +253,7 @@ def warmup_steps(
         return num_warmup_steps
     if warmup_epochs is not None:
         return _round_half_up(warmup_epochs, steps_per_epoch)
+    assert warmup_ratio is not None
     return _round_half_up(warmup_ratio, num_steps)
 
 
@@ -264,15 +266,15 @@ def _round_half_up(share: float, whole: float) -> int:
     return int((Decimal(str(share)) * Decimal(str(whole))).to_integral_value(ROUND_HALF_UP))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf
+def _is_number(value: Any) -> bool:
+    return issubclass(type(value), Real) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _is_count(value: object, smallest: int = 0) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= smallest
+def _is_count(value: Any, smallest: int = 0) -> bool:
+    return issubclass(type(value), Integral) and not isinstance(value, bool) and value >= smallest
 
 
-_RANGES: dict[str, tuple[Callable[[object], bool], str]] = {
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peak": (_is_number, "a finite number of at least 0"),
     "num_steps": (lambda value: _is_count(value, smallest=1), "a whole number of steps, at least 1"),
     "num_warmup_steps": (_is_count, "a whole number of steps, at least 0"),

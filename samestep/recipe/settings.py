@@ -64,7 +64,9 @@ WORKERS = 1024  # processes or threads
 SECONDS = 10**8  # three years, which clocks and timers can count
 
 
-def setting(help: str, check: tuple | None = None, *, decides: bool = True, flag: bool = True, **default: Any) -> Any:
+def setting(
+    help: str, check: tuple[Any, ...] | None = None, *, decides: bool = True, flag: bool = True, **default: Any
+) -> Any:
     """Make a documented dataclass field.
 
     Args:
@@ -85,7 +87,7 @@ def _type_name(hint: Any) -> str:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"list of {typing.get_args(hint)[0].__name__}"
-    return hint.__name__
+    return str(hint.__name__)
 
 
 def coerce(value: Any, hint: Any) -> Any:
@@ -266,7 +268,7 @@ class Parser(argparse.ArgumentParser):
                 value = field.default if values is None else getattr(values, field.name)
                 self._add_setting(group, field, hints[field.name], value, label)
 
-    def _add_setting(self, group: Any, field: dataclasses.Field, hint: Any, value: Any, label: str) -> None:
+    def _add_setting(self, group: Any, field: dataclasses.Field[Any], hint: Any, value: Any, label: str) -> None:
         parts = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
         item_types = [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is tuple]
         kind = next(part for part in (*item_types, *parts) if part is not type(None))

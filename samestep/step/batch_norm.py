@@ -176,6 +176,11 @@ class WholeStep:
         self._sizes = [layer.num_features for layer in self.layers]
         ends = list(itertools.accumulate(self._sizes, initial=0))
         self._places = dict(zip(self.layers, map(slice, ends, ends[1:]), strict=False))  # among all channels
+        self._terms: dict[BatchNorm, torch.Tensor] = {}
+        self._statistics: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._slopes: torch.Tensor | None = None
+        self._prefix_totals: torch.Tensor | None = None
         self.release()
 
     def prepare(
@@ -239,7 +244,7 @@ class WholeStep:
         """Let the layers be ordinary ones again, running statistics as they are: after a step that failed."""
         self._set_mode(None)
         self._statistics = self._slopes = self._prefix_totals = self._counts = None
-        self._terms: dict[BatchNorm, torch.Tensor] = {}
+        self._terms = {}
 
     def _set_mode(self, mode: Callable | None) -> None:
         for layer in self.layers:

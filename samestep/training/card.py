@@ -71,7 +71,8 @@ class Training:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters under the names that Trainer's cards have."""
-        recipe, numbers = self.recipe, self.recipe.scaled_hyperparameters()
+        recipe: Any = self.recipe
+        numbers = recipe.scaled_hyperparameters()
         if recipe.optimizer_name == "sgd":
             optimizer = f"sgd with momentum {recipe.sgd_momentum:g}"
         else:

@@ -521,6 +521,7 @@ class Saver:
         """Write what `from_pretrained` needs beside the weights, unless these are sharded: configuration and tokenizer."""
         if isinstance(self.model, FSDPModule):
             return {}
+        recipe: Any = self.recipe  # one that has an architecture
         before = set(partial.iterdir())
         model = next(self.accelerator.unwrap_model(self.model).children(), None)
         if isinstance(model, transformers.PreTrainedModel):
@@ -530,9 +531,7 @@ class Saver:
         elif hasattr(model, "peft_config"):
             model.active_peft_config.save_pretrained(partial)
         elif isinstance(model, PyTorchModelHubMixin):
-            (partial / "config.json").write_text(
-                json.dumps(self.recipe.architecture, indent=2) + "\n", encoding="utf-8"
-            )
+            (partial / "config.json").write_text(json.dumps(recipe.architecture, indent=2) + "\n", encoding="utf-8")
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(partial)
         return {path.name: _flush_and_hash(path) for path in sorted(set(partial.iterdir()) - before)}

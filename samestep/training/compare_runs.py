@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,11 @@ def compare(folders: Sequence[str]) -> dict[str, Any]:
     lone_steps = [steps[0] - steps[1], steps[1] - steps[0]]
     parting = None
     if first is not None:
-        names = {key: differences.get(key, []) for key in common if key[0] == first}
+        differing = {key: differences.get(key, []) for key in common if key[0] == first}
         pairs = {
             name: [lines_a[key].get(name), lines_b[key].get(name)]
-            for key, differing in names.items()
-            for name in dict.fromkeys([*(("loss", "grad_norm") if key[1] == "step" else ()), *differing])
+            for key, names in differing.items()
+            for name in dict.fromkeys([*(("loss", "grad_norm") if key[1] == "step" else ()), *names])
         }
         metrics = {name: {"values": pair, "relative": _relative(*pair)} for name, pair in pairs.items()}
         parting = {"step": first, "metrics": metrics, "digests": digests}
@@ -224,7 +224,7 @@ def _read_hashes(folder: Path) -> dict[str, str]:
     return {name: entry.get("sha256") for name, entry in sorted(files.items()) if name.endswith(".safetensors")}
 
 
-def _list_tensors(folder: Path, files: Sequence[str]) -> dict[tuple[str, str], list[tuple[Path, str]]]:
+def _list_tensors(folder: Path, files: Iterable[str]) -> dict[tuple[str, str], list[tuple[Path, str]]]:
     """Find where each tensor is: (kind, name) -> files, and its name in them; sharded tensors are in several, in order.
 
     Moments are named as parameters are, without what all names of the file begin with.

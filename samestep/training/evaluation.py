@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from samestep.training import metrics
 
 
 @torch.no_grad()
-def predict(network: Callable[[torch.Tensor], Any], source, num_samples: int) -> tuple[MicroBatch, torch.Tensor]:
+def predict(network: Any, source, num_samples: int) -> tuple[MicroBatch, torch.Tensor]:
     """Predict the classes of samples spread evenly over a dataset of images; results are on the host.
 
     Args:
@@ -143,7 +143,7 @@ def evaluate_by_source(
     groups = [np.flatnonzero(numbers == number) for number in range(len(names))]
     if recipe.objective == "sft":
         totals, by_group = _evaluate(accelerator, model, source, recipe.seed, batch_size, groups)
-        scores = [None] * (1 + len(groups))
+        scores: list[dict[str, float] | None] = [None] * (1 + len(groups))
     else:
         totals, by_group, margins = _evaluate_logits(accelerator, model, source, recipe.seed, batch_size, groups)
         scores = [score_pairs(values) for values in (margins, *(margins[ids] for ids in groups))]

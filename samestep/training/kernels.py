@@ -10,6 +10,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,8 @@ from samestep.training.launch import is_sharded
 
 Candidates = Mapping[str, Callable[[], None]]
 """Name -> function that makes the model take these kernels. The first is the safe one."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 ROUNDS, SECONDS = 10, 20.0
 """Most measurements of each candidate, and seconds after which no round begins, but for the first two."""
@@ -67,7 +70,7 @@ def choose(
         accelerator.print(f"kernels: {name} (--speed {settings.speed})")
 
 
-def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[], None]]) -> dict[Hashable, float]:
+def measure(accelerator: Accelerator, computations: Mapping[Key, Callable[[], object]]) -> dict[Key, float]:
     """Measure the seconds of each computation, the minimum of some rounds in turns: other programs only add to the time.
 
     The first round warms up and counts for nothing else; where its first computation takes more than `MAX_SECONDS`, the others
@@ -118,7 +121,7 @@ def measure(accelerator: Accelerator, computations: Mapping[Hashable, Callable[[
     return means
 
 
-def find_fastest(seconds: Mapping[Hashable, float]) -> Hashable:
+def find_fastest(seconds: Mapping[Key, float]) -> Key:
     """Find the fastest, or the first if that is hardly slower.
 
     >>> find_fastest({"eager": 1.0, "sdpa": 0.99}), find_fastest({"eager": 1.0, "sdpa": 0.9})
@@ -146,8 +149,12 @@ def _measure_fastest(accelerator: Accelerator, model: nn.Module, source: SampleS
         names = _find_equal(accelerator, model, micro_batch, candidates)
         model.train()
 
-        def computation(take: Callable[[], None]) -> Callable[[], None]:
-            return lambda: (take(), _compute(accelerator, model, micro_batch))
+        def computation(take: Callable[[], object]) -> Callable[[], None]:
+            def compute() -> None:
+                take()
+                _compute(accelerator, model, micro_batch)
+
+            return compute
 
         seconds = measure(accelerator, {name: computation(candidates[name]) for name in names})
     model.train(was_training)

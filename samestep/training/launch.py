@@ -98,8 +98,9 @@ def create_accelerator(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    intervals = {"digest_steps": digest_steps, "noise_scale_steps": noise_scale_steps}
-    if refusal := find_refusal(is_sharded=shards, may_shard=may_shard, **intervals):
+    if refusal := find_refusal(
+        is_sharded=shards, may_shard=may_shard, digest_steps=digest_steps, noise_scale_steps=noise_scale_steps
+    ):
         problems.append(str(refusal))
     if problems:
         raise UsageError(problems)

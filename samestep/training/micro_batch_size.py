@@ -7,6 +7,7 @@ results concern the hardware only: whatever they are, the step is the same.
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,7 +151,8 @@ def measure_batch_norm(recovery: Recovery, model: nn.Module, compute_loss: Compu
         compute_loss: takes a micro-batch's tensors, the step's counts and the model; returns the micro-batch's part of the
             step's loss, and its summed losses.
     """
-    log, accelerator, recipe = recovery.log, recovery.accelerator, recovery.log.recipe
+    log, accelerator = recovery.log, recovery.accelerator
+    recipe: Any = log.recipe  # of images
     if recipe.normalization != "batch" or recipe.exact_batch_norm or log.first_step > 0:
         return
     data = recovery.steps[0]

@@ -84,7 +84,8 @@ class Step:
         self.num_micro_batches = len(micro_batches)
         self.is_idle = all(part.is_placeholder for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
-        self._noise, self._current = noise, None
+        self._noise = noise
+        self._current: CountedBatch | None = None
         self._sums = torch.zeros((), device=accelerator.device)
 
     def __iter__(self) -> Iterator[Any]:
@@ -259,8 +260,9 @@ def exact_steps(
         global_batch_size=global_batch_size,
         per_device_train_batch_size=per_device_batch_size,
     )
+    source: Any = _Source(dataset, collate, targets, length)  # of which no kernel is chosen: it has no longest sample
     steps = Steps(
-        _Source(dataset, collate, targets, length),
+        source,
         order,
         layout,
         process_index=accelerator.process_index,
@@ -388,7 +390,8 @@ def _iterate_windows(
                         window += [placeholder] * max(0, num_missing)
                     if not index:
                         _check_targets(counts[:-1])
-                    length = len(loader) if hasattr(type(loader), "__len__") and _has_length(loader) else 0
+                    sized: Any = loader
+                    length = len(sized) if hasattr(type(loader), "__len__") and _has_length(loader) else 0
                     progress = min(1.0, num_batches / length) if length else 0.0
                     yield Step(accelerator, index, epoch + progress, window, counts[:-1].view(shape), index == 0)
                     index += 1

@@ -257,15 +257,15 @@ class RunLog:
 
         The bar counts steps or, where the batch grows, samples, so that it knows the time that is left.
         """
-        total, initial, unit = self.num_steps, self.first_step, "step"
+        total, initial, unit = self.num_steps, self.first_step, "steps"
         if self.spans is not None:
-            total, initial, unit = self.spans.find(total - 1)[1], self.spans.find(initial)[0], "sample"
+            total, initial, unit = self.spans.find(total - 1)[1], self.spans.find(initial)[0], "samples"
         self.bar = tqdm(
             total=total,
             initial=initial,
+            desc="Training",
             unit=unit,
             disable=not self.accelerator.is_main_process and self.folder is None,
-            mininterval=0.2 if sys.stderr.isatty() else 10,
         )
         self.clock = time.perf_counter()
 
@@ -295,7 +295,7 @@ class RunLog:
             times: of this process in it, as of `stragglers.StepClock.take`.
         """
         now = time.perf_counter()
-        line = {
+        line: dict[str, Any] = {
             "step": data.step + 1,
             "epoch": data.epoch,
             "learning_rate": learning_rate,
@@ -420,7 +420,7 @@ class RunLog:
                 ledger.append(place | {"epochs": [s[0] for s in samples], "samples": [s[1] for s in samples]})
         self.num_units, self.seconds = self.num_units + num_units, self.seconds + seconds
         if seconds and self.bar is not None:
-            self.bar.set_postfix(self._progress(line, num_units / seconds), refresh=False)
+            self.bar.set_postfix_str(", ".join(self._progress(line, num_units / seconds)), refresh=False)
         if digests:
             self._append("digests.jsonl", digests)
         if noises:
@@ -445,15 +445,14 @@ class RunLog:
             values = {"seconds_per_step": _round(own), "median_of_all": _round(median)}
             self.add_event(line["step"], f"process {process} is slower than the others, which wait for it", **values)
 
-    def _progress(self, line: dict[str, Any], rate: float) -> dict[str, str]:
-        """Return what the progress bar says of the last step that was read, beside the time left."""
-        memory = f"{peak_memory(self.accelerator.device) / 1e9:.2f}GB"
-        numbers = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.2e}"}
+    def _progress(self, line: dict[str, Any], rate: float) -> list[str]:
+        """Return what the progress bar says of the last step that was read, beside the time left; the last need most room."""
+        numbers = [f"loss {line['loss']:.3f}", f"{rate:,.0f} {self.recipe.unit}s/s", f"lr {line['learning_rate']:.1e}"]
         if self.spans is not None:
-            numbers = {"step": f"{line['step']}/{self.num_steps}", "batch": f"{line['samples']}"} | numbers
+            numbers = [f"batch {line['samples']}", *numbers]
         if self.measurements:
-            numbers["noise_scale"] = str(batch_size.estimate(self.measurements[-batch_size.RECENT :]))
-        return numbers | {f"{self.recipe.unit}s/s": f"{rate:,.0f}", "peak": memory}
+            numbers.append(f"noise scale {batch_size.estimate(self.measurements[-batch_size.RECENT :])}")
+        return [*numbers, f"{peak_memory(self.accelerator.device) / 1e9:.2f} GB"]
 
     def _describe_nonfinite(
         self,
@@ -753,9 +752,21 @@ def finish(
     )
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
-    print(f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}")
+    print(
+        f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}\nNext: {_own_command()} watch {output_dir}"
+    )
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
+
+
+def _own_command() -> str:
+    """Return what starts `samestep` in this environment, whether it is activated or not."""
+    if shutil.which("samestep"):
+        return "samestep"
+    beside, here = Path(sys.executable).with_name("samestep"), Path.cwd()
+    if not beside.exists():
+        return f"{sys.executable} -m samestep"
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def _title(training: card.Training) -> str:

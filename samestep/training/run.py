@@ -68,6 +68,8 @@ class Run:
         UsageError: bad flags, recipe, launch, output folder or checkpoint.
     """
 
+    recipe: Any  # of the task's class
+
     def __init__(self, argv: Sequence[str], task: str | Sequence[str], description: str):
         notes: list[str] = []
         self.recipe, self.settings = run_settings.parse(

@@ -79,7 +79,8 @@ class RunReader:
         self._forget()
 
     def _forget(self) -> None:
-        self.inode, self.offset = None, 0
+        self.inode: int | None = None
+        self.offset = 0
         self.curves: dict[str, Curve] = {}
         self.events: list[dict[str, Any]] = []
         self.digests: dict[int, str] = {}

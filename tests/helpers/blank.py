@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib.figure
-from PIL import Image
-
+from samestep.recipe.extras import optional
 from samestep.training import plots
+
+figure, Image = optional("matplotlib.figure"), optional("PIL.Image")
 
 
 def draw_nothing(set_attribute: Callable[[Any, str, Any], object] = setattr) -> None:
@@ -17,7 +17,8 @@ def draw_nothing(set_attribute: Callable[[Any, str, Any], object] = setattr) -> 
     Args:
         set_attribute: `setattr`, or pytest's `monkeypatch.setattr`, which puts back.
     """
-    set_attribute(matplotlib.figure.Figure, "savefig", _write_blank)
+    if figure:
+        set_attribute(figure.Figure, "savefig", _write_blank)
     set_attribute(plots, "plot_training", _make_blank)
 
 

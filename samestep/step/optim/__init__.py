@@ -94,7 +94,7 @@ def find_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad]
 
 
-def from_recipe(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def from_recipe(model: nn.Module, recipe: Any) -> torch.optim.Optimizer:
     """Make the optimizer that a recipe asks for."""
     scaled, decay = recipe.scaled_hyperparameters(), recipe.weight_decay
     layerwise = recipe.layerwise_lr_decay if isinstance(recipe, TextClassification) else 1.0

@@ -57,7 +57,8 @@ class AccumulatingSGD(Accumulating):
         decay, share = self._decays(group["momentum"], number)
         yield decay, share * self._expected / self.num_processes
 
-    def _update(self, group, parameters, pieces, buffers):
+    def _update(self, group, parameters, *pieces_and_buffers):
+        pieces, buffers = pieces_and_buffers
         if group["weight_decay"]:
             foreach_add_(buffers, pieces, alpha=group["weight_decay"])
         foreach_add_(pieces, buffers, alpha=-group["lr"])
@@ -150,12 +151,14 @@ class AccumulatingAdamW(Accumulating):
         share = (1 - 1 / self._micro_batches()) / (1 - _noise(beta1, t) / self._micro_batches())
         return (1 - beta2) * share / (1 - beta1**t) ** 2
 
-    def _finish(self, group, parameters, means, squares):
+    def _finish(self, group, parameters, *moments):
+        means, squares = moments
         shares = [self._square_share(parameter) for parameter in parameters]
         if any(shares):
             foreach_addcmul_(squares, means, means, shares)
 
-    def _update(self, group, parameters, pieces, means, squares):
+    def _update(self, group, parameters, *pieces_and_moments):
+        pieces, means, squares = pieces_and_moments
         steps = [self._steps[parameter] for parameter in parameters]
         for parameter, t in zip(parameters, steps, strict=True):
             self.state[parameter]["step"].fill_(t)

@@ -56,7 +56,7 @@ class Accumulating(torch.optim.Optimizer):
 
     def __init__(self, params, defaults: dict[str, Any], gradient_accumulation_steps: int, coefficients: str):
         betas = defaults.get("betas", (defaults.get("momentum"),))
-        rules = [
+        rules: list[tuple[str, Any, str, float]] = [
             (name, defaults[name], "0 or greater", math.inf)
             for name in ("lr", "eps", "weight_decay")
             if name in defaults
