@@ -7,10 +7,12 @@ replica is lost on the way, the step is done again by those that are left. A rep
 started or has slept, gets from another one all that a checkpoint holds before it computes anything.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +35,7 @@ from samestep.training.shared_folder import SharedFolder
 
 SECONDS_BETWEEN_TRIES = 0.5  # to reach the lighthouse, or enough replicas
 SECONDS_TO_CONNECT = 5.0
-SECONDS_OF_QUORUM = 30.0  # to wait for one before saying so
+SECONDS_OF_QUORUM = 10.0  # to wait for one before saying so
 FAILED, STOPS, EXPONENT = range(3)
 """Columns of what each replica says of a step, beside its losses."""
 LARGEST = 2**62  # stands for no cap
@@ -138,7 +140,7 @@ class Replicas:
         self.manager: Any = None
         self.store: dist.TCPStore | None = None
         self.is_group_new = self.has_begun = self.is_in_charge = False
-        self.last_size = 0
+        self.last_size = self.num_managers = 0
         self.failed_step: int | None = None
         self.last_complaint = ""
 
@@ -212,7 +214,7 @@ class Replicas:
             try:
                 if self.manager is None:
                     self._make_manager()
-                self.manager.start_quorum()
+                self._start_quorum()
                 size, rank = self.manager.num_participants(), self.manager.participating_rank()
                 has_failed = self.manager.errored() is not None
                 if not has_failed and size >= self.settings.min_replicas:
@@ -224,12 +226,34 @@ class Replicas:
             except (RuntimeError, TimeoutError, OSError) as error:
                 if isinstance(error, RunError | UsageError):
                     raise
-                self._let_go_of_manager()
-                reason = f"the lighthouse {self.settings.lighthouse} gives no quorum ({_shorten(error)})"
+                lighthouse = self.settings.lighthouse
+                reason = f"replicas that live do not come to the lighthouse {lighthouse}"
+                if not isinstance(error, TimeoutError) or not torchft_replica.is_reachable(lighthouse):
+                    self._let_go_of_manager()
+                    reason = f"the lighthouse {lighthouse} gives no quorum ({_shorten(error)})"
             self._wait(reason, deadline)
         self.step, self.rank, self.size, self.last_complaint = self.manager.current_step(), rank, size, ""
         self.steps.set_process(rank, size)
         self.accelerator.is_main_process = rank == 0
+
+    def _start_quorum(self) -> None:
+        """Wait for a quorum, and be healed if need be, as long as the lighthouse is there.
+
+        It is waited for in a thread, since torchft goes on waiting for a lighthouse that has died.
+        """
+        manager, future = self.manager, concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                future.set_result(manager.start_quorum())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        while not concurrent.futures.wait([future], SECONDS_BETWEEN_TRIES).done:
+            if not torchft_replica.is_reachable(self.settings.lighthouse):
+                raise ConnectionError("it does not answer")
+        future.result()
 
     def _wait(self, reason: str, deadline: float) -> None:
         """Wait a moment for something, and say so once.
@@ -253,7 +277,13 @@ class Replicas:
         time.sleep(SECONDS_BETWEEN_TRIES)
 
     def _make_manager(self) -> None:
-        self.is_group_new = False
+        self.is_group_new, self.num_managers = False, self.num_managers + 1
+        number = self.num_managers
+
+        def set_state(state: dict[str, Any]) -> None:
+            if number == self.num_managers:  # none of a manager that was let go of
+                self._set_state(state)
+
         self.manager, self.store = torchft_replica.make_manager(
             self.settings.lighthouse,
             self.accelerator.device,
@@ -262,7 +292,7 @@ class Replicas:
             quorum_timeout=SECONDS_OF_QUORUM,
             min_replicas=1,
             get_state=self._get_state,
-            set_state=self._set_state,
+            set_state=set_state,
             on_new_group=self._note_new_group,
         )
         torchft_replica.set_step(self.manager, self.step)
@@ -272,6 +302,7 @@ class Replicas:
 
     def _let_go_of_manager(self) -> None:
         """Let go of a manager; the next one has a name and a store of its own, so that nothing old is in the way."""
+        self.num_managers += 1
         if self.manager is not None:
             self.manager.shutdown(wait=False)
         self.manager = self.store = None
