@@ -277,6 +277,8 @@ class Replicas:
         time.sleep(SECONDS_BETWEEN_TRIES)
 
     def _make_manager(self) -> None:
+        if not torchft_replica.is_reachable(self.settings.lighthouse):
+            raise ConnectionError("it does not answer")
         self.is_group_new, self.num_managers = False, self.num_managers + 1
         number = self.num_managers
 

@@ -198,15 +198,21 @@ class Scene:
 
 
 def main(folder: str, program: str, argv: str) -> None:
-    """Let two replicas train, kill the first one in the middle of a step, and start it again; for test_replicas.py."""
+    """Let two replicas train, kill the first one in the middle of a step, and start it again; then the lighthouse.
+
+    It is for test_replicas.py. --min_replicas is 2, so that the other one waits and the run is short.
+    """
     argv, folder = json.loads(argv), Path(folder)
     scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
     for number in (1, 2):
         scene.start(number)
     scene.wait_for_step(5)
     scene.send(1, signal.SIGKILL)
-    scene.wait_for_step(12)
     scene.start(1)
+    last = scene.lines()[-1]["step"]
+    scene.wait_for_step(last + 4)
+    scene.kill_lighthouse()
+    scene.start_lighthouse()
     codes = scene.finish()
     if any(codes.values()):
         print(codes, scene.tail())
