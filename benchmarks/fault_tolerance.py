@@ -46,7 +46,7 @@ from common import launch_environment, metrics, samples_of_steps, tiny_argv, wri
 from forked import _environments as make_environments
 from run_replicas import DROP, SCRIPTS, Scene, fork
 
-NUM_REPLICAS, STEPS = 3, 90
+NUM_REPLICAS, STEPS = 3, 60
 REPLICA_TIMEOUT = 2.0
 TOLERANCE = 1e-5
 BOUND_OF_SECONDS, BOUND_OF_OVERHEAD = 3.0, 0.03
@@ -56,7 +56,7 @@ PROGRAMS = {
 }
 FLAGS = (
     f"--max_train_steps {STEPS} --global_batch_size 16 --per_device_train_batch_size 4 --logging_steps 1 --record_samples "
-    "--eval_steps 50"
+    "--eval_steps 25"
 )
 REPLICA_FLAGS = f"--fault_tolerance step --replica_timeout {REPLICA_TIMEOUT:.0f} --ddp_timeout 60"
 BERT = (
