@@ -72,6 +72,11 @@ class GradientBuffer:
         self.parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
+        if others := {str(parameter.dtype) for parameter in self.parameters} - {str(first.dtype)}:
+            raise UsageError(
+                f"fault_tolerance is step, but parameters are {first.dtype} and {', '.join(sorted(others))}: gradients of one "
+                "type are reduced together, so load the model in one"
+            )
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.parts = [
             row.as_strided(parameter.size(), parameter.stride(), row.storage_offset())
@@ -441,7 +446,7 @@ class Replicas:
                 self.give_up()
                 return "quantum"
             exact_sum.finish(self._add_up)
-        if not self.manager.should_commit():
+        if not self._should_commit():
             return self._note_failure()
         self.step += 1  # where the next manager begins, if the lighthouse has gone
         self.everybody_stops = bool(said[:, STOPS].all())
@@ -452,8 +457,16 @@ class Replicas:
         """Give the attempt up: this replica does not commit it, and meets the others anew."""
         if self.manager is not None:
             self.manager.report_error(RuntimeError("the attempt was given up"))
-            self.manager.should_commit()
+            self._should_commit()
         return self._note_failure()
+
+    def _should_commit(self) -> bool:
+        """Ask whether nothing failed here. A state that is stuck on its way to another replica is a failure, too."""
+        try:
+            return self.manager.should_commit()
+        except (RuntimeError, TimeoutError):
+            self._let_go_of_manager()
+            return False
 
     def _note_failure(self) -> str:
         self.failed_step = self.step if self.has_begun else None
