@@ -402,7 +402,8 @@ class Replicas:
         if not self._add_up(numbers):
             return None
         pairs = numbers[num_terms:].view(-1, 2).cpu().numpy()
-        if sorted(map(tuple, pairs)) != sorted(zip(*self.steps.order.samples(data.step), strict=True)):
+        expected_pairs = np.stack(self.steps.order.samples(data.step), 1)
+        if not np.array_equal(*(rows[np.lexsort(rows.T)] for rows in (pairs, expected_pairs))):
             raise RunError(
                 f"step {data.step + 1}: the replicas' parts are not each sample of the step once. Start all replicas with the "
                 "same version of this program"
