@@ -18,13 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from blank import draw_nothing
-from run_layouts import SCRIPTS
 
 from samestep.errors import exit_code
 
 DROP = signal.SIGRTMIN
 """Signal at which a replica loses its connections."""
 TICK = 0.005
+
+
+def load_scripts() -> dict:
+    """Load the programs, by name; the first call takes seconds, and is made before any process is forked."""
+    from run_layouts import SCRIPTS
+
+    return SCRIPTS
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -90,7 +96,7 @@ def train(program: str, argv: list[str], digests: Path) -> int:
         return take_charge(self)
 
     replicas.Replicas.take_charge = note
-    return SCRIPTS[program].main(argv)
+    return load_scripts()[program].main(argv)
 
 
 def _lose_connections() -> None:
