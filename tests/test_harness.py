@@ -18,6 +18,7 @@ FILES = {"bench": "run"}  # results -> program, where they have two names
 # Generated part of a document -> the document, the results that it shows, and the function that makes it of them.
 PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
+    "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),

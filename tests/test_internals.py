@@ -639,4 +639,8 @@ def test_a_replica_alone():
         manager.shutdown(wait=False)
         lighthouse.shutdown()
     assert store.port > 0
+    assert [torchft_replica.is_reachable(f"http://127.0.0.1:{number}") for number in (store.port, port)] == [
+        True,
+        False,
+    ]
     assert torchft_replica.find_local_address("127.0.0.1", 9) == "127.0.0.1"

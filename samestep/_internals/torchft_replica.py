@@ -105,6 +105,15 @@ def find_local_address(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def is_reachable(lighthouse: str) -> bool:
+    """Tell whether anybody listens at an address http://HOST:PORT."""
+    try:
+        socket.create_connection((urlsplit(lighthouse).hostname, urlsplit(lighthouse).port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def load_state(address: str, timeout: float) -> Any:
     """Read what a replica serves: tensors and plain values; anything else is an error, and is not run.
 

@@ -68,7 +68,7 @@ def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
         ) from None
 
 
-def _check_names(model: PreTrainedModel, recipe: Any) -> None:
+def _check_names(model: PreTrainedModel, recipe: CausalLmFineTuning) -> None:
     """Raise UsageError for a name that no module has: peft trains nothing for it where another name is found."""
     names = [name for name, _ in model.named_modules()]
     for field in ("lora_targets", "modules_to_save"):

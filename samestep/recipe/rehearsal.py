@@ -27,7 +27,9 @@ SESSIONS = (
     f"--overwrite_output_dir true --resume_from_checkpoint none --stop_after_step {NUM_STEPS - 1}",
     "--overwrite_output_dir false --resume_from_checkpoint latest --stop_after_step none",
 )
-EVERY_SESSION = "--speed safe --report_to none --push_to_hub false"
+EVERY_SESSION = (
+    "--speed safe --report_to none --push_to_hub false --fault_tolerance none --min_replicas 1 --replica_timeout 60"
+)
 
 
 def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str | None) -> int:

@@ -245,8 +245,6 @@ class RunSettings:
                 f"fault_tolerance is step, but TORCHFT_LIGHTHOUSE is {self.lighthouse or 'not set'}: start torchft_lighthouse, "
                 "and set it to http://HOST:PORT for every replica"
             )
-        if find_spec("torchft") is None:
-            problems.append('fault_tolerance is step, but torchft is not installed: pip install "samestep[replicas]"')
         return problems
 
     def _problems_of_reproducible(self) -> list[str]:
@@ -460,6 +458,8 @@ def parse(
         if problems := _find_what_depends_on_the_cut(recipe, flags):
             raise UsageError(problems)
         run = dataclasses.replace(run, speed="safe", per_device_train_batch_size=run.reproducible)
+    if run.fault_tolerance == "step":
+        require("replicas", "fault_tolerance step")
     if cls.extra is not None:
         require(cls.extra, f"the task {task}")
     recipe = recipe.rehearsed() if run.rehearse else recipe

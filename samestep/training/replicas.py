@@ -7,10 +7,12 @@ replica is lost on the way, the step is done again by those that are left. A rep
 started or has slept, gets from another one all that a checkpoint holds before it computes anything.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +35,7 @@ from samestep.training.shared_folder import SharedFolder
 
 SECONDS_BETWEEN_TRIES = 0.5  # to reach the lighthouse, or enough replicas
 SECONDS_TO_CONNECT = 5.0
-SECONDS_OF_QUORUM = 30.0  # to wait for one before saying so
+SECONDS_OF_QUORUM = 10.0  # to wait for one before saying so
 FAILED, STOPS, EXPONENT = range(3)
 """Columns of what each replica says of a step, beside its losses."""
 LARGEST = 2**62  # stands for no cap
@@ -70,6 +72,11 @@ class GradientBuffer:
         self.parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
+        if others := {str(parameter.dtype) for parameter in self.parameters} - {str(first.dtype)}:
+            raise UsageError(
+                f"fault_tolerance is step, but parameters are {first.dtype} and {', '.join(sorted(others))}: gradients of one "
+                "type are reduced together, so load the model in one"
+            )
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.parts = [
             row.as_strided(parameter.size(), parameter.stride(), row.storage_offset())
@@ -138,7 +145,7 @@ class Replicas:
         self.manager: Any = None
         self.store: dist.TCPStore | None = None
         self.is_group_new = self.has_begun = self.is_in_charge = False
-        self.last_size = 0
+        self.last_size = self.num_managers = 0
         self.failed_step: int | None = None
         self.last_complaint = ""
 
@@ -212,7 +219,7 @@ class Replicas:
             try:
                 if self.manager is None:
                     self._make_manager()
-                self.manager.start_quorum()
+                self._start_quorum()
                 size, rank = self.manager.num_participants(), self.manager.participating_rank()
                 has_failed = self.manager.errored() is not None
                 if not has_failed and size >= self.settings.min_replicas:
@@ -224,12 +231,34 @@ class Replicas:
             except (RuntimeError, TimeoutError, OSError) as error:
                 if isinstance(error, RunError | UsageError):
                     raise
-                self._let_go_of_manager()
-                reason = f"the lighthouse {self.settings.lighthouse} gives no quorum ({_shorten(error)})"
+                lighthouse = self.settings.lighthouse
+                reason = f"replicas that live do not come to the lighthouse {lighthouse}"
+                if not isinstance(error, TimeoutError) or not torchft_replica.is_reachable(lighthouse):
+                    self._let_go_of_manager()
+                    reason = f"the lighthouse {lighthouse} gives no quorum ({_shorten(error)})"
             self._wait(reason, deadline)
         self.step, self.rank, self.size, self.last_complaint = self.manager.current_step(), rank, size, ""
         self.steps.set_process(rank, size)
         self.accelerator.is_main_process = rank == 0
+
+    def _start_quorum(self) -> None:
+        """Wait for a quorum, and be healed if need be, as long as the lighthouse is there.
+
+        It is waited for in a thread, since torchft goes on waiting for a lighthouse that has died.
+        """
+        manager, future = self.manager, concurrent.futures.Future()
+
+        def call() -> None:
+            try:
+                future.set_result(manager.start_quorum())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        while not concurrent.futures.wait([future], SECONDS_BETWEEN_TRIES).done:
+            if not torchft_replica.is_reachable(self.settings.lighthouse):
+                raise ConnectionError("it does not answer")
+        future.result()
 
     def _wait(self, reason: str, deadline: float) -> None:
         """Wait a moment for something, and say so once.
@@ -253,7 +282,15 @@ class Replicas:
         time.sleep(SECONDS_BETWEEN_TRIES)
 
     def _make_manager(self) -> None:
-        self.is_group_new = False
+        if not torchft_replica.is_reachable(self.settings.lighthouse):
+            raise ConnectionError("it does not answer")
+        self.is_group_new, self.num_managers = False, self.num_managers + 1
+        number = self.num_managers
+
+        def set_state(state: dict[str, Any]) -> None:
+            if number == self.num_managers:  # none of a manager that was let go of
+                self._set_state(state)
+
         self.manager, self.store = torchft_replica.make_manager(
             self.settings.lighthouse,
             self.accelerator.device,
@@ -262,7 +299,7 @@ class Replicas:
             quorum_timeout=SECONDS_OF_QUORUM,
             min_replicas=1,
             get_state=self._get_state,
-            set_state=self._set_state,
+            set_state=set_state,
             on_new_group=self._note_new_group,
         )
         torchft_replica.set_step(self.manager, self.step)
@@ -272,6 +309,7 @@ class Replicas:
 
     def _let_go_of_manager(self) -> None:
         """Let go of a manager; the next one has a name and a store of its own, so that nothing old is in the way."""
+        self.num_managers += 1
         if self.manager is not None:
             self.manager.shutdown(wait=False)
         self.manager = self.store = None
@@ -364,7 +402,8 @@ class Replicas:
         if not self._add_up(numbers):
             return None
         pairs = numbers[num_terms:].view(-1, 2).cpu().numpy()
-        if sorted(map(tuple, pairs)) != sorted(zip(*self.steps.order.samples(data.step), strict=True)):
+        expected_pairs = np.stack(self.steps.order.samples(data.step), 1)
+        if not np.array_equal(*(rows[np.lexsort(rows.T)] for rows in (pairs, expected_pairs))):
             raise RunError(
                 f"step {data.step + 1}: the replicas' parts are not each sample of the step once. Start all replicas with the "
                 "same version of this program"
@@ -408,7 +447,7 @@ class Replicas:
                 self.give_up()
                 return "quantum"
             exact_sum.finish(self._add_up)
-        if not self.manager.should_commit():
+        if not self._should_commit():
             return self._note_failure()
         self.step += 1  # where the next manager begins, if the lighthouse has gone
         self.everybody_stops = bool(said[:, STOPS].all())
@@ -419,8 +458,16 @@ class Replicas:
         """Give the attempt up: this replica does not commit it, and meets the others anew."""
         if self.manager is not None:
             self.manager.report_error(RuntimeError("the attempt was given up"))
-            self.manager.should_commit()
+            self._should_commit()
         return self._note_failure()
+
+    def _should_commit(self) -> bool:
+        """Ask whether nothing failed here. A state that is stuck on its way to another replica is a failure, too."""
+        try:
+            return self.manager.should_commit()
+        except (RuntimeError, TimeoutError):
+            self._let_go_of_manager()
+            return False
 
     def _note_failure(self) -> str:
         self.failed_step = self.step if self.has_begun else None

@@ -18,13 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from blank import draw_nothing
-from run_layouts import SCRIPTS
 
 from samestep.errors import exit_code
 
 DROP = signal.SIGRTMIN
 """Signal at which a replica loses its connections."""
 TICK = 0.005
+
+
+def load_scripts() -> dict:
+    """Load the programs, by name; the first call takes seconds, and is made before any process is forked."""
+    from run_layouts import SCRIPTS
+
+    return SCRIPTS
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -90,7 +96,7 @@ def train(program: str, argv: list[str], digests: Path) -> int:
         return take_charge(self)
 
     replicas.Replicas.take_charge = note
-    return SCRIPTS[program].main(argv)
+    return load_scripts()[program].main(argv)
 
 
 def _lose_connections() -> None:
@@ -198,15 +204,21 @@ class Scene:
 
 
 def main(folder: str, program: str, argv: str) -> None:
-    """Let two replicas train, kill the first one in the middle of a step, and start it again; for test_replicas.py."""
+    """Let two replicas train, kill the first one in the middle of a step, and start it again; then the lighthouse.
+
+    It is for test_replicas.py. --min_replicas is 2, so that the other one waits and the run is short.
+    """
     argv, folder = json.loads(argv), Path(folder)
     scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
     for number in (1, 2):
         scene.start(number)
     scene.wait_for_step(5)
     scene.send(1, signal.SIGKILL)
-    scene.wait_for_step(12)
     scene.start(1)
+    last = scene.lines()[-1]["step"]
+    scene.wait_for_step(last + 4)
+    scene.kill_lighthouse()
+    scene.start_lighthouse()
     codes = scene.finish()
     if any(codes.values()):
         print(codes, scene.tail())
