@@ -125,35 +125,39 @@ def try_out(python: str, wheel: Path, sdist: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         folder = Path(name)
         run(python, "-m", "venv", folder / "env", folder=folder)
-        bin = folder / "env" / "bin"
-        (torch,) = re.findall(r"^torch==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-        pip = (bin / "pip", "install", "--quiet", "--disable-pip-version-check")
-        run(*pip, torch, folder=folder)
-        run(*pip, wheel, "pytest", folder=folder)
-        say(f"installed with {subprocess.check_output([bin / 'python', '--version'], text=True).strip()}")
-        run(bin / "samestep", "plan", "bert_large_3090", "--on", "1x3090", folder=folder, expect="accelerate launch")
-        run(bin / "samestep", "plan", "gpt2_124m", "--html", "plan.html", "--on", "8xa100-80", folder=folder)
-        say("samestep plan")
-        (folder / "train.py").write_text(PROGRAM)
-        words = ("--vary", "batch=16,accum=1", "--vary", "batch=4,accum=4", "--", "train.py")
-        run(bin / "samestep", "audit-script", *words, folder=folder, expect="\nexact")
-        run(bin / "python", "-m", "stepaudit", *words, folder=folder, expect="\nexact")
-        say("samestep audit-script")
-        (folder / "test_mine.py").write_text(TEST)
-        run(bin / "python", "-m", "pytest", "-q", "test_mine.py", folder=folder, expect="1 passed")
-        say("assert_same_step")
-        (folder / "loop.py").write_text(LOOP)
-        run(bin / "python", "loop.py", folder=folder, expect="exact_steps: ")
-        say("exact_steps")
-        run(*pip, f"{wheel}[text]", folder=folder)
-        with tarfile.open(sdist) as archive:
-            archive.extractall(folder, filter="data")
-        checkout = folder / sdist.name.removesuffix(".tar.gz")
-        shutil.rmtree(checkout / "samestep")  # the installed one trains
-        launch = (bin / "accelerate", "launch", "--quiet", "--config_file", "accelerate_configs/cpu.yaml")
-        flags = ("--recipe", "bert_small_cpu", "--max_train_steps", "5", "--num_warmup_steps", "0", "--speed", "safe")
-        run(*launch, "scripts/pretrain_bert.py", *flags, folder=checkout, expect="Load it:")
-        say("a recipe is trained")
+        use(folder / "env" / "bin", folder, wheel, sdist)
+
+
+def use(bin: Path, folder: Path, wheel: Path, sdist: Path) -> None:
+    """Install the wheel, without extras and then with one, and try in a folder what people do with it."""
+    (torch,) = re.findall(r"^torch==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    pip = (bin / "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, torch, folder=folder)
+    run(*pip, wheel, "pytest", folder=folder)
+    say(f"installed with {subprocess.check_output([bin / 'python', '--version'], text=True).strip()}")
+    run(bin / "samestep", "plan", "bert_large_3090", "--on", "1x3090", folder=folder, expect="accelerate launch")
+    run(bin / "samestep", "plan", "gpt2_124m", "--html", "plan.html", "--on", "8xa100-80", folder=folder)
+    say("samestep plan")
+    (folder / "train.py").write_text(PROGRAM)
+    words = ("--vary", "batch=16,accum=1", "--vary", "batch=4,accum=4", "--", "train.py")
+    run(bin / "samestep", "audit-script", *words, folder=folder, expect="\nexact")
+    run(bin / "python", "-m", "stepaudit", *words, folder=folder, expect="\nexact")
+    say("samestep audit-script")
+    (folder / "test_mine.py").write_text(TEST)
+    run(bin / "python", "-m", "pytest", "-q", "test_mine.py", folder=folder, expect="1 passed")
+    say("assert_same_step")
+    (folder / "loop.py").write_text(LOOP)
+    run(bin / "python", "loop.py", folder=folder, expect="exact_steps: ")
+    say("exact_steps")
+    run(*pip, f"{wheel}[text]", folder=folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    checkout = folder / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(checkout / "samestep")  # the installed one trains
+    launch = (bin / "accelerate", "launch", "--quiet", "--config_file", "accelerate_configs/cpu.yaml")
+    flags = ("--recipe", "bert_small_cpu", "--max_train_steps", "5", "--num_warmup_steps", "0", "--speed", "safe")
+    run(*launch, "scripts/pretrain_bert.py", *flags, folder=checkout, expect="Load it:")
+    say("a recipe is trained")
 
 
 def main() -> None:

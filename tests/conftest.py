@@ -43,7 +43,7 @@ collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, wh
 TOOLS = {"hypothesis", "lightning", "psutil", "sentence_transformers", "tensorboard", "trl"}
 MISSING = sorted(name for name in TOOLS.union(*EXTRAS.values()) if find_spec(name) is None)
 """What a bare installation (`pip install . pytest`) lacks: tests that need it are skipped there."""
-BARE = {"test_accumulate", "test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"}
+BARE = {"test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"}
 """Files of tests of what works without extras: there a missing package is a failure."""
 
 
