@@ -297,7 +297,7 @@ def test_a_run_resumes_anywhere(train, growing, kind):
 
 @pytest.mark.distributed
 def test_bits_do_not_depend_on_the_processes(train, train_on, growing):
-    """--reproducible: what more processes go on with has the digests of one process, dropout on, with fewer samples than processes, too."""
+    """--reproducible: what more processes go on with has the digests of one process, dropout on, idle processes too."""
     more = " --reproducible 2 --digest_steps 1 --resid_pdrop 0.1"
     flags, options = growing("power") + more, {"program": "pretrain_gpt2"}
     whole = train("whole", flags, **options)
