@@ -91,7 +91,7 @@ def plan_cost() -> dict[str, float]:
     changes = {"optimizer": "muon", "muon_learning_rate": 0.005, "muon_momentum": 0.95, "muon_weight_decay": 0.1}
     changes |= {"global_batch_size": COST_BATCH}
     shares = {}
-    for name in ("8xa100-40", "8xh100"):
+    for name in ("8xa100-80", "8xa100-40", "8xh100"):
         times = [
             place(from_recipe(load("gpt2_124m", more)), parse(name)).time.total
             for more in (changes, {"global_batch_size": COST_BATCH})
@@ -130,7 +130,8 @@ def tables(results: dict[str, Any]) -> str:
     measured = ""
     if cost := results.get("cost"):
         block, iteration = (statistics.median(cost[name]) for name in ("block", "orthogonalization"))
-        measured = f" On this CPU all matrices take {iteration:.1f} s, and a block {block:.2f} s: {cost_share(cost):.2%} of the step."
+        share = f"{cost_share(cost):.2%} of the step"
+        measured = f" On this CPU all matrices take {iteration:.1f} s, and a block {block:.2f} s: {share}."
     return (
         f"{harness.table('difference of two cuts of one step | median of all matrices | largest', rows)}\n"
         f"What orthogonalization adds to a step of {COST_BATCH} blocks of GPT-2 (124M): planned, work shared out, "
