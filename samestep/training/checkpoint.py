@@ -626,6 +626,14 @@ def _check_is_file(path: Path) -> None:
         raise DamagedCheckpoint(f"{path.name} is {'not a file' if path.exists() else 'missing'}")
 
 
+def find_newest_step(output_dir: Path) -> int:
+    """Find the step of the newest checkpoint that is whole; 0: there is none."""
+    for folder in reversed(checkpoints(output_dir)):
+        with contextlib.suppress(DamagedCheckpoint):
+            return verify(folder).step
+    return 0
+
+
 def find(
     accelerator: Accelerator, resume_from_checkpoint: str | None, output_dir: Path, recipe: Recipe
 ) -> tuple[Path | None, State]:
