@@ -78,7 +78,8 @@ class SharedFolder:
         file.seek(0)
         if (owner := file.read().strip()) != meeting_point or not is_shared:
             raise UsageError(
-                f"output_dir {self.output_dir} is in use by another run ({owner}): wait for it, end it, or choose another folder"
+                f"output_dir {self.output_dir} is in use by another run ({owner}): wait for it, end it, or choose another "
+                "folder"
             )
 
     def begin_session(self, prepare: Callable[[bool], None]) -> bool:
