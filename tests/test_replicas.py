@@ -141,12 +141,15 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     def refuse():
         raise UsageError("earlier run")
 
-    def try_in_a_process(meeting_point: str) -> str:
-        """Join in another process, for which alone locks count; return what went wrong."""
+    def try_in_a_process(meeting_point: str, begins: bool = False) -> str:
+        """Join in another process, for which alone locks count; return what went wrong, or whether the run was begun."""
         read, write = os.pipe()
         if not os.fork():
             try:
-                SharedFolder(tmp_path, NAMES).join(meeting_point, refuse)
+                other = SharedFolder(tmp_path, NAMES)
+                other.join(meeting_point, refuse)
+                if begins:
+                    os.write(write, str(other.begin_session(lambda is_again: None)).encode())
             except UsageError as error:
                 os.write(write, str(error).encode())
             finally:
@@ -163,14 +166,25 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     assert try_in_a_process("http://a:1") == "", "a replica that is started again, in the folder of its run"
     assert "in use by another run (http://a:1)" in try_in_a_process("http://b:1")
     prepared = []
-    assert folder.begin_session(lambda: prepared.append(1))
-    assert not folder.begin_session(lambda: prepared.append(2)), "the run is under way"
-    assert (prepared, folder.is_done) == ([1], False)
+    assert folder.begin_session(prepared.append)
+    folder.take_part()
+    assert try_in_a_process("http://a:1", begins=True) == "False", "the run is under way"
+    assert (prepared, folder.is_done) == ([False], False)
     assert folder.try_to_end()
     folder.end(is_done=True)
     assert folder.is_done
     folder.close()
     assert try_in_a_process("http://b:1") == "earlier run"
+
+
+def test_a_run_whose_replicas_have_all_ended_is_begun_again(tmp_path):
+    """By one that was started while they lived, and joins a moment too late."""
+    folder, prepared = SharedFolder(tmp_path, NAMES), []
+    folder.join("http://a:1", lambda: None)
+    assert folder.begin_session(prepared.append)
+    assert folder.begin_session(prepared.append), "nobody has said that it has the weights"
+    assert prepared == [False, True]
+    folder.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -120,10 +120,12 @@ def load_state(address: str, timeout: float) -> Any:
     torch 2.13, `torch.distributed._serialization._streaming_load`: the reading end of what torchft sends.
     """
     import urllib.request
+    import warnings
 
     from torch.distributed._serialization import _streaming_load
 
-    with urllib.request.urlopen(address, timeout=timeout) as stream:
+    with warnings.catch_warnings(), urllib.request.urlopen(address, timeout=timeout) as stream:
+        warnings.simplefilter("ignore", UserWarning)  # tensors are read into buffers that are not writable
         return _streaming_load(stream, weights_only=True)
 
 

@@ -40,7 +40,8 @@ class Spans:
                 pieces.pop()  # no step begins in the stage before
             step, place = step + number, self._begin(place, pieces[-1][2], number) if number else place
             pieces.append((step, place, size))
-        return tuple(map(list, zip(*pieces, strict=True)))
+        steps, places, sizes = map(list, zip(*pieces, strict=True))
+        return steps, places, sizes
 
     def find(self, step: int) -> tuple[int, int]:
         """Find where a step begins, and where it ends, in the stream."""

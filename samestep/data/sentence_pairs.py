@@ -215,7 +215,7 @@ class SentencePairs:
         Returns:
             input ids int64 [length], masked places int64 [m] ascending, the true tokens at these places int64 [m].
         """
-        second = [] if pair.second is None else [pair.second, [self.sep]]
+        second: list[Any] = [] if pair.second is None else [pair.second, [self.sep]]
         tokens = np.concatenate([[self.cls], pair.first, [self.sep], *second], dtype=np.int64)
         rng = sample_rng(self.seed, MASKS, pair.epoch, pair.sample_id)
         candidates = np.flatnonzero(~self.is_special[tokens])

@@ -164,7 +164,7 @@ class TokenBlocks:
             labels: int64 [M], the next token of each token; none where there are no samples.
             counts: int64 [1], the number of labels.
         """
-        tokens = np.concatenate([run.tokens[:-1] for run in runs] or [[self.end_of_text]]).astype(np.int64)
+        tokens = np.concatenate([run.tokens[:-1] for run in runs] or [np.array([self.end_of_text])]).astype(np.int64)
         labels = np.concatenate([np.zeros(0, np.int64), *(run.tokens[1:] for run in runs)], dtype=np.int64)
         is_first = np.zeros(len(tokens), bool)
         is_first[np.cumsum([0, *(run.length for run in runs[:-1])])] = True

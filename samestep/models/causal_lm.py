@@ -204,7 +204,7 @@ class CausalLmSums(SummedLosses):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     @classmethod
-    def from_recipe(cls, recipe: Any, source: Any, shape: Mapping[str, Any] | None = None) -> Self:
+    def from_recipe(cls, recipe: Any, source: Any = None, shape: Mapping[str, Any] | None = None) -> Self:
         """Build the model of a recipe.
 
         Args:

@@ -94,7 +94,8 @@ def fits_page(answer: dict[str, Any], table: Sequence[Sequence[str]], band: str)
     columns = [*columns[:-1], "tokens/s at the longest"]  # a card of a row shows no order of columns
     values = {"columns": columns, "rows": [(row[0], row[1:]) for row in rows], "band": band, "num_models": num_models}
     values |= {"num_tried": num_models + len(answer["too_large"])}
-    return make_environment(TEMPLATES).get_template("fits.html.j2").render(answer=answer, **values)
+    page: str = make_environment(TEMPLATES).get_template("fits.html.j2").render(answer=answer, **values)
+    return page
 
 
 def make_environment(*folders: Path) -> "jinja2.Environment":

@@ -426,8 +426,16 @@ def _predict_time(
     )
     software = dataclasses.replace(software, orthogonalized=workload.orthogonalized)
     work = count_work(model, precision)
-    options = {"gradient_checkpointing": checkpointing, "sharded": sharded, "num_shards": num_shards}
-    return step_time(work, layout, hardware, precision, software, **options)
+    return step_time(
+        work,
+        layout,
+        hardware,
+        precision,
+        software,
+        gradient_checkpointing=checkpointing,
+        sharded=sharded,
+        num_shards=num_shards,
+    )
 
 
 def _choose_strategy(layout: Layout, whole: Memory, hardware: Hardware) -> tuple[str, str]:

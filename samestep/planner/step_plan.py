@@ -148,7 +148,7 @@ def _make_schedule(
         first = spans or Spans(n, epoch_end, (Stage(0, growth.sizes[0]),))
         warmup["num_warmup_steps"] = first.find(recipe.num_warmup_steps)[0]
     num_warmup = warmup_steps(**warmup, num_steps=total, steps_per_epoch=n)
-    names = {"max_train_steps": total, "num_train_epochs": None, "batch_schedule": None}
+    names: dict[str, Any] = {"max_train_steps": total, "num_train_epochs": None, "batch_schedule": None}
     names |= {"num_warmup_steps": 0, "warmup_epochs": None, "warmup_ratio": None}
     base = dataclasses.replace(recipe, **names).schedule(total, n)
     longest = base.find_last_warmup()

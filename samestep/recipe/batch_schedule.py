@@ -102,8 +102,8 @@ def parse(text: str) -> BatchSchedule:
             raise ValueError("a share of more tokens is from 0.001 to 1")
         return BatchSchedule("noise", (int(match[2]),), more_tokens=more_tokens, rate=rate)
     first, *others = re.split(r" *, *", rest)
-    matches = [_STAGE.fullmatch(part) for part in others]
-    if not re.fullmatch(_SIZE, first) or not matches or None in matches:
+    matches = [match for part in others if (match := _STAGE.fullmatch(part))]
+    if not re.fullmatch(_SIZE, first) or not matches or len(matches) < len(others):
         raise ValueError(f"it is written like {EXAMPLES}")
     if len(matches) >= MAX_STAGES:
         raise ValueError(f"it has at most {MAX_STAGES} stages")

@@ -568,7 +568,7 @@ def _choose_task(argv: Sequence[str], tasks: Sequence[str]) -> str:
     """Choose the task of the recipe that the flags name; the first one if it is of none of these tasks."""
     name = _find_recipe(argv)
     task = None if name is None else recipes.find_task(name)
-    return task if task in tasks else tasks[0]
+    return tasks[0] if task is None or task not in tasks else task
 
 
 def _find_recipe(argv: Sequence[str]) -> str | None:

@@ -706,12 +706,17 @@ def share_newest(peer_copies: PeerCopies) -> None:
     def find_newest() -> int:
         with contextlib.suppress(OSError):
             _restore_old(peer_copies.output_dir)
-        for folder in reversed(checkpoints(peer_copies.output_dir)):
-            with contextlib.suppress(DamagedCheckpoint):
-                return verify(folder).step
-        return -1
+        return find_newest_step(peer_copies.output_dir) or -1
 
     peer_copies.share_newest(find_newest, _verify)
+
+
+def find_newest_step(output_dir: Path) -> int:
+    """Find the step of the newest checkpoint that is whole; 0: there is none."""
+    for folder in reversed(checkpoints(output_dir)):
+        with contextlib.suppress(DamagedCheckpoint):
+            return verify(folder).step
+    return 0
 
 
 def find(

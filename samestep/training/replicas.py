@@ -208,6 +208,7 @@ class Replicas:
                 self.give_up()
                 continue
             self._tell_changes()
+            self.last_complaint = ""
             if self.buffer is not None:
                 self.buffer.begin()
             return data, counts
@@ -237,7 +238,7 @@ class Replicas:
                     self._let_go_of_manager()
                     reason = f"the lighthouse {lighthouse} gives no quorum ({_shorten(error)})"
             self._wait(reason, deadline)
-        self.step, self.rank, self.size, self.last_complaint = self.manager.current_step(), rank, size, ""
+        self.step, self.rank, self.size = self.manager.current_step(), rank, size
         self.steps.set_process(rank, size)
         self.accelerator.is_main_process = rank == 0
 
@@ -339,15 +340,33 @@ class Replicas:
         if (smallest := (int(sizes.min()), int(token_caps.min()))) != caps:
             self.steps.set_caps(smallest[0], None if smallest[1] == LARGEST else smallest[1])
         if not begun.any():
-            has_begun = self.rank == 0 and self.folder.begin_session(self.log.open_files)
+            has_begun = self.rank == 0 and self.folder.begin_session(self._prepare_folder)
             answers = self._gather([int(has_begun)])
             if answers is None:
                 return False
             if not answers.any():
-                self._wait(f"the run in {self.folder.output_dir} is under way, but its replicas are not here", math.inf)
+                self._wait(f"the run in {self.folder.output_dir} is under way on replicas that are not here", math.inf)
                 return False
+        if not self.has_begun:
+            self.folder.take_part()
         self.has_begun, self.is_group_new = True, False
         return True
+
+    def _prepare_folder(self, is_again: bool) -> None:
+        """Make the output folder ready for the run.
+
+        Args:
+            is_again: whether all replicas that have trained are gone, and others, which have just been started, are here.
+
+        Raises:
+            RunError: those that are gone have left a checkpoint that these have not read.
+        """
+        if is_again and (newest := checkpoint.find_newest_step(self.folder.output_dir)) > self.step:
+            raise RunError(
+                f"all replicas that trained have ended, after checkpoint-{newest}: start all again, with "
+                "--resume_from_checkpoint latest"
+            )
+        self.log.open_files(self.step)
 
     def _digest_parameters(self) -> int:
         """Digest the parameters, 62 bits: replicas that go on together have the same ones."""
@@ -403,7 +422,7 @@ class Replicas:
             return None
         pairs = numbers[num_terms:].view(-1, 2).cpu().numpy()
         expected_pairs = np.stack(self.steps.order.samples(data.step), 1)
-        if not np.array_equal(*(rows[np.lexsort(rows.T)] for rows in (pairs, expected_pairs))):
+        if not np.array_equal(pairs[np.lexsort(pairs.T)], expected_pairs[np.lexsort(expected_pairs.T)]):
             raise RunError(
                 f"step {data.step + 1}: the replicas' parts are not each sample of the step once. Start all replicas with the "
                 "same version of this program"

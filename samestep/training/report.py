@@ -170,7 +170,7 @@ class RunLog:
         self.unwritten_lines = dict.fromkeys(LINES, "")
         self.saver, self.folder = saver, folder
         if accelerator.is_main_process and folder is None:
-            self.open_files()
+            self.open_files(first_step)
         steps, evaluations = read_metrics(self.output_dir) if accelerator.is_main_process else ([], [])
         if folder is not None:  # nobody has opened the files, or replicas that are further
             evaluations = [line for line in evaluations if _is_earlier(line, first_step, num_steps)]
@@ -194,9 +194,13 @@ class RunLog:
         session = json.dumps(self._describe_session(), indent=2) + "\n"
         (self.output_dir / "settings.json").write_text(session, encoding="utf-8")
 
-    def open_files(self) -> None:
-        """Delete an earlier run where that was asked for, and lines of steps that are done again; describe the new session."""
-        first_step, num_steps = self.first_step, self.num_steps
+    def open_files(self, first_step: int) -> None:
+        """Delete an earlier run where that was asked for, and lines of steps that are done again; describe the new session.
+
+        Args:
+            first_step: steps before the first one of the session.
+        """
+        num_steps = self.num_steps
         if self.settings.overwrite_output_dir:
             for path in _find_earlier_run(self.output_dir):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

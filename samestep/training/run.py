@@ -308,7 +308,7 @@ class Run:
             self.start,
             tokenizer,
             self._describe_exact_sum,
-            lambda: self.follower and self.follower.record,
+            lambda: None if self.follower is None else self.follower.record,
             self.store,
             self.peer_copies,
         )

@@ -5,6 +5,7 @@ When it dies, the next one does, so that no line is lost and none is there twice
 files (`lockf`) are the system's, which releases them when a process ends, however it ends. They work on NFS (version 4), too.
 
     .lock     shared by all replicas as long as they live, exclusive for any other run
+    .training shared by all replicas that have the run's weights: who joins waits for one of them, if there is any
     .session  whether a run is under way or done; locked for the moments in which lines are written
     .end      locked by the replica that saves and publishes at the end
 """
@@ -73,34 +74,48 @@ class SharedFolder:
             file.truncate(0)
             print(meeting_point, file=file, flush=True)
             self._write_session({})
-        deadline = time.monotonic() + SECONDS_TO_SHARE
-        while not _try_lock(file, fcntl.LOCK_SH):
-            if time.monotonic() > deadline:
-                self._refuse(file)
-            time.sleep(0.05)
+        is_shared = self._share(".lock")
         file.seek(0)
-        if file.read().strip() != meeting_point:
-            self._refuse(file)
+        if (owner := file.read().strip()) != meeting_point or not is_shared:
+            raise UsageError(
+                f"output_dir {self.output_dir} is in use by another run ({owner}): wait for it, end it, or choose another "
+                "folder"
+            )
 
-    def _refuse(self, file: TextIO) -> None:
-        file.seek(0)
-        raise UsageError(
-            f"output_dir {self.output_dir} is in use by another run ({file.read().strip()}): wait for it, end it, or choose "
-            "another folder"
-        )
+    def begin_session(self, prepare: Callable[[bool], None]) -> bool:
+        """Begin the run unless it is done, or under way on a replica that lives.
 
-    def begin_session(self, prepare: Callable[[], None]) -> bool:
-        """Begin the run unless it is under way or done; `prepare` makes the folder ready for it.
+        Args:
+            prepare: makes the folder ready for it; is told whether the run was begun before, by replicas that have all ended.
 
         Returns:
             Whether this replica began it.
         """
         with self._writing() as may_write:
-            if not may_write or self.read_session():
+            if not may_write or self.is_done or self._others_train():
                 return False
-            prepare()
+            prepare(bool(self.read_session()))
             self._write_session({"is_done": False})
         return True
+
+    def take_part(self) -> None:
+        """Tell other replicas that this one has the run's weights, for as long as it lives."""
+        self._share(".training")
+
+    def _others_train(self) -> bool:
+        """Tell whether a replica lives that has the run's weights, asleep or not; this one has none."""
+        file = self._open(".training")
+        if not _try_lock(file, fcntl.LOCK_EX):
+            return True
+        fcntl.lockf(file, fcntl.LOCK_UN)
+        return False
+
+    def _share(self, name: str) -> bool:
+        """Take a lock with others; False: one of them holds it alone, for longer than a moment."""
+        file, deadline = self._open(name), time.monotonic() + SECONDS_TO_SHARE
+        while not (has_lock := _try_lock(file, fcntl.LOCK_SH)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return has_lock
 
     def read_session(self) -> dict[str, Any]:
         """Read the state of the run: {} before its first step, then whether it `is_done`."""
