@@ -55,7 +55,7 @@ from samestep.recipe import pretrained_shape, run_settings, scaling
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name, format_value, read_yaml
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import Recipe, TextPretraining
 from samestep.recipe.scaling import RULES, Hyperparameters
 from samestep.recipe.settings import (
     BATCH,
@@ -418,7 +418,7 @@ def _plan_recipe(
     subject |= {"fingerprint": recipe.fingerprint}
     scaled = recipe.scaled_hyperparameters()
     subject |= dataclasses.asdict(scaled) | dict(more_subject or {})
-    if recipe.optimizer_name == "muon":
+    if isinstance(recipe, TextPretraining) and recipe.optimizer_name == "muon":
         subject["muon_learning_rate"] = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
 
     def trace(b: int, **options: Any) -> Any:

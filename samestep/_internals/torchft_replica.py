@@ -52,7 +52,7 @@ def make_manager(
 
     for name in ("torchft.manager", "torchft.checkpointing.http_transport"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each error is handled, and told in a line of ours
-    group_class = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
+    group_class: Any = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
 
     class Group(group_class):
         def configure(self, *arguments: Any, **keywords: Any) -> None:

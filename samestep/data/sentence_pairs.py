@@ -14,7 +14,7 @@ accuracies with these.
 import dataclasses
 import functools
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch

@@ -42,7 +42,7 @@ class PretrainingSums(CausalLmSums):
     """Sums the loss of next tokens."""
 
     @classmethod
-    def from_recipe(cls, recipe: CausalLmPretraining, source: Any) -> Self:
+    def from_recipe(cls, recipe: CausalLmPretraining, source: Any) -> Self:  # type: ignore[override]
         sums = cls(build_model(recipe, source))  # which looks for leaks between sequences: before projections are 0
         row_norms.use_few_passes(sums)
         if recipe.zero_init_projections:
@@ -50,7 +50,9 @@ class PretrainingSums(CausalLmSums):
         return sums
 
     @classmethod
-    def example(cls, recipe: CausalLmPretraining, num_samples: int) -> dict[str, torch.Tensor | None]:
+    def example(  # type: ignore[override]
+        cls, recipe: CausalLmPretraining, num_samples: int
+    ) -> dict[str, torch.Tensor | None]:
         place = torch.arange(recipe.block_size * num_samples)
         return {
             "input_ids": torch.zeros(1, len(place), dtype=torch.int64),
@@ -59,7 +61,9 @@ class PretrainingSums(CausalLmSums):
             "labels": torch.zeros_like(place),
         }
 
-    def forward(self, input_ids, position_ids, ends, labels) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(  # type: ignore[override]
+        self, input_ids, position_ids, ends, labels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the loss and, when evaluating, count correct predictions, both [1]. See TokenBlocks.collate_row."""
         hidden = self.hidden(input_ids, position_ids, ends)[: len(labels)]
         loss_sum, num_correct = self.cross_entropy(hidden, labels)

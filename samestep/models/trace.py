@@ -27,6 +27,7 @@ from samestep.errors import UsageError
 from samestep.models import quantization
 from samestep.models.summed_losses import SummedLosses
 from samestep.planner import base_models
+from samestep.planner.decoder import Decoder
 from samestep.planner.memory import model_from_recipe
 from samestep.planner.transformer import Peak
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe
@@ -257,12 +258,14 @@ def trace_recipe(
     1,557,611,200 parameters, 40.5 GB
     """
     model_class, settings_class = recipe.parts.find("model"), recipe.parts.find("settings")
-    matrix_bytes, options = 4, {}
+    matrix_bytes = 4
+    options: dict[str, Any] = {}
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
-        matrix_bytes = model_from_recipe(recipe).method.matrix_bytes
+        planned = model_from_recipe(recipe)
+        matrix_bytes = planned.method.matrix_bytes if isinstance(planned, Decoder) else 4
         options["shape"] = shape = _find_shape(recipe.model_name_or_path)
-        values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"]}
-        recipe = dataclasses.replace(recipe, model_name_or_path=None, **values)
+        values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"], "model_name_or_path": None}
+        recipe = dataclasses.replace(recipe, **values)
     elif hasattr(recipe, "model_name_or_path"):
         no_weights: dict[str, Any] = {"model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **no_weights)

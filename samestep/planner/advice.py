@@ -18,7 +18,7 @@ from samestep.planner.text import round_number
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
 from samestep.recipe.reading import format_name, read_json, read_lines
-from samestep.recipe.recipe import Recipe
+from samestep.recipe.recipe import Recipe, TextPretraining
 
 MAX_HALF_WIDTH = 0.5
 """Half of the interval of the signal's share over the share, above which a batch is not advised."""
@@ -257,7 +257,7 @@ def change(recipe: Recipe, batch: int, tokens: float, folder: str) -> tuple[Reci
             "adam_beta2": _shorten(scaling.beta2_half_life(numbers, old_batch, batch).adam_beta2),
             "adam_epsilon": numbers.adam_epsilon,
         }
-    if recipe.optimizer_name == "muon":
+    if isinstance(recipe, TextPretraining) and recipe.optimizer_name == "muon":
         rate = recipe.muon_learning_rate * numbers.learning_rate / recipe.learning_rate
         changes |= {
             "muon_learning_rate": _shorten(rate * rate_factor),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from samestep.cut.spans import Spans
 from samestep.errors import UsageError
@@ -128,7 +129,7 @@ def plan_steps(recipe: Recipe, num_samples: int | None, decided: Sequence[Stage]
         if growth.kind == "seesaw":
             exponent, reference = 1.0 if recipe.optimizer_name == "sgd" else 0.5, growth.sizes[0]
         schedule = GrowingSchedule(by_samples, spans, reference, exponent)
-    return StepPlan(spans.stages, steps, total, schedule, spans)
+    return StepPlan(tuple(Stage(*stage) for stage in spans.stages), steps, total, schedule, spans)
 
 
 def _make_schedule(

@@ -191,6 +191,7 @@ def from_recipe(
     counts_epochs = (recipe.warmup_epochs, recipe.scaled_hyperparameters().warmup_epochs) != (None, None)
     has_schedule = num_steps is not None and (per_epoch is not None or not counts_epochs)
     plan = None if recipe.batch_schedule is None else plan_steps(recipe, num_samples)
+    schedule: Any
     if recipe.batch_schedule is None:
         schedule = recipe.schedule(num_steps, per_epoch or 1.0) if has_schedule else None
     else:
@@ -206,7 +207,7 @@ def from_recipe(
         script=recipe.parts.script,
         script_words=("--recipe", source or recipe.name, *format_flags(changes or {})),
         moment_bytes=_count_moment_bytes(model) if optimizer == "muon" else MOMENTS[optimizer],
-        orthogonalized=tuple(model.layer_matrices) if optimizer == "muon" else (),
+        orthogonalized=tuple(model.layer_matrices) if optimizer == "muon" and not isinstance(model, ConvNet) else (),
         gradient_bytes=4 if recipe.accumulation == "gradient" else 0,
         second_moment=recipe.second_moment,
         optimizer_bytes=UPDATE[optimizer] + (0 if recipe.max_grad_norm is None else CLIPPING),
@@ -221,10 +222,10 @@ def from_recipe(
     )
 
 
-def _count_moment_bytes(model: Transformer | Decoder) -> float:
+def _count_moment_bytes(model: Any) -> float:
     """Count the bytes per parameter that Muon remembers: one moment of layers' matrices, AdamW's two of the rest."""
     hidden = sum(rows * columns for rows, columns in model.layer_matrices)
-    return MOMENTS["adamw"] - 4 * hidden / model.num_parameters
+    return float(MOMENTS["adamw"] - 4 * hidden / model.num_parameters)
 
 
 def _count_download(recipe: Recipe, model: Model) -> int:

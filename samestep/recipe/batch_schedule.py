@@ -185,7 +185,8 @@ def find_stages(
         return tuple(decided) or (Stage(0, growth.sizes[0]),)
     first, *sizes = make_sizes(growth.sizes[0], largest)
     if growth.kind == "power":
-        shares = ((size / largest) ** (1 / growth.power) for size in sizes)
+        exponent = 1 / (growth.power or 1)
+        shares = ((size / largest) ** exponent for size in sizes)
         places = [math.ceil(num_samples * share * (1 - TOLERANCE)) for share in shares]
     else:
         places = [_find_fall(ratio, first / size * (1 + TOLERANCE), num_samples) for size in sizes]

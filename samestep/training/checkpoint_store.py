@@ -7,6 +7,7 @@ are made again, after longer and longer waits; a checkpoint that cannot be copie
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import random
@@ -141,15 +142,16 @@ class CheckpointStore:
         target = f"{self.root}/{folder.name}"
         for path in lines:
             if path.exists():
-                self._insist(lambda path=path: self._put(path.read_bytes(), f"{self.root}/{path.name}"))
+                self._insist(functools.partial(self._copy_lines, path))
         if self._read_manifest(folder.name) == manifest:
             return
         self._insist(lambda: self.files.makedirs(target, exist_ok=True))
         for name, entry in json.loads(manifest)["files"].items():
-            self._insist(
-                lambda name=name, entry=entry: self._copy_file(folder / name, f"{target}/{name}", entry["sha256"])
-            )
+            self._insist(functools.partial(self._copy_file, folder / name, f"{target}/{name}", entry["sha256"]))
         self._insist(lambda: self._put(manifest, f"{target}/manifest.json"))
+
+    def _copy_lines(self, path: Path) -> None:
+        self._put(path.read_bytes(), f"{self.root}/{path.name}")
 
     def _copy_file(self, path: Path, target: str, digest: str) -> None:
         self.files.put_file(str(path), target)
@@ -205,7 +207,7 @@ class CheckpointStore:
                     raise ValueError(f"{file!r} is no name of a file")
                 for _ in range(TRIES):
                     self._insist(
-                        lambda file=file: self.files.get_file(f"{self.root}/{name}/{file}", str(folder / file))
+                        functools.partial(self.files.get_file, f"{self.root}/{name}/{file}", str(folder / file))
                     )
                     if _hash(folder / file) == entry["sha256"]:
                         break

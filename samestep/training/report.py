@@ -586,10 +586,12 @@ class RunLog:
         finally:
             if lock := _locks.pop(self.output_dir.resolve(), None):
                 lock.close()
-        unwritten_lines = self.unwritten_lines
+        lost_files = [name for name, lines in self.unwritten_lines.items() if lines]
         if self.folder is not None:
-            unwritten_lines = self.folder.lines if self.accelerator.is_main_process else {}
-        if lost_files := [name for name, lines in unwritten_lines.items() if lines]:
+            lost_files = [
+                name for name, lines in self.folder.lines.items() if lines and self.accelerator.is_main_process
+            ]
+        if lost_files:
             raise RunError(f"{', '.join(lost_files)} in {self.output_dir} could not be written to the end")
 
     def _write(self, line: dict[str, Any]) -> None:

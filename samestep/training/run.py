@@ -168,9 +168,7 @@ class Run:
         self.last_step = min(self.num_steps, self.settings.stop_after_step or self.num_steps)
         return train, held_out
 
-    def _plan_steps(
-        self, recipe: Recipe, num_samples: int, mixture: tuple
-    ) -> tuple[Order, int, Callable[[int], float]]:
+    def _plan_steps(self, recipe: Recipe, num_samples: int, mixture: tuple) -> tuple[Order, int, Any]:
         """Plan the steps of a recipe: the samples of each, how many they are, the learning rate of each."""
         order = Order(num_samples, recipe.global_batch_size, recipe.seed, recipe.epoch_end, mixture)
         if recipe.batch_schedule is not None:
