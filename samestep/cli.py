@@ -413,7 +413,7 @@ def _plan_recipe(
         )
         return dataclasses.replace(workload, name=subject["recipe"])
 
-    subject = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
+    subject: dict[str, Any] = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
     subject |= {} if changes else {"expect": recipe.expect}
     subject |= {"fingerprint": recipe.fingerprint}
     scaled = recipe.scaled_hyperparameters()
