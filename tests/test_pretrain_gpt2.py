@@ -55,7 +55,7 @@ def test_what_a_run_leaves_behind(train, capsys, real_figures):
     sample = (output_dir / "sample.txt").read_text()
     assert sample.startswith("The")
     assert sample in printed
-    assert "GPT2LMHeadModel.from_pretrained" in (output_dir / "README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained" in (output_dir / "README.md").read_text()
 
 
 def test_the_saved_model_generates_and_is_the_trained_one(train):
