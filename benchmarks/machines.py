@@ -350,6 +350,7 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
             lambda: cluster.step >= first and all(m.has_worker for m in cluster.machines), PATIENCE, f"step {first}"
         )
         row["step"] = cluster.step
+        row["load"] = os.getloadavg()[0]
         row["seconds_to_next_step"] = strike(cluster, kind, rng)
         row["next_step"] = cluster.step
         wait_for(lambda: all(machine.has_ended for machine in cluster.machines), PATIENCE, "the end of all machines")
@@ -415,6 +416,8 @@ def markdown(results: dict) -> str:
     table = [[kind, *describe([row for row in rows if row["kind"] == kind])] for kind in kinds]
     kills = [row for row in rows if "frozen" not in row["kind"] and row["kind"] not in LATE]
     seconds = [row["seconds_to_next_step"] for row in kills if "seconds_to_next_step" in row]
+    loads = [row["load"] for row in rows if "load" in row]
+    load = f" The machine's load was {harness.spread(loads, '.0f')}." if loads else ""
     problems = "".join(f"- run {row['run']}, {row['kind']}: {text}\n" for row in rows for text in row["problems"])
     median = f"{statistics.median(seconds):.1f} s" if seconds else "-"
     return harness.page(
@@ -425,7 +428,7 @@ def markdown(results: dict) -> str:
         f"{about['every']} steps; a frozen process is noticed after {DDP_TIMEOUT} s (`--ddp_timeout`), and gets SIGKILL after "
         "30 s more. Seconds: median, smallest and largest.\n\n"
         f"{harness.table(COLUMNS, table)}\n"
-        f"After a kill, median of all: {median}.\n\n## What went wrong\n\n{problems or 'Nothing.'}\n",
+        f"After a kill, median of all: {median}.{load}\n\n## What went wrong\n\n{problems or 'Nothing.'}\n",
     )
 
 
