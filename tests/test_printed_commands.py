@@ -350,7 +350,8 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     if is_audit:
         assert "\nexact" in output.out or json.loads(output.out)["is_exact"]
         AUDITED.add(tuple(argv))
-    for line in re.findall(r"(?:\w+=\S+ )?accelerate launch .*scripts/.*", re.sub(r"\\\n\s*", "", output.out)):
+    own = r"(?:python -m \w+|samestep) plan .* --write_config .*"  # the launch file of the next line
+    for line in re.findall(rf"{own}|(?:\w+=\S+ )?accelerate launch .*scripts/.*", re.sub(r"\\\n\s*", "", output.out)):
         check(command._replace(words=tuple(shlex.split(line)), text=line), monkeypatch, capsys, recorder)
 
 
