@@ -108,7 +108,7 @@ def fitting() -> tuple[dict, list, str]:
     """What the page of `plan --what_fits` is made of: of two methods of each of two models, and one that is too large."""
     hardware = parse("4xl4")
     fits = []
-    for name, method in itertools.product(("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-3B"), METHODS[:2]):
+    for name, method in itertools.product(("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-3B"), (METHODS[0], METHODS[3])):
         placement = place(make_model_workload(name, 1024, 64, method.changes), hardware)
         fits.append(Fit(name, method, placement, placement))
     answer = describe_fits(hardware, fits, ["meta-llama/Llama-3.1-405B"], 0.7) | {"command": "python -m recipes plan"}

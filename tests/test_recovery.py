@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from common import ROOT, all_metrics, launch_environment, metrics, samples_of_steps, tiny_argv
+from common import ROOT, all_metrics, launch_environment, metrics, model_of, samples_of_steps, tiny_argv
 from compare import parameters, relative, same_weights
 from faults import IN_A_STEP, launch_code, limit_memory, train_with_code
 from safetensors.torch import load_file
@@ -71,7 +71,7 @@ def test_memory_that_runs_out_again_and_again(train, monkeypatch):
 
 def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts, monkeypatch):
     """Its activations must not be in the way of the zeros that a process that failed reduces with the others."""
-    forward, agree, failed = scripts["pretrain_bert"].PretrainingSums.forward, recovery.Recovery.agree, []
+    forward, agree, failed = model_of("pretrain_bert").forward, recovery.Recovery.agree, []
     saved = weakref.WeakSet()
 
     def fail(*_):
@@ -98,7 +98,7 @@ def test_the_failed_micro_batch_is_let_go_of_before_anything_else(train, scripts
             failed.append(len(saved))
         return agree(self, has_failed, *more)
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", breaking)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", breaking)
     monkeypatch.setattr(recovery.Recovery, "agree", note)
     monkeypatch.setattr(micro_batch_size, "_try", lambda *_: True)
     train("run", "--global_batch_size 8")
@@ -121,7 +121,7 @@ def test_errors_that_are_not_memory_are_not_swallowed(train, scripts, monkeypatc
     def broken(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", broken)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", broken)
     with pytest.raises(RuntimeError, match="something else"):
         train("run", "--global_batch_size 10 --validation_fraction 0")
 
@@ -143,7 +143,7 @@ def broken_gradient(monkeypatch, scripts):
     """Let the loss of the micro-batch with sample `sample` be `value` in training step 4."""
 
     def install(program: str, value: float, in_loss: bool = True):
-        forward, steps = scripts[program].PretrainingSums.forward, []
+        forward, steps = model_of(program).forward, []
         seed_noise = recovery.accumulate.seed_noise
 
         def note(accelerator, seed, step):
@@ -161,7 +161,7 @@ def broken_gradient(monkeypatch, scripts):
             return sums, correct
 
         monkeypatch.setattr(recovery.accumulate, "seed_noise", note)
-        monkeypatch.setattr(scripts[program].PretrainingSums, "forward", breaking)
+        monkeypatch.setattr(model_of(program), "forward", breaking)
 
     return install
 

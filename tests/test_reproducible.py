@@ -1,7 +1,7 @@
 """--reproducible: the same bits on any number of processes, with any restarts, dropout on."""
 
 import pytest
-from common import TINIES, metrics, task_of
+from common import TINIES, metrics, model_of, task_of
 from compare import hash_run
 
 from samestep.errors import RunError, UsageError
@@ -122,14 +122,14 @@ def test_a_loop_that_scales_by_itself_is_refused(train, monkeypatch):
 
 def test_errors_that_no_smaller_micro_batch_mends(train, scripts, monkeypatch):
     """Memory that runs out, as the size of micro-batches is fixed, and kernels of a GPU that add up in any order."""
-    forward, errors = scripts["pretrain_bert"].PretrainingSums.forward, []
+    forward, errors = model_of("pretrain_bert").forward, []
 
     def fail(self, **micro_batch):
         if self.training:
             raise errors[-1]
         return forward(self, **micro_batch)
 
-    monkeypatch.setattr(scripts["pretrain_bert"].PretrainingSums, "forward", fail)
+    monkeypatch.setattr(model_of("pretrain_bert"), "forward", fail)
     told = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
     for error, words in ((MemoryError(), "3 samples"), (RuntimeError(told), "^cumsum_cuda_kernel")):
         errors.append(error)

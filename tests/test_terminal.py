@@ -33,9 +33,6 @@ def in_one_style(monkeypatch):
         monkeypatch.setattr(tqdm, name, getattr(tqdm, name))
     library_output.show_progress_in_one_style()
     monkeypatch.setattr(library_output, "LINE_SECONDS", 0)
-    yield
-    for name in ("display_in_place", "clear_in_place"):
-        delattr(tqdm, name)
 
 
 def show_progress(file: io.StringIO, num_steps: int = 3, **options) -> str:

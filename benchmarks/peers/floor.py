@@ -64,7 +64,7 @@ def strip(
             clock.collated(count(step, recipe.unit))
             clock.step(loss.item())
             number += 1
-        return iter(())
+        raise SystemExit(0)  # the run waits for steps that never come
 
     launch.prepare, Steps.stream = keep, stream
 

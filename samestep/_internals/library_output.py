@@ -19,6 +19,8 @@ BAR = "{desc}: {n_fmt}/{total_fmt} {unit} |{bar}| {remaining} left{postfix}"
 UNKNOWN = "{desc}: {n_fmt} {unit} in {elapsed}"
 BAR_WIDTH = 8
 """Columns of a bar, at least."""
+display_in_place, clear_in_place = tqdm.std.tqdm.display, tqdm.std.tqdm.clear
+"""tqdm's own, which `show_progress_in_one_style` replaces."""
 
 # bitsandbytes 0.50 warns when it is imported, which transformers does by way of peft, that an optional kernel of CPUs is not
 # installed: so this module is imported before models are (samestep/models/__init__.py).
@@ -54,10 +56,6 @@ def show_progress_in_one_style() -> None:
     tqdm 4.70: a bar overwrites its line by a carriage return, ten times a second, also in a file, where all of it stays. Its
     style can be set for each bar only.
     """
-    if hasattr(tqdm.std.tqdm, "display_in_place"):
-        return
-    tqdm.std.tqdm.display_in_place = tqdm.std.tqdm.display
-    tqdm.std.tqdm.clear_in_place = tqdm.std.tqdm.clear
     tqdm.std.tqdm.display, tqdm.std.tqdm.clear, tqdm.std.tqdm.__str__ = _display, _clear, _write
 
 
@@ -68,7 +66,7 @@ def _is_terminal(bar: tqdm.std.tqdm) -> bool:
 def _display(bar: tqdm.std.tqdm, msg: str | None = None, pos: int | None = None) -> bool | None:
     """Show a bar; in a file write a line if it is time for one, or if the bar is closed, whose end of line tqdm writes."""
     if _is_terminal(bar):
-        return bar.display_in_place(msg, pos)
+        return display_in_place(bar, msg, pos)
     now = time.monotonic()
     bar.line_time = getattr(bar, "line_time", now)
     is_between = bar.n > bar.initial and bar.n != bar.total  # the last line is written when the bar is closed
@@ -82,7 +80,7 @@ def _display(bar: tqdm.std.tqdm, msg: str | None = None, pos: int | None = None)
 
 def _clear(bar: tqdm.std.tqdm, nolock: bool = False) -> None:
     if _is_terminal(bar):
-        bar.clear_in_place(nolock)
+        clear_in_place(bar, nolock)
 
 
 def _write(bar: tqdm.std.tqdm) -> str:

@@ -561,8 +561,7 @@ class Decoder:
             return b * (2 * q + 2 * shape.values)
         whole = b * (q + shape.values)
         if program.is_ours and self._stores_scores:
-            # Probabilities in float32, and in 16 bits their cast; of soft caps the hyperbolic tangent
-            pairs = (6 if b == 2 else 4) + b * shape.soft_caps
+            pairs = b * (1 + shape.soft_caps)  # probabilities; of soft caps the hyperbolic tangent
             return whole + b * 2 * r + self._square * pairs
         if not program.expands_keys or not repeats:
             return whole + b * 2 * r

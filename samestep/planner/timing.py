@@ -379,7 +379,7 @@ def step_time(
         work, software, hardware, k, computing / k, sharded, reduce_every_micro_batch, calibration, num_shards
     )
     optimizer = work.trained * software.optimizer_bytes / bandwidth / parts
-    orthogonalization = _orthogonalization(software, hardware, sharded, calibration)
+    orthogonalization, exchange, exposed_exchange = _orthogonalization(software, hardware, sharded, calibration)
     if offloaded:
         crossing = (
             k * (2 * software.gathered_bytes * work.num_parameters + software.gradient_bytes * work.trained) / parts
@@ -393,29 +393,35 @@ def step_time(
         launches=launches,
         optimizer=optimizer + orthogonalization,
         loading=max(0.0, share * work.num_photographs * calibration.loading / cores - computing),
-        exposed_communication=exposed,
-        communication=communication,
+        exposed_communication=exposed + exposed_exchange,
+        communication=communication + exchange,
         at_peak=layout.global_batch_size * work.flops / (peak_flops(device, mixed_precision) * layout.num_processes),
     )
 
 
-def _orthogonalization(software: Software, hardware: Hardware, sharded: bool, calibration: Calibration) -> float:
-    """Compute the seconds of `samestep.step.optim.muon`'s products in float32, N matrices at a time.
+def _orthogonalization(
+    software: Software, hardware: Hardware, sharded: bool, calibration: Calibration
+) -> tuple[float, float, float]:
+    """Compute the seconds of `samestep.step.optim.muon`'s products in float32, N matrices at a time, and of their exchange.
 
     Results are sent, 4 bytes per number, while the next ones are computed, but for those of the last round. Where weights are
     sharded, what they are computed from is gathered before.
+
+    Returns:
+        Seconds of the products; of the exchange; and of the part of the exchange that is not hidden behind the products.
     """
     if not software.orthogonalized:
-        return 0.0
+        return 0.0, 0.0, 0.0
     n = hardware.num_processes
     flops = sorted((count_orthogonalization(*shape) for shape in software.orthogonalized), reverse=True)
     seconds = sum(flops[::n]) / reachable_flops(hardware.device, "no", calibration)
     if n == 1:
-        return seconds
+        return seconds, 0.0, 0.0
     num_bytes = 4 * sum(rows * columns for rows, columns in software.orthogonalized)
     exchange = all_gather(hardware, num_bytes, calibration)
     num_rounds = len(flops[::n])
-    return max(seconds, exchange) + exchange / num_rounds + exchange * sharded
+    exposed = max(0.0, exchange - seconds) + exchange / num_rounds + exchange * sharded
+    return seconds, exchange * (1 + sharded), exposed
 
 
 def count_orthogonalization(rows: int, columns: int) -> int:

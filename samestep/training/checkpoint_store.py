@@ -98,9 +98,9 @@ class CheckpointStore:
             names, self.doomed = self.doomed, set()
         for name in names:
             with contextlib.suppress(Exception):
-                self.files.rm_file(f"{self.root}/{name}/manifest.json")
+                self._insist(functools.partial(self.files.rm_file, f"{self.root}/{name}/manifest.json"))
             with contextlib.suppress(Exception):
-                self.files.rm(f"{self.root}/{name}", recursive=True)
+                self._insist(functools.partial(self.files.rm, f"{self.root}/{name}", recursive=True))
 
     def close(self) -> None:
         """Wait until the last checkpoint is copied.

@@ -233,9 +233,10 @@ class Replicas:
                 if isinstance(error, RunError | UsageError):
                     raise
                 lighthouse = self.settings.lighthouse
+                # A lighthouse that was started again at once looks like the one before, of which this manager is
+                self._let_go_of_manager()
                 reason = f"replicas that live do not come to the lighthouse {lighthouse}"
                 if not isinstance(error, TimeoutError) or not torchft_replica.is_reachable(lighthouse):
-                    self._let_go_of_manager()
                     reason = f"the lighthouse {lighthouse} gives no quorum ({_shorten(error)})"
             self._wait(reason, deadline)
         self.step, self.rank, self.size = self.manager.current_step(), rank, size

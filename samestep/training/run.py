@@ -404,8 +404,10 @@ class Run:
         )
         self.log.start()
         self.model.train()
-        while self.completed_steps < self.last_step and not (recovery.should_stop or self.has_ended_elsewhere):
+        is_at_end = False
+        while not is_at_end:
             yield from self._iterate_steps()
+            is_at_end = self.completed_steps >= self.last_step or recovery.should_stop or self.has_ended_elsewhere
 
     def _iterate_steps(self) -> Iterator["Step"]:
         """Iterate over the steps, until the batch grows with the noise, which was not known when they were prepared."""

@@ -209,6 +209,9 @@ def main(folder: str, program: str, argv: str) -> None:
     It is for test_replicas.py. --min_replicas is 2, so that the other one waits and the run is short.
     """
     argv, folder = json.loads(argv), Path(folder)
+    from samestep.training import replicas
+
+    replicas.SECONDS_OF_QUORUM = 3.0
     scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
     for number in (1, 2):
         scene.start(number)
