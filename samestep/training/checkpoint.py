@@ -385,6 +385,8 @@ class Saver:
             with contextlib.suppress(OSError):
                 self._tidy()
                 self._keep_to_limit()
+                if self.store is not None:
+                    self.store.delete_doomed()
         self.model = self.optimizer = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:

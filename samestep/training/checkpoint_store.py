@@ -93,7 +93,8 @@ class CheckpointStore:
         with self.change:
             self.doomed |= set(names)
 
-    def _delete_doomed(self) -> None:
+    def delete_doomed(self) -> None:
+        """Delete the copies that `delete` has named."""
         with self.change:
             names, self.doomed = self.doomed, set()
         for name in names:
@@ -129,7 +130,7 @@ class CheckpointStore:
             try:
                 self.copy(folder, lines)
                 self.failure = None
-                self._delete_doomed()
+                self.delete_doomed()
             except Exception as error:  # of any library of a store
                 if not folder.exists():
                     continue
