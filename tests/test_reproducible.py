@@ -29,7 +29,7 @@ FLAGS = " --global_batch_size 16 --reproducible 3 --max_train_steps 4"
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_any_number_of_processes(train_on, precision):
     expected = None
-    for num_processes in (1, 2, 3):
+    for num_processes in (1, 3):
         runs = {f"{program}/{num_processes}": flags + FLAGS for program, flags in WORKLOADS.items()}
         folder = train_on(num_processes, runs, precision=precision)
         found = {program: hash_run(folder / program / str(num_processes)) for program in WORKLOADS}
