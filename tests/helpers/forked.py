@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -152,13 +153,19 @@ def _run(module: str, words: list[str], num_processes: int, timeout: float, envi
     return [codes[pid] for pid in pids]
 
 
+def _find_free_port() -> int:
+    """Find a port below those that the system gives to outgoing connections: one of them may take it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def _environments(num_processes: int) -> list[dict[str, str]]:
     """Make the environment variables that torchrun gives each process: none, if it is the only one."""
     if num_processes == 1:
         return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    size = str(num_processes)
+    size, port = str(num_processes), _find_free_port()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     common |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit"}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
