@@ -156,6 +156,29 @@ def test_an_architecture_that_does_not_exist_is_refused():
         causal_lm_pretraining.PretrainingSums.from_recipe(recipe, None)
 
 
+@pytest.mark.parametrize("name", ["gpt_modern_small_cpu", "sft_small_cpu"])
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size": 129}, "hidden_size 129 is not a multiple of num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_attention_heads . is not a multiple of num_key_value_heads 3"),
+        ({"max_position_embeddings": 8}, "exceeds max_position_embeddings 8"),
+    ],
+    ids=str,
+)
+def test_a_shape_that_no_decoder_has_is_refused(name, changes, problem):
+    with pytest.raises(UsageError, match=problem):
+        load(name, changes)
+
+
+@pytest.mark.parametrize(("growth", "is_told"), [("8, 16 at 0.5", True), ("seesaw from 8", False)])
+def test_the_remedy_of_a_growing_batch_is_one_that_it_takes(growth, is_told):
+    """Seesaw decides the learning rate by itself."""
+    with pytest.raises(UsageError, match="which knows one batch") as error:
+        load("gpt2_small_cpu", {"batch_schedule": growth})
+    assert ("rate by sqrt" in str(error.value)) == is_told
+
+
 def test_masked_samples_are_one_segment(corpus):
     recipe = parse("bert", corpus)
     source, held_out = sentence_pairs.build(recipe)

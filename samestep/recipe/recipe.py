@@ -229,9 +229,13 @@ class Recipe:
                 "samples"
             )
         if self.lr_scaling_rule != "none":
+            hint = (
+                ""
+                if growth.kind == "seesaw"
+                else "; `, rate by sqrt` in batch_schedule makes the learning rate follow the batch"
+            )
             problems.append(
-                f"{subject}, but lr_scaling_rule is {self.lr_scaling_rule}, which knows one batch: set it to none; "
-                "`, rate by sqrt` in batch_schedule makes the learning rate follow the batch"
+                f"{subject}, but lr_scaling_rule is {self.lr_scaling_rule}, which knows one batch: set it to none{hint}"
             )
         if self.lr_num_steps is not None or self.lr_first_step:
             problems.append(
@@ -676,6 +680,26 @@ class Gpt2Pretraining(CausalPretraining):
         return {name: getattr(self, name) for name in ["vocab_size", *names[names.index("n_positions") :]]}
 
 
+def _find_problems_of_decoder(recipe: Any, length: str) -> list[str]:
+    """Find what is wrong with the shape of a decoder; `length` names the field of the longest sample."""
+    problems, hidden_size, heads = [], recipe.hidden_size, recipe.num_attention_heads
+    few, positions = recipe.num_key_value_heads or heads, recipe.max_position_embeddings
+    if hidden_size % heads:
+        problems.append(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
+        )
+    if heads % few:
+        problems.append(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
+        )
+    if getattr(recipe, length) > positions:
+        problems.append(
+            f"{length} {getattr(recipe, length)} exceeds max_position_embeddings {positions}: lower the first or raise the "
+            "second"
+        )
+    return problems
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLmPretraining(CausalPretraining):
     """Pretraining of a causal language model of any architecture of transformers, from random weights."""
@@ -696,22 +720,7 @@ class CausalLmPretraining(CausalPretraining):
     )
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        heads, few = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        if self.hidden_size % heads:
-            problems.append(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
-            )
-        if heads % few:
-            problems.append(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
-            )
-        if self.block_size > self.max_position_embeddings:
-            problems.append(
-                f"block_size {self.block_size} exceeds max_position_embeddings {self.max_position_embeddings}: lower the first "
-                "or raise the second"
-            )
-        return problems
+        return super().problems() + _find_problems_of_decoder(self, "block_size")
 
     @property
     def small_shape(self) -> dict[str, Any]:
@@ -919,25 +928,7 @@ class CausalLmFineTuning(Recipe):
             )
         if problems:
             return problems
-        heads, few = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
-        assert self.hidden_size is not None  # as else there are problems; the same for the others
-        assert heads is not None
-        assert few is not None
-        assert self.max_position_embeddings is not None
-        if self.hidden_size % heads:
-            problems.append(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
-            )
-        if heads % few:
-            problems.append(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
-            )
-        if self.max_seq_length > self.max_position_embeddings:
-            problems.append(
-                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
-                "lower the first or raise the second"
-            )
-        return problems
+        return _find_problems_of_decoder(self, "max_seq_length")
 
     def _problems_of_adapters(self) -> list[str]:
         if self.lora_rank is not None:
