@@ -23,6 +23,8 @@ from samestep.errors import exit_code
 
 DROP = signal.SIGRTMIN
 """Signal at which a replica loses its connections."""
+SIGNAL_IN_STEP = "SIGNAL_IN_STEP"
+"""Variable that holds a step and a signal, which a replica sends itself there: after its backwards, before the reduction."""
 TICK = 0.005
 
 
@@ -87,7 +89,13 @@ def train(program: str, argv: list[str], digests: Path) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {DROP})
     threading.Thread(target=_lose_connections, daemon=True).start()
     draw_nothing()
-    take_charge = replicas.Replicas.take_charge
+    take_charge, reduce = replicas.Replicas.take_charge, replicas.Replicas.reduce
+    step, signal_number = map(int, os.environ.get(SIGNAL_IN_STEP, "0 0").split())
+
+    def signal_itself(self, data, *arguments, **keywords):
+        if data.step + 1 == step:
+            os.kill(os.getpid(), signal_number)
+        return reduce(self, data, *arguments, **keywords)
 
     def note(self) -> bool:
         tensors = self._list_tensors().items()
@@ -95,7 +103,7 @@ def train(program: str, argv: list[str], digests: Path) -> int:
         (digests / str(os.getpid())).write_text(text)
         return take_charge(self)
 
-    replicas.Replicas.take_charge = note
+    replicas.Replicas.take_charge, replicas.Replicas.reduce = note, signal_itself
     return load_scripts()[program].main(argv)
 
 
@@ -140,9 +148,10 @@ class Scene:
         os.kill(self.lighthouse, signal.SIGKILL)
         os.waitpid(self.lighthouse, 0)
 
-    def start(self, number: int, flags: str = "") -> None:
+    def start(self, number: int, flags: str = "", signal_in_step: str = "0 0") -> None:
         """Start a replica, or start it again."""
-        environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}", "CUDA_VISIBLE_DEVICES": "-1"}
+        lighthouse = f"http://127.0.0.1:{self.port}"
+        environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "CUDA_VISIBLE_DEVICES": "-1", SIGNAL_IN_STEP: signal_in_step}
         argv = [*self.argv, *flags.split()]
         self.replicas[number] = fork(
             lambda: train(self.program, argv, self.folder), self.folder / f"log-{number}", environment
@@ -213,14 +222,15 @@ def main(folder: str, program: str, argv: str) -> None:
 
     replicas.SECONDS_OF_QUORUM = 3.0
     scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
-    for number in (1, 2):
-        scene.start(number)
-    scene.wait_for_step(5)
-    scene.send(1, signal.SIGKILL)
+    scene.start(1, signal_in_step=f"6 {signal.SIGKILL:d}")
+    scene.start(2, signal_in_step=f"14 {signal.SIGSTOP:d}")
+    first, second = scene.replicas.values()
+    scene.wait_until(lambda: scene.codes.get(first) == -signal.SIGKILL, 60, "death in step 6")
     scene.start(1)
-    last = scene.lines()[-1]["step"]
-    scene.wait_for_step(last + 4)
+    scene.wait_until(lambda: Path(f"/proc/{second}/stat").read_text().split()[2] == "T", 60, "stop in step 14")
     scene.kill_lighthouse()
+    scene.send(2, signal.SIGCONT)
+    scene.wait_until(lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death")
     scene.start_lighthouse()
     codes = scene.finish()
     if any(codes.values()):
