@@ -12,9 +12,10 @@ own shape, in hours. Of each:
    It is trained with each seed, and so is a recipe for twice that batch, made by the same rules for as many tokens.
 
 Compared are the held-out losses at the end, of the same seeds. A batch reaches the recipe's loss if its mean is above the
-recipe's by less than two standard errors of the paired differences. The advised batch should, and twice that should not. Also
-the seconds of training over those that `advise` predicts, from the steps of the same seed's run that are not measured. All runs
-of a seed are trained in turn, one after the other, so that a machine whose speed drifts is about the same for all.
+recipe's by less than two standard errors of the paired differences. The advised batch should, and twice that should not.
+
+3. The recipe and the advised one are trained again, in turns of two seconds, so that a machine whose speed changes is the same
+   for both: the seconds of training over those that `advise` predicts from the seconds of the recipe, --races times.
 
 A run that is finished is not done again: WORK/RECIPE/RUN holds it. Remove the folder to measure anew.
 """
@@ -44,30 +45,54 @@ RECIPES = {
 }
 """Recipe -> every how many steps its noise is measured, and flags that make it small."""
 MORE_TOKENS = 0.05
+TURN = 2.0  # seconds
 KINDS = ("recipe", "advised", "twice")
+
+
+def command(file: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
+    """Give the words that train a recipe into a folder."""
+    script = harness.ROOT / "scripts" / recipes.load(file).parts.script
+    words = [*harness.launch(script, "no", "cpu.yaml", "--quiet"), "--recipe", file, "--seed", str(seed)]
+    return [*words, "--output_dir", str(folder), "--speed", "safe", *flags]
 
 
 def train(file: str, seed: int, folder: Path, flags: list[str], threads: int) -> dict[str, Any]:
     """Train a recipe to the end, unless that was done before; its results."""
-    recipe = recipes.load(file)
-    script = harness.ROOT / "scripts" / f"{recipe.parts.script}"
-    words = harness.launch(script, "no", "cpu.yaml", "--quiet")
-    words += ["--recipe", file, "--seed", str(seed), "--output_dir", str(folder), "--speed", "safe", *flags]
-    stamp, command = folder.with_suffix(".command"), " ".join([recipe.fingerprint, *flags, str(seed)])
-    if not (stamp.exists() and stamp.read_text() == command and (folder / "all_results.json").exists()):
+    recipe, words = recipes.load(file), command(file, seed, folder, flags)
+    stamp, made = folder.with_suffix(".command"), " ".join([recipe.fingerprint, *flags, str(seed)])
+    if not (stamp.exists() and stamp.read_text() == made and (folder / "all_results.json").exists()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(harness.ROOT)}
         ended = subprocess.run(words, env=environment, capture_output=True, text=True)
         if ended.returncode:
             sys.exit(f"{' '.join(words)} failed:\n{ended.stderr[-3000:]}")
-        stamp.write_text(command)
+        stamp.write_text(made)
         for path in [*folder.glob("checkpoint-*"), *folder.glob("*.safetensors")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return json.loads((folder / "all_results.json").read_text())
 
 
-def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: int) -> dict[str, Any] | None:
+def race(
+    files: dict[str, str], number: int, folder: Path, flags: dict[str, list[str]], threads: int
+) -> dict[str, float]:
+    """Train the recipe and the advised one in turns, unless that was done before; seconds of training."""
+    file = folder / f"race-{number}.json"
+    if not file.exists():
+        seed, programs = recipes.load(files["recipe"]).seed, {}
+        for kind in ("recipe", "advised"):
+            words = [*command(files[kind], seed, folder / f"race-{kind}", flags[kind]), "--overwrite_output_dir"]
+            programs[kind] = harness.Program(words, harness.ROOT, folder / f"race-{kind}.log", threads)
+        harness.run_in_turns(programs.values(), TURN)
+        file.write_text(json.dumps({kind: harness.train_seconds(folder / f"race-{kind}") for kind in programs}))
+    seconds = json.loads(file.read_text())
+    print(files["recipe"], "race", number, seconds, file=sys.stderr, flush=True)
+    return seconds
+
+
+def measure(
+    name: str, num_seeds: int, num_races: int, flags: list[str], work: Path, threads: int
+) -> dict[str, Any] | None:
     """Train a recipe, the advised one and that for twice its batch with each seed; a row of the results.
 
     None: `advise` does not know, or keeps the batch.
@@ -75,7 +100,6 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
     first_seed, folder = recipes.load(name).seed, work / name
     every = ["--noise_scale_steps", str(RECIPES[name][0])]
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    plain = []
     files = {"recipe": name, "advised": str(folder / "advised.yaml"), "twice": str(folder / "twice.yaml")}
     answer: dict[str, Any] = {}
     for seed in range(first_seed, first_seed + num_seeds):
@@ -83,8 +107,6 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
             more = [*flags, *every] if kind == "recipe" else []
             results[kind].append(train(files[kind], seed, folder / f"{kind}-{seed}", more, threads))
             print(name, seed, kind, results[kind][-1], file=sys.stderr, flush=True)
-            if kind == "recipe":
-                plain.append(find_seconds(folder / f"recipe-{seed}"))
             if kind == "recipe" and seed == first_seed:
                 answer, changed = advice.advise(str(folder / f"recipe-{seed}"), MORE_TOKENS)
                 print("\n".join(advice.write(answer, None)), file=sys.stderr, flush=True)
@@ -95,6 +117,8 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
                 twice, _ = advice.change(old, batch, 1 + MORE_TOKENS, str(folder / f"recipe-{seed}"))
                 for kind_of_file, recipe in (("advised", changed), ("twice", twice)):
                     Path(files[kind_of_file]).write_text(recipe.to_yaml())
+    own_flags = {"recipe": flags, "advised": []}
+    races = [race(files, number, folder, own_flags, threads) for number in range(num_races)]
     (row,) = (row for row in answer["batches"] if row["batch_size"] == answer["advised_batch_size"])
     (own,) = (row for row in answer["batches"] if row["batch_size"] == answer["global_batch_size"])
     return {
@@ -103,18 +127,11 @@ def measure(name: str, num_seeds: int, flags: list[str], work: Path, threads: in
         "advised": answer["advised_batch_size"],
         "noise_scale": answer["noise_scale"],
         "predicted_tokens": row["tokens"],
-        "predicted_seconds": [seconds * row["hours"] / own["hours"] for seconds in plain],
+        "predicted_seconds": [seconds["recipe"] * row["hours"] / own["hours"] for seconds in races],
+        "seconds": [seconds["advised"] for seconds in races],
         "losses": {kind: [result["eval_loss"] for result in results[kind]] for kind in KINDS},
-        "seconds": {kind: [result["train_seconds"] for result in results[kind]] for kind in KINDS},
         "samples": {kind: [result["samples_seen"] for result in results[kind]] for kind in KINDS},
     }
-
-
-def find_seconds(folder: Path) -> float:
-    """Find the seconds of a run, as if none of its steps had been measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    return len(steps) * statistics.median(line["seconds"] for line in steps if "grad_signal" not in line)
 
 
 def reaches(losses: list[float], reference: list[float]) -> bool:
@@ -131,6 +148,7 @@ def reaches(losses: list[float], reference: list[float]) -> bool:
 def main() -> None:
     parser = harness.flags("advise", __doc__, only=RECIPES, threads=True)
     parser.add_argument("--seeds", type=harness.positive, default=5, help="of each recipe [5]")
+    parser.add_argument("--races", type=harness.positive, default=3, help="of each recipe [3]")
     parser.add_argument("--flags", default="", help="of the recipe's own runs, to shorten them")
     parser.add_argument("--whole", action="store_true", help="recipes in their own shape")
     parser.add_argument("--work", type=Path, default=harness.ROOT / "runs" / "advise", help="folder of the runs")
@@ -140,7 +158,7 @@ def main() -> None:
     about |= {"flags": arguments.flags, "whole": arguments.whole}
     for name in arguments.only:
         flags = [*("" if arguments.whole else RECIPES[name][1]).split(), *arguments.flags.split()]
-        if row := measure(name, arguments.seeds, flags, arguments.work, arguments.threads):
+        if row := measure(name, arguments.seeds, arguments.races, flags, arguments.work, arguments.threads):
             rows.append(row)
         results = {"about": about, "rows": rows}
         harness.write(arguments.output, results, markdown(results), is_last=name == arguments.only[-1])
@@ -150,7 +168,7 @@ def markdown(results: dict) -> str:
     rows = []
     for row in results["rows"]:
         losses, samples = row["losses"], row["samples"]
-        times = harness.ratios(row["seconds"]["advised"], row["predicted_seconds"])
+        times = harness.ratios(row["seconds"], row["predicted_seconds"])
         for kind in KINDS:
             batch = {"recipe": row["batch"], "advised": row["advised"], "twice": 2 * row["advised"]}[kind]
             tokens = samples[kind][0] / samples["recipe"][0]

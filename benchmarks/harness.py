@@ -178,6 +178,15 @@ def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
         running = [program for program in running if not program.done]
 
 
+def train_seconds(folder: Path) -> float:
+    """Sum the seconds of a run's steps; those that a stop interrupted, or that measured noise, count as the mean of others."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    seconds = [line["seconds"] for line in steps if "grad_signal" not in line]
+    longest = 10 * statistics.median(seconds)
+    return len(steps) * statistics.mean(second for second in seconds if second < longest)
+
+
 def running_time(turns: list[tuple[float, float]], moment: float) -> float:
     """Sum the seconds in which a program had run up to a moment."""
     return sum(min(end, moment) - begin for begin, end in turns if begin < moment)

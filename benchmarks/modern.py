@@ -61,14 +61,6 @@ def start_nanogpt(seed: int, work: Path, train_file: Path, checkout: Path, threa
     return shakespeare.nanogpt(work, threads)
 
 
-def train_seconds(folder: Path) -> float:
-    """Sum the seconds of a run's steps; those that a stop interrupted count as the mean of the others."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["seconds"] for line in lines if "loss" in line]
-    longest = 10 * statistics.median(seconds)
-    return len(seconds) * statistics.mean(second for second in seconds if second < longest)
-
-
 def last_loss(folder: Path) -> float:
     """Read the loss of a run's last evaluation."""
     return json.loads((folder / "all_results.json").read_text())["eval_loss"]
@@ -122,11 +114,14 @@ def race(name: str, seed: int, arguments: Any) -> dict[str, Any]:
         harness.run_in_turns(programs.values(), shakespeare.TURN)
         folders = {name: work / name for name in programs}
         if name == "shakespeare":
-            seconds = {classic: shakespeare.train_seconds(work, "nanoGPT"), modern: train_seconds(folders[modern])}
+            seconds = {
+                classic: shakespeare.train_seconds(work, "nanoGPT"),
+                modern: harness.train_seconds(folders[modern]),
+            }
             losses = {classic: shakespeare.nanogpt_validation(work)[0]}
             losses[modern] = shakespeare.our_validation(work, modern)[0]
         else:
-            seconds = {name: train_seconds(folder) for name, folder in folders.items()}
+            seconds = {name: harness.train_seconds(folder) for name, folder in folders.items()}
             is_bert = name == "bert"
             losses = masked_losses(folders, seed) if is_bert else {name: last_loss(folders[name]) for name in folders}
     return {program: [seconds[program], losses[program]] for program in programs}
