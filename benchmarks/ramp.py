@@ -3,10 +3,11 @@
     make bench-ramp                                        # about an hour on 2 cores, resumable
     python benchmarks/ramp.py --only resume --num_points 4 --work runs/ramp-short --output short
 
-- reach: a small GPT-2 on Python's documentation (`SHAPE`), trained on as many samples in three ways, with each seed:
-  constant (a batch of 16), seesaw (from 16, to 64 at most, see samestep/recipe/batch_schedule.py) and, as a control, even: one
-  batch that takes as few steps as Seesaw, with the learning rate by the square root. A way reaches the loss if its mean
-  held-out loss at the end is above that of the constant batch by less than two standard errors of the paired differences.
+- reach: a small GPT-2 on Python's documentation (`SHAPE`), trained with each seed in four ways. With as many samples: constant
+  (a batch of 16), seesaw (from 16, to 64 at most, see samestep/recipe/batch_schedule.py) and, as a control, even: one batch
+  that takes as few steps as Seesaw, with the learning rate by the square root. With more samples: ramp (`RAMP`), in 0.73 of
+  the steps. A way reaches the loss if its mean held-out loss at the end is above that of the constant batch by less than two
+  standard errors of the paired differences.
 - resume: a tiny GPT-2 with a batch that grows (`GROWTHS`), on one process; then from checkpoints at random steps on, on other
   numbers of processes, in other micro-batches: the largest relative difference of a loss to the end; and with --reproducible,
   in how many the digests of all tensors are the same after every step.
@@ -32,7 +33,8 @@ from samestep.recipe import recipe as recipes
 
 BATCH, LARGEST, SAMPLES = 16, 64, 9_600
 SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 4, "block_size": 64, "n_positions": 64, "vocab_size": 2048}
-WAYS = {"constant": "one batch", "seesaw": "Seesaw", "even": "as few steps of one batch"}
+RAMP, FEWER_STEPS = "16, 24 at 0.2, 32 at 0.5, rate by sqrt", 0.73
+WAYS = {"constant": "one batch", "ramp": "stages", "seesaw": "Seesaw", "even": "as few steps as Seesaw's of one batch"}
 GROWTHS = ("seesaw from 3", "3, 7 at 0.2, 16 at 0.6, rate by sqrt", "power 0.6 from 2")
 TINY = SHAPE | {
     "n_embd": 32,
@@ -45,7 +47,7 @@ TINY = SHAPE | {
 
 
 def make_recipes() -> dict[str, recipes.Recipe]:
-    """Make the recipes of the ways; all have as many samples, and of warm-up, too."""
+    """Make the recipes of the ways; all but the stages have as many samples, and of warm-up, too."""
     from samestep.planner.step_plan import plan_steps
 
     steps = SAMPLES // BATCH
@@ -61,8 +63,11 @@ def make_recipes() -> dict[str, recipes.Recipe]:
     kappa = even / BATCH
     numbers = {"global_batch_size": even, "learning_rate": float(f"{constant.learning_rate * kappa**0.5:.4g}")}
     numbers |= {"max_train_steps": round(SAMPLES / even), "num_warmup_steps": round(steps / 10 / kappa)}
+    stages = {"batch_schedule": RAMP, "global_batch_size": 32, "learning_rate_batch_size": BATCH}
+    stages |= {"max_train_steps": round(FEWER_STEPS * steps), "num_warmup_steps": round(FEWER_STEPS * steps / 10)}
     return {
         "constant": constant,
+        "ramp": recipes.load("gpt2_small_cpu", own | stages),
         "seesaw": recipes.load("gpt2_small_cpu", growing | {"max_train_steps": low}),
         "even": recipes.load("gpt2_small_cpu", own | numbers),
     }
