@@ -45,7 +45,8 @@ if __name__ == "__main__":  # before anything reads it; processes are forked fro
 import harness
 from common import launch_environment, metrics, samples_of_steps, tiny_argv, write_corpus
 from forked import _environments as make_environments
-from run_replicas import DROP, Scene, fork, load_scripts
+from lost_connections import DROP
+from run_replicas import Scene, fork, load_scripts
 
 NUM_REPLICAS, STEPS = 3, 60
 REPLICA_TIMEOUT = 2.0

@@ -8,6 +8,7 @@ Three machines are three scripts of `python -m recipes launch RECIPE --on torchr
 - worker: the training process of a machine gets SIGKILL.
 - agent: torchrun's agent gets it, its worker not.
 - agent and worker: both.
+- dropped socket: a worker loses all its connections.
 - machine: the script, its agent and its worker; a new machine comes 2 seconds later.
 - store: the machine where the others meet, and a machine that trains; both come back after 2 seconds.
 - frozen worker: a worker gets SIGSTOP, for ever.
@@ -37,14 +38,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+HELPERS = ROOT / "tests" / "helpers"
+sys.path.insert(0, str(HELPERS))
 
 import harness
 from common import TINIES, write_corpus
+from lost_connections import DROP
+
+LISTENING = """import lost_connections
+
+lost_connections.listen()
+"""
+"""What each process of a machine does when Python starts (`sitecustomize`)."""
 
 KINDS = (
-    *("worker", "agent", "agent and worker", "machine", "store", "frozen worker", "frozen machine", "late starters"),
-    "1, 3, 2, 3 machines",
+    *("worker", "agent", "agent and worker", "dropped socket", "machine", "store", "frozen worker", "frozen machine"),
+    *("late starters", "1, 3, 2, 3 machines"),
 )
 LATE = KINDS[-2:]
 NUM_MACHINES, STEPS, EVERY, DDP_TIMEOUT = 3, 400, 20, 15
@@ -97,13 +106,16 @@ class Machine:
     """One of the machines: the script that `launch` wrote, in a session of its own."""
 
     def __init__(self, script: Path, port: int, log: Path, *words: str):
+        startup = script.parent / "startup"
+        startup.mkdir(exist_ok=True)
+        (startup / "sitecustomize.py").write_text(LISTENING)
         environment = os.environ | {
             "MAIN": "127.0.0.1",
             "ADDRESS": "127.0.0.1",
             "PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_MIXED_PRECISION": "no",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(map(str, (startup, ROOT, HELPERS))),
             "PYTHONWARNINGS": "ignore",
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -237,6 +249,8 @@ def strike(cluster: Cluster, kind: str, rng: random.Random) -> float:
     _, agent, worker, *_ = machine.pids
     if kind in ("worker", "agent", "agent and worker"):
         send(signal.SIGKILL, {"worker": [worker], "agent": [agent], "agent and worker": [agent, worker]}[kind])
+    elif kind == "dropped socket":
+        send(DROP, [worker])
     elif kind == "machine":
         machine.kill()
         cluster.machines.remove(machine)

@@ -168,13 +168,14 @@ def train_on(corpus, tmp_path, trainings):
     what `accelerate launch` with the launch file would tell them; test_launch.py and others launch.
     """
 
-    def run(num_processes: int, runs: dict[str, str], config: str = "2xcpu", precision: str = "no") -> Path:
+    def run(num_processes: int, runs: dict[str, str], config: str | Path = "2xcpu", precision: str = "no") -> Path:
         calls = []
         for name, flags in runs.items():
             program = name.split("/")[0] if "/" in name else "pretrain_bert"
             calls.append([program, *tiny_argv(program, corpus, tmp_path / name, flags)])
         more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
-        environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml", *more)
+        file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
+        environment = launch_environment(file, *more)
         trainings.run(
             [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=environment, can_repeat=False
         )

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DistributedType
 from common import fresh_accelerator
 from torch import nn
@@ -425,6 +425,15 @@ def test_cpus_are_told_to_shard():
         assert accelerator.state.fsdp_plugin is plugin
         assert accelerator.is_fsdp2
         assert PartialState().distributed_type == DistributedType.FSDP
+
+
+def test_groups_are_made_on_cpus():
+    """What Accelerate itself refuses: two processes of a group on a CPU."""
+    sizes = {"dp_replicate_size": 1, "dp_shard_size": 2}
+    with separate_accelerator() as accelerator:
+        with pytest.raises(ValueError, match="does not match"):
+            ParallelismConfig(**sizes)._validate_accelerator(accelerator)
+        accelerate_state.Groups(**sizes)._validate_accelerator(accelerator)
 
 
 # --------------------------------------------------------------------------------------------------------- transformers

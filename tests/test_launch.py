@@ -343,11 +343,21 @@ def test_accumulation_from_the_launcher_is_refused(bare, value):
     assert "remove gradient_accumulation_steps from the launch file" in problem
 
 
-def test_hybrid_sharding_is_refused_by_its_name(bare):
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"DP_SHARD_SIZE": "3"}, "dp_shard_size 3, but 4 processes cannot be divided into groups of 3"),
+        ({"DP_REPLICATE_SIZE": "4"}, "dp_shard_size 1, but weights are not divided: remove parallelism_config"),
+        ({"DP_SHARD_SIZE": "2", "TP_SIZE": "2"}, "tp_size 2, but then processes share samples"),
+    ],
+)
+def test_groups_that_cannot_be_made_are_refused(bare, variables, message):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "4", "RANK": "0"}.items():
+        bare.setenv(name, value)
     bare.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    bare.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    (problem,) = problems()
-    assert "hybrid sharding (HSDP) is not supported" in problem
+    for name, value in variables.items():
+        bare.setenv(f"PARALLELISM_CONFIG_{name}", value)
+    assert any(message in problem for problem in problems())
 
 
 @pytest.mark.parametrize("name", launch.UNSUPPORTED_FEATURES)

@@ -1,5 +1,6 @@
 """What a recipe does on given hardware: the decision tree, what fits, what is refused, launch files."""
 
+import dataclasses
 import json
 import sys
 
@@ -104,7 +105,7 @@ def test_warnings():
     assert not any("starting kernels" in warning for warning in long.warnings)
     assert any("--machine_rank" in warning for warning in plan("bert_base", "2x8xa100-80").warnings)
     assert any("of a step is waiting for PCIe 4.0" in w for w in plan("bert_base", "8x3090").warnings)
-    assert any("is waiting for the network" in w for w in plan("gpt2_xl_8xa100", "4x8x3090").warnings)
+    assert any("is waiting for the network" in w for w in plan("gpt2_774m", "4x8x3090").warnings)
     assert plan("bert_large_phase1", "8xa100-80").warnings == ()
 
 
@@ -229,18 +230,27 @@ def test_what_no_program_here_runs_is_said_and_not_proposed():
     with pytest.raises(TooLargeError) as error:
         plan("sft_small_cpu", "4xl4", changes | {"model_name_or_path": "meta-llama/Llama-3.1-405B"})
     assert "offload" not in str(error.value)
-    workload, slow, fast = from_recipe(load("sft_small_cpu", changes)), "10GB/s", "400GB/s"
-    said = [
-        [
-            warning
-            for warning in place(workload, parse("2x8xa100-80", network), sharded=True).warnings
-            if "HSDP" in warning
-        ]
-        for network in (slow, fast)
-    ]
-    assert [len(warnings) for warnings in said] == [1, 0]
-    assert "would fit, too, and take" in said[0][0]
-    assert "fsdp_version: 2" in place(workload, parse("2x8xa100-80", slow), sharded=True).config()
+
+
+def test_weights_are_divided_within_nodes_where_that_is_faster():
+    """Copies on every node (HSDP) where the network is slow and a node holds the weights; else FSDP2 over all devices."""
+    changes = SFT | {"model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    workload = from_recipe(load("sft_small_cpu", changes))
+    slow, fast = (place(workload, parse("2x8xa100-80", network), sharded=True) for network in ("10GB/s", "400GB/s"))
+    assert (slow.num_shards, fast.num_shards) == (8, None)
+    assert "a copy on every node (HSDP), to save" in slow.reason
+    assert slow.written_file == "hsdp_2x8xa100-80.yaml"
+    assert yaml.safe_load(slow.config())["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 8,
+    }
+    assert "parallelism_config" not in fast.config()
+    whole = dataclasses.replace(slow, num_shards=None).with_micro_batch(slow.layout.per_device_train_batch_size)
+    assert slow.memory.total > whole.memory.total
+    assert slow.time.total < 0.95 * whole.time.total
+    assert slow.with_micro_batch(slow.layout.per_device_train_batch_size).memory == slow.memory
+    narrow = place(workload, parse("8x2xa100-40", "1GB/s"), sharded=True)
+    assert narrow.num_shards is None, "a node of two such cards does not hold them"
 
 
 def test_batch_normalisation_is_a_matter_of_micro_steps():

@@ -5,7 +5,9 @@ import statistics
 
 import pytest
 import torch
+import yaml
 from common import ROOT, launch_environment
+from compare import check
 from run_sharded import plan_more
 
 from samestep.recipe import run_settings
@@ -128,3 +130,60 @@ def test_a_process_needs_the_memory_that_is_planned(sharded):
         measured = max(result[name]["peak"] for result in sharded)
         print(f"{name}, {len(sharded)} processes: planned {more / 1e6:.2f} MB, measured {measured / 1e6:.2f}")
         assert more == pytest.approx(measured, rel=0.07)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_groups_add_up_their_gradients_once_in_a_step(whole, measure):
+    """Two groups of two processes (HSDP): between groups a reduction of each unit per step, within them one per micro-batch."""
+    k, case = 3, {"kind": "gpt2", "gather": "bf16", "shape": SHAPES["gpt2"], "k": 3}
+    cases = {
+        "groups": case | {"precision": "no", "num_shards": 2},
+        "groups bf16": case | {"precision": "bf16", "num_shards": 2},
+        "one group": case | {"precision": "no"},
+    }
+    results = measure(4, cases)
+    exact = flat(whole["gpt2 no 1"])
+    assert distance(flat(results[0]["groups"]), exact) < 1e-6
+    usual = distance(flat(whole["gpt2 bf16 1"]), exact)
+    assert 0.5 * usual < distance(flat(results[0]["groups bf16"]), exact) < 1.3 * usual
+    for name in cases:
+        assert all(flat(other[name]).equal(flat(results[0][name])) for other in results[1:])
+        times, sent = results[0][name]["times"], results[0][name]["sent"]
+        num_units = times["reduce_scatter_single"] // k
+        assert times["reduce_scatter_single"] == k * num_units > 0
+        if name == "one group":
+            assert "all_reduce" not in times
+            continue
+        # Each process adds up its half of the gradient with the process of the other group that has the same half
+        assert times["all_reduce"] == num_units
+        scattered, reduced = (sent[kind, "torch.float32"] for kind in ("reduce_scatter_single", "all_reduce"))
+        assert reduced == scattered / k / 2
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_groups_take_the_same_steps_and_go_on_elsewhere(train, train_on, tmp_path):
+    """HSDP on 2 x 2 processes, by Muon and AdamW; the first group writes checkpoints, which one process and groups resume."""
+    config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml").read_text())
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    file = tmp_path / "groups.yaml"
+    file.write_text(yaml.safe_dump(config | {"parallelism_config": sizes, "num_processes": 4}))
+    flags = "--global_batch_size 10 --per_device_train_batch_size 1 --dtype float64"
+    stop, resume = " --stop_after_step 5", " --resume_from_checkpoint latest"
+    optimizers = {
+        "adamw": "",
+        "muon": " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1",
+    }
+    runs = {}
+    for name, more in optimizers.items():
+        train(f"pretrain_gpt2/{name}-resumed", flags + more + stop, program="pretrain_gpt2")
+        runs[f"pretrain_gpt2/{name}-resumed"] = flags + more + resume
+        runs[f"pretrain_gpt2/{name}-stopped"] = flags + more + stop
+    folder = train_on(4, runs, file) / "pretrain_gpt2"
+    for name, more in optimizers.items():
+        whole = train(f"whole-{name}", flags + more, program="pretrain_gpt2")
+        check(folder / f"{name}-resumed", whole, "float64")
+        saved = [path.name for path in (folder / f"{name}-stopped" / "checkpoint-5").glob("model-*")]
+        assert sorted(saved) == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        check(train(f"pretrain_gpt2/{name}-stopped", flags + more + resume, program="pretrain_gpt2"), whole, "float64")

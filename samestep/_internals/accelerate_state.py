@@ -3,7 +3,7 @@
 import functools
 
 import accelerate.optimizer
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, is_lomo_available
 
@@ -38,3 +38,14 @@ def shard_on_cpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
     """
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
+class Groups(ParallelismConfig):
+    """Groups of processes that divide the weights, as the launch file's parallelism_config has them, on any device.
+
+    accelerate 1.15, `ParallelismConfig._validate_accelerator`: refuses processes on CPUs. What it asks of others,
+    `launch.create_accelerator` has asked before.
+    """
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        pass

@@ -87,6 +87,7 @@ def describe_placement(
         "host_memory": 4 * workload.model.num_parameters * hardware.num_devices,
         "strategy": placement.strategy,
         "reason": placement.reason,
+        "num_shards": placement.num_shards,
         "warnings": list(placement.warnings),
         "memory_needed": placement.needed_bytes,
         "memory_of_device": hardware.device.memory_bytes,

@@ -190,6 +190,12 @@ def _list_environment(placement: Placement) -> dict[str, str]:
         variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
         variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if placement.num_shards is not None:
+        variables |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(placement.hardware.num_processes // placement.num_shards),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(placement.num_shards),
+        }
     return variables
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -48,6 +49,7 @@ class Placement:
         mixed_precision: no, fp16 or bf16.
         gradient_checkpointing: whether activations are computed again in the backward.
         sharded: whether weights, gradients and moments are divided between the processes (FSDP2).
+        num_shards: processes that divide them, where each node has all of them (HSDP); None: all processes divide them.
         memory: planned memory of one process.
         strategy: direct, accumulate, data parallel, or data parallel and accumulate.
         reason: reason for the strategy, in words.
@@ -66,6 +68,7 @@ class Placement:
     reason: str
     warnings: tuple[str, ...]
     time: StepTime
+    num_shards: int | None = None
 
     @property
     def seconds_to_end(self) -> float | None:
@@ -82,7 +85,7 @@ class Placement:
         b = self.layout.per_device_train_batch_size
         n = self.layout.num_processes
         layout = solve_layout(num_processes=n, global_batch_size=size, per_device_train_batch_size=b)
-        options = self.mixed_precision, self.gradient_checkpointing, self.sharded
+        options = self.mixed_precision, self.gradient_checkpointing, self.sharded, self.num_shards
         return _predict_time(self.workload, self.hardware, layout, *options)
 
     @property
@@ -97,7 +100,7 @@ class Placement:
 
     def with_micro_batch(self, b: int) -> "Placement":
         """Make the same placement in micro-batches of b samples, even if it does not fit; reason and warnings stay."""
-        options = self.mixed_precision, self.gradient_checkpointing, self.sharded
+        options = self.mixed_precision, self.gradient_checkpointing, self.sharded, self.num_shards
         layout, memory = _cut(self.workload, self.hardware, b, *options)
         time = _predict_time(self.workload, self.hardware, layout, *options)
         return dataclasses.replace(self, layout=layout, memory=memory, time=time)
@@ -108,7 +111,7 @@ class Placement:
         names = [str(self.hardware), str(self.hardware).rpartition("-")[0] or str(self.hardware)]
         if self.hardware.num_processes == 1:
             names.append(self.hardware.device.name)
-        files = (CONFIGS / f"{'fsdp2_' if self.sharded else ''}{name}.yaml" for name in names)
+        files = (CONFIGS / f"{self._prefix}{name}.yaml" for name in names)
         return next((file for file in files if file.exists()), None)
 
     @property
@@ -128,7 +131,11 @@ class Placement:
     @property
     def written_file(self) -> str:
         """Name for a launch file that has to be written."""
-        return f"{'fsdp2_' if self.sharded else ''}{self.hardware}.yaml"
+        return f"{self._prefix}{self.hardware}.yaml"
+
+    @property
+    def _prefix(self) -> str:
+        return "" if not self.sharded else "fsdp2_" if self.num_shards is None else "hsdp_"
 
     def command(self, config_file: str | None = None) -> str | None:
         """Write the command that launches the recipe's script, to paste into a shell; None: this repository has no script.
@@ -194,6 +201,12 @@ class Placement:
                 "  fsdp_reshard_after_forward: true",
                 "  fsdp_cpu_ram_efficient_loading: false",
             ]
+        if self.num_shards is not None:
+            lines += [
+                "parallelism_config: # weights divided within a machine, and a copy on each",
+                f"  parallelism_config_dp_replicate_size: {hardware.num_processes // self.num_shards}",
+                f"  parallelism_config_dp_shard_size: {self.num_shards}",
+            ]
         return "\n".join(lines) + "\n"
 
 
@@ -215,7 +228,8 @@ def place(
 ) -> Placement:
     """Find the fastest placement that fits: the largest micro-batch, activations kept and weights whole if a sample fits so.
 
-    Where activations fit only in small micro-batches, they are recomputed if that saves a tenth of the step's time.
+    Where activations fit only in small micro-batches, they are recomputed if that saves a tenth of the step's time. Weights
+    that have to be divided are divided within each node only if they fit so, and that saves a twentieth of the time.
 
     Args:
         workload: the computation.
@@ -243,10 +257,10 @@ def place(
     model, batch = workload.model, workload.global_batch_size
     share = shares(batch, num_processes)[0]
 
-    def try_batch(b: int, *options: bool) -> tuple[Layout, Memory]:
+    def try_batch(b: int, *options: Any) -> tuple[Layout, Memory]:
         return _cut(workload, hardware, b, precision, *options)
 
-    def fits(b: int, *options: bool) -> bool:
+    def fits(b: int, *options: Any) -> bool:
         return _add_margins(try_batch(b, *options)[1]) <= device.memory_bytes
 
     request = solve_layout(
@@ -299,29 +313,49 @@ def place(
         )
         largest = _find_largest(lambda b: any(fits(b, *options) for options in candidates), share)
         raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {largest} or less")
-    b = min_batch
-    if is_free:
-        b = _find_largest(lambda b: fits(b, *options), share)
-        b = -(-share // -(-share // b))  # the smallest b with the same k: equal micro-batches
-    layout, memory = try_batch(b, *options)
-    time = _predict_time(workload, hardware, layout, precision, *options)
-    checkpointing, is_sharded = options
-    gained = 0.0
-    if is_free and not checkpointing and (True, is_sharded) in candidates and layout.gradient_accumulation_steps > 1:
-        most = _find_largest(lambda b: fits(b, True, is_sharded), share)
-        other_layout, other_memory = try_batch(-(-share // -(-share // most)), True, is_sharded)
-        other_time = _predict_time(workload, hardware, other_layout, precision, True, is_sharded)
-        gained = 1 - other_time.total / time.total
-        if gained > FASTER:
-            layout, memory, time, options = other_layout, other_memory, other_time, (True, is_sharded)
+
+    def find_fastest(*options: Any) -> tuple[Layout, Memory, StepTime, tuple, float]:
+        """Find the largest micro-batch, with activations computed again where that saves time; what it saves."""
+        b, recomputed = min_batch, (True, *options[1:])
+        if is_free:
+            b = _find_largest(lambda b: fits(b, *options), share)
+            b = -(-share // -(-share // b))  # the smallest b with the same k: equal micro-batches
+        layout, memory = try_batch(b, *options)
+        time = _predict_time(workload, hardware, layout, precision, *options)
+        if (
+            is_free
+            and recomputed[:2] in candidates
+            and options != recomputed
+            and layout.gradient_accumulation_steps > 1
+        ):
+            most = _find_largest(lambda b: fits(b, *recomputed), share)
+            other_layout, other_memory = try_batch(-(-share // -(-share // most)), *recomputed)
+            other_time = _predict_time(workload, hardware, other_layout, precision, *recomputed)
+            if (gained := 1 - other_time.total / time.total) > FASTER:
+                return other_layout, other_memory, other_time, recomputed, gained
+        return layout, memory, time, options, 0.0
+
     names = {
-        "gradient checkpointing": checkpointing > gradient_checkpointing,
-        "sharded weights (FSDP2)": is_sharded > sharded,
+        "gradient checkpointing": options[0] > gradient_checkpointing,
+        "sharded weights (FSDP2)": options[1] > sharded,
     }
-    strategy, reason = _choose_strategy(layout, try_batch(share, *options)[1], hardware)
-    if gained > FASTER:
-        checkpointing = True
+    layout, memory, time, options, gained = find_fastest(*options, None)
+    whole, saved = try_batch(share, *options)[1], 0.0
+    if options[1] and 1 < hardware.num_devices < num_processes:
+        groups = [(recomputed, True, hardware.num_devices) for recomputed, is_sharded in candidates if is_sharded]
+        if fitting := next((group for group in groups if fits(min_batch, *group)), None):
+            found = find_fastest(*fitting)
+            if found[2].total < (1 - WORTH) * time.total:
+                saved = 1 - found[2].total / time.total
+                layout, memory, time, options, gained = found
+    checkpointing, is_sharded, num_shards = options
+    strategy, reason = _choose_strategy(layout, whole, hardware)
+    if gained:
         reason += f"; gradient checkpointing allows micro-batches large enough to save {gained:.0%} of the time"
+    if saved:
+        reason += (
+            f"; weights are divided within each node, with a copy on every node (HSDP), to save {saved:.0%} of the time"
+        )
     if any(names.values()):
         reason += f"; it fits only with {' and '.join(name for name, is_needed in names.items() if is_needed)}"
     return Placement(
@@ -334,11 +368,9 @@ def place(
         memory=memory,
         strategy=strategy,
         reason=reason,
-        warnings=tuple(
-            _make_warnings(workload, layout, precision, hardware, time)
-            + _explain_copies(workload, hardware, layout, precision, checkpointing, is_sharded)
-        ),
+        warnings=tuple(_make_warnings(workload, layout, precision, hardware, time)),
         time=time,
+        num_shards=num_shards,
     )
 
 
@@ -361,28 +393,6 @@ def _explain_offloading(workload: Workload, hardware: Hardware, precision: str) 
     )
 
 
-def _explain_copies(
-    workload: Workload, hardware: Hardware, layout: Layout, precision: str, checkpointing: bool, sharded: bool
-) -> list[str]:
-    """Say how much faster weights would be that are divided within a node only (HSDP), where they fit so."""
-    if not sharded or hardware.num_nodes == 1 or hardware.num_devices == 1:
-        return []
-    num_shards = hardware.num_devices
-    options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": True}
-    if _add_margins(workload.memory(layout, **options, num_shards=num_shards)) > hardware.device.memory_bytes:
-        return []
-    whole, copies = (
-        _predict_time(workload, hardware, layout, precision, checkpointing, sharded, shards).total
-        for shards in (None, num_shards)
-    )
-    if copies > (1 - WORTH) * whole:
-        return []
-    return [
-        "weights divided within each node, with a copy on every node (HSDP), would fit, too, and take "
-        f"{1 - copies / whole:.0%} less time for a step; the programs here divide them between all devices"
-    ]
-
-
 def _explain(
     refusal: Refusal,
     workload: Workload,
@@ -402,13 +412,19 @@ def _explain(
 
 
 def _cut(
-    workload: Workload, hardware: Hardware, b: int, precision: str, checkpointing: bool, sharded: bool
+    workload: Workload,
+    hardware: Hardware,
+    b: int,
+    precision: str,
+    checkpointing: bool,
+    sharded: bool,
+    num_shards: int | None = None,
 ) -> tuple[Layout, Memory]:
     """Compute layout and memory with micro-batches of b samples."""
     batch = workload.global_batch_size
     layout = solve_layout(num_processes=hardware.num_processes, global_batch_size=batch, per_device_train_batch_size=b)
-    memory = workload.memory(layout, mixed_precision=precision, gradient_checkpointing=checkpointing, sharded=sharded)
-    return layout, memory
+    options = {"mixed_precision": precision, "gradient_checkpointing": checkpointing, "sharded": sharded}
+    return layout, workload.memory(layout, **options, num_shards=num_shards)
 
 
 def _predict_time(

@@ -44,6 +44,8 @@ def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
     needed, there = answer["memory_needed"], answer["memory_of_device"]
     fits = "It fits" if needed <= there else "It does not fit"
     names = {"gradient_checkpointing": "gradient checkpointing", "sharded": "sharded weights"}
+    if answer["num_shards"] is not None:
+        names["sharded"] = f"weights sharded over the {answer['num_shards']} devices of a node (HSDP)"
     options = " and ".join(text for name, text in names.items() if answer[name])
     options = f", with {options}" if options else ""
     least, most = (f"{function(answer['shares']):,}" for function in (min, max))

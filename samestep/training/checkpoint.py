@@ -60,6 +60,7 @@ from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.digest import digest_tensor
+from samestep.training.launch import count_copies
 from samestep.training.peer_copies import PeerCopies
 
 FROZEN = "frozen weights"
@@ -344,7 +345,7 @@ class Saver:
         exact_sum = self.describe_exact_sum()
         fingerprints = self.recipe.fingerprint, self.data_fingerprints
         state = State(step, *fingerprints, num_skipped, run_id, scaler, exact_sum, self.describe_growth())
-        writes = isinstance(self.model, FSDPModule)
+        writes = self._is_owner
         if self.accelerator.is_main_process:
             writes = False
             with self._warn_on_failure(step):
@@ -402,6 +403,17 @@ class Saver:
     def _owns_folder(self) -> bool:
         """Whether this process is the one that tidies its machine's output folder."""
         return self.accelerator.is_main_process or (self.peer_copies is not None and self.peer_copies.is_member)
+
+    @property
+    def _num_owners(self) -> int | None:
+        """Number of processes that each write their part of the weights, the first ones; None: process 0 writes whole ones."""
+        if not isinstance(self.model, FSDPModule):
+            return None
+        return self.accelerator.num_processes // count_copies(self.accelerator)
+
+    @property
+    def _is_owner(self) -> bool:
+        return self.accelerator.process_index < (self._num_owners or 0)
 
     def _wait(self) -> None:
         if self.writing is not None:
@@ -512,9 +524,7 @@ class Saver:
             self.store.add(folder, [self.output_dir / name for name in LINES])
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
-        is_sharded = isinstance(self.model, FSDPModule)
-        index, num_owners = self.accelerator.process_index, self.accelerator.num_processes if is_sharded else None
-        names = {part: _name_files(part, num_owners)[index] for part in parts}
+        names = {part: _name_files(part, self._num_owners)[self.accelerator.process_index] for part in parts}
         for part, tensors in parts.items():
             safetensors.torch.save_file(tensors, str(partial / names[part]))
         return {name: _flush_and_hash(partial / name) for name in names.values()}
@@ -550,7 +560,7 @@ class Saver:
         if not isinstance(self.model, FSDPModule):
             return files
         store, deadline = torch_distributed.default_store(), time.monotonic() + self.settings.ddp_timeout
-        for rank in range(1, self.accelerator.num_processes):
+        for rank in range(1, self._num_owners):
             key = f"recipes/saved/{step}/{rank}"
             while not store.check([key]):
                 if time.monotonic() > deadline:
@@ -567,7 +577,7 @@ class Saver:
 def _select_rows(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Select the part of `tensors` that this process writes: its rows of sharded ones; process 0 also all other tensors."""
     shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    assert all(tensor.placements == (Shard(0),) for tensor in shards.values()), "FSDP2 shards rows"
+    assert all(tensor.placements[-1] == Shard(0) for tensor in shards.values()), "FSDP2 shards rows"
     rows = {name: tensor.to_local().contiguous() for name, tensor in shards.items()}
     if accelerator.is_main_process:
         rows |= {name: tensor.contiguous() for name, tensor in tensors.items() if name not in shards}

@@ -16,7 +16,7 @@ from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import EXACT_SUM_BYTES
-from samestep.training.launch import is_sharded
+from samestep.training.launch import count_copies, is_sharded
 
 USABLE = 0.8
 """Share of the free memory that a micro-batch chosen here may fill by the plan."""
@@ -64,6 +64,7 @@ def choose_batch_size(accelerator: Accelerator, recipe: Recipe, settings: RunSet
             mixed_precision=accelerator.mixed_precision,
             gradient_checkpointing=getattr(settings, "gradient_checkpointing", False),
             sharded=is_sharded(accelerator),
+            num_shards=accelerator.num_processes // copies if (copies := count_copies(accelerator)) > 1 else None,
         )
         return num_here * memory.total * (2 if settings.dtype == "float64" else 1)
 

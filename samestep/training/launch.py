@@ -18,7 +18,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_cpus
+from samestep._internals.accelerate_state import Groups, search_for_lomo_once, shard_on_cpus
 from samestep._internals.libc import stop_malloc_returning_memory
 from samestep._internals.torch_distributed import register_rendezvous
 from samestep.errors import UsageError
@@ -50,8 +50,9 @@ class ReplicaAccelerator(Accelerator):
 UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "with tensor, context or sequence parallelism processes share samples",
 }
+PARALLELISM = "PARALLELISM_CONFIG_"
+"""Begin of the variables in which `accelerate launch` passes parallelism_config on."""
 
 
 def create_accelerator(
@@ -117,6 +118,7 @@ def create_accelerator(
         # Sharded gradients are reduced in every micro-batch: if they waited for the last, they would be whole on every process.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_each_batch=plugin is not None),
         fsdp_plugin=plugin,
+        parallelism_config=_make_groups(),
         mixed_precision=mixed_precision,
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
@@ -193,6 +195,11 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
+def count_copies(accelerator: Accelerator) -> int:
+    """Count the groups of processes that each hold the whole model, divided within the group (HSDP); without groups 1."""
+    return 1 if accelerator.torch_device_mesh is None else accelerator.parallelism_config.dp_replicate_size
+
+
 def _gpus_are_hidden() -> bool:
     """Tell whether CUDA_VISIBLE_DEVICES hides every GPU.
 
@@ -203,16 +210,13 @@ def _gpus_are_hidden() -> bool:
 
 
 def _find_environment_problems() -> list[str]:
-    if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) > 1:  # what it is, not the variable's name
-        return [
-            "parallelism_config has dp_replicate_size above 1, but hybrid sharding (HSDP) is not supported: remove "
-            "parallelism_config, and share the weights among all processes (FSDP2)"
-        ]
     problems = [
         f"{name} is set, but {why}: the step would not be the recipe's. Launch with distributed_type MULTI_GPU"
         for name, why in UNSUPPORTED_FEATURES.items()
         if parse_flag_from_env(name)
     ]
+    if parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        problems += _find_parallelism_problems()
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
             problems.append(f"fsdp_version is {version}, but only FSDP2 is supported: set it to 2 in the launch file")
@@ -239,6 +243,38 @@ def _find_environment_problems() -> list[str]:
             "MULTI_GPU; for one process set num_processes: 1 and unset MASTER_ADDR"
         )
     return problems
+
+
+def _find_parallelism_problems() -> list[str]:
+    """List what is wrong with a launch file's parallelism_config, which may divide weights within groups of processes only."""
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (size := get_int_from_env([f"{PARALLELISM}{name.upper()}"], 1)) > 1:
+            return [
+                f"parallelism_config has {name} {size}, but then processes share samples, and the step would not be the "
+                "recipe's: set it to 1"
+            ]
+    shards, size = get_int_from_env([f"{PARALLELISM}DP_SHARD_SIZE"], 1), get_int_from_env(SIZES, 1)
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP") or shards == 1:
+        return [
+            f"parallelism_config has dp_shard_size {shards}, but weights are not divided: remove parallelism_config for copies "
+            "on all processes (DDP), or set distributed_type FSDP and dp_shard_size to the devices of a machine (HSDP)"
+        ]
+    if size % shards:
+        return [
+            f"parallelism_config has dp_shard_size {shards}, but {size} processes cannot be divided into groups of {shards}: "
+            "set dp_shard_size to the devices of a machine"
+        ]
+    return []
+
+
+def _make_groups() -> Groups | None:
+    """Make the groups of processes that each divide the weights (HSDP); None: all processes divide them, or none does.
+
+    There are as many groups as there are processes for, whatever dp_replicate_size says, as machines come and go.
+    """
+    shards, size = get_int_from_env([f"{PARALLELISM}DP_SHARD_SIZE"], 1), get_int_from_env(SIZES, 1)
+    is_used = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG") and 1 < shards < size
+    return Groups(dp_replicate_size=size // shards, dp_shard_size=shards) if is_used else None
 
 
 def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool, fault_tolerance: str) -> list[str]:

@@ -10,17 +10,23 @@ must not be rounded with them:
                      stream stays float32; their gradient is added up in float32, and rounded once
     gradients        a layer's are bfloat16 as under autocast, where the cast's backward rounds them too; every micro-batch
                      reduces them in float32 and adds them to the sharded sum, which is float32 like the moments
+
+With copies (HSDP: parallelism_config in the launch file) the processes of a group, those of a machine, divide the weights, and
+each group has all of them. Micro-batches reduce gradients within the group; in the last one of a step each part is added up
+over the groups: one reduction between machines per step.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from samestep._internals.torch_operators import embedding_backward
@@ -52,7 +58,7 @@ def prepare(
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         if norms := _find_norms(model):
-            fully_shard(norms, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
+            fully_shard(norms, mesh=_find_mesh(accelerator), mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
             _set_parameters(optimizer, groups, model)
         _widen_embeddings(model)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -60,9 +66,22 @@ def prepare(
         _set_parameters(optimizer, groups, model)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
+    if _find_mesh(accelerator) is not None:
+        model.register_forward_pre_hook(functools.partial(_reduce_between_groups_once, accelerator))
     if accelerator.mixed_precision == "bf16":
         model.forward = torch.autocast(accelerator.device.type, torch.bfloat16)(model.forward)
     return model, optimizer
+
+
+def _find_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """Find the mesh of the processes, [groups, processes of a group]; None: all divide the weights."""
+    mesh = accelerator.torch_device_mesh
+    return None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+
+
+def _reduce_between_groups_once(accelerator: Accelerator, model: nn.Module, _: Any) -> None:
+    """Let the groups add their gradients up in the last micro-batch of a step only."""
+    model.set_requires_all_reduce(accelerator.sync_gradients)
 
 
 def _find_norms(model: nn.Module) -> list[nn.Module]:
@@ -120,16 +139,16 @@ def shard_frozen(accelerator: Accelerator, model: nn.Module, method: str) -> Non
         model: sharded by the classes in its `_no_split_modules`.
         method: name of the method that is called in place of its forward.
     """
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    policy, mesh = accelerator.state.fsdp_plugin.mixed_precision_policy, _find_mesh(accelerator)
     model.requires_grad_(False)
     if policy is HALF_PRECISION:
         if norms := _find_norms(model):
-            fully_shard(norms, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
+            fully_shard(norms, mesh=mesh, mp_policy=WHOLE_PRECISION, reshard_after_forward=False)
         _widen_embeddings(model)
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, method)
 
 

@@ -139,7 +139,8 @@ def launch_environment(config: Path, *flags: str) -> dict[str, str]:
     arguments = launch_command_parser().parse_args(["--config_file", str(config), *flags, "script.py"])
     arguments, *_ = _validate_launch_command(arguments)
     env = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_", "CUDA_", "OMP_"))}
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "CUDA_", "OMP_")
+    return {name: value for name, value in env.items() if name.startswith(prefixes)}
 
 
 def count_samples(micro_batch: dict) -> int:

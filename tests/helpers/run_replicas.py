@@ -10,19 +10,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lost_connections
 from blank import draw_nothing
 
 from samestep.errors import exit_code
 
-DROP = signal.SIGRTMIN
-"""Signal at which a replica loses its connections."""
 SIGNAL_IN_STEP = "SIGNAL_IN_STEP"
 """Variable that holds a step and a signal, which a replica sends itself there: after its backwards, before the reduction."""
 TICK = 0.005
@@ -86,8 +84,7 @@ def train(program: str, argv: list[str], digests: Path) -> int:
     """Train as a script does; at the end write a digest of the parameters that this replica has to `digests`/PID."""
     from samestep.training import digest, replicas
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {DROP})
-    threading.Thread(target=_lose_connections, daemon=True).start()
+    lost_connections.listen()
     draw_nothing()
     take_charge, reduce = replicas.Replicas.take_charge, replicas.Replicas.reduce
     step, signal_number = map(int, os.environ.get(SIGNAL_IN_STEP, "0 0").split())
@@ -105,17 +102,6 @@ def train(program: str, argv: list[str], digests: Path) -> int:
 
     replicas.Replicas.take_charge, replicas.Replicas.reduce = note, signal_itself
     return load_scripts()[program].main(argv)
-
-
-def _lose_connections() -> None:
-    """Shut all connections of this process, each time that it gets the signal."""
-    while signal.sigwait({DROP}):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError, ValueError):
-                end = socket.socket(fileno=os.dup(int(name)))
-                if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
-                    end.getpeername()
-                    end.shutdown(socket.SHUT_RDWR)
 
 
 class Scene:
@@ -230,7 +216,9 @@ def main(folder: str, program: str, argv: str) -> None:
     scene.wait_until(lambda: Path(f"/proc/{second}/stat").read_text().split()[2] == "T", 60, "stop in step 14")
     scene.kill_lighthouse()
     scene.send(2, signal.SIGCONT)
-    scene.wait_until(lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death")
+    scene.wait_until(
+        lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death"
+    )
     scene.start_lighthouse()
     codes = scene.finish()
     if any(codes.values()):

@@ -54,32 +54,47 @@ def collate(kind: str, ids: np.ndarray) -> dict:
 
 @contextlib.contextmanager
 def record_sent():
-    """Note how many numbers of each type FSDP2 gathers and reduces: {(collective, type): numbers}."""
-    counts, saved = collections.Counter(), {}
+    """Note how many numbers FSDP2 gathers and reduces, {(collective, type): numbers}, and how often, {collective: times}."""
+    counts, times, saved = collections.Counter(), collections.Counter(), {}
 
     def note(name, call):
         def noting(*args, **kwargs):
-            tensor = kwargs["input"] if "input" in kwargs else args[1]
+            tensor = kwargs["input"] if "input" in kwargs else args[name != "all_reduce"]
             counts[name, str(tensor.dtype)] += tensor.numel()
+            times[name] += 1
             return call(*args, **kwargs)
 
         return noting
 
-    for name in ("all_gather_single", "reduce_scatter_single"):
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         saved[name] = getattr(torch.distributed, name)
         setattr(torch.distributed, name, note(name, saved[name]))
-    yield counts
+    yield counts, times
     for name, call in saved.items():
         setattr(torch.distributed, name, call)
 
 
 def measure(
-    folder: Path, kind: str, precision: str, gather: str, k: int, shape: dict, recomputed: bool = False
+    folder: Path,
+    kind: str,
+    precision: str,
+    gather: str,
+    k: int,
+    shape: dict,
+    recomputed: bool = False,
+    num_shards: int | None = None,
 ) -> dict:
-    """Compute the gradient of a step; then, with gradients there, the peak of one more micro-batch."""
-    for name in SHARDED:
-        os.environ.pop(name, None)
+    """Compute the gradient of a step; then, with gradients there, the peak of one more micro-batch.
+
+    Args:
+        num_shards: processes of a group that divides the weights (HSDP); None: all processes divide them.
+    """
+    for name in [name for name in os.environ if "FSDP" in name or "PARALLELISM" in name]:
+        del os.environ[name]
     os.environ.update(SHARDED if gather != "whole" else {})
+    if num_shards is not None:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(num_shards)
     fresh_accelerator()
     accelerator = launch.create_accelerator(mixed_precision=precision, fsdp_gather=gather)
     model, ids = build(kind, **shape)
@@ -98,7 +113,7 @@ def measure(
         loss = losses.weighted_loss(sums, counts, weights) * accumulate.loss_scale(accelerator)
         accelerator.backward(loss)
 
-    with record_sent() as numbers:
+    with record_sent() as (numbers, times):
         for micro_batch in accumulate.iterate_micro_batches(accelerator, micro_batches):
             with accelerator.accumulate(model):
                 run(micro_batch)
@@ -110,9 +125,9 @@ def measure(
     norm = accumulate.clip(accelerator, optimizer, list(parameters.values()), None)
     norm = whole(norm).item()
     largest = None
-    if gather != "whole":
+    if gather != "whole" and num_shards is None:
         largest = min(peak(lambda: run(micro_batches[0]), folder) for _ in range(2))
-    return {"gradient": gradients, "norm": norm, "peak": largest, "sent": dict(numbers)}
+    return {"gradient": gradients, "norm": norm, "peak": largest, "sent": dict(numbers), "times": dict(times)}
 
 
 def plan_more(
