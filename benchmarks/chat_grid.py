@@ -45,6 +45,7 @@ from samestep.cut.order import Order
 from samestep.data import conversations
 from samestep.data.steps import Steps
 from samestep.models.causal_lm import CausalLmSums
+from samestep.printing import format_count
 from samestep.recipe import run_settings
 from samestep.step import losses, noise, optim
 
@@ -241,7 +242,7 @@ def measure_processes(work: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     with Server("run_wide", libraries=("run_layouts",), is_cpu=False) as server:
         for way, trainings in WAYS.items():
             for num_processes, config, flags in trainings:
-                print(f"{way}: {num_processes} process(es)", file=sys.stderr, flush=True)
+                print(f"{way}: {format_count(num_processes, 'process')}", file=sys.stderr, flush=True)
                 environment = launch_environment(
                     ROOT / "accelerate_configs" / f"{config}.yaml", "--num_processes", str(num_processes)
                 )

@@ -638,7 +638,7 @@ def test_the_command_writes_it(xl, monkeypatch, capsys, tmp_path):
     line = f"plan gpt2_xl_8xa100 --on 8xa100-80 --html {tmp_path / 'plan.html'}"
     monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
     assert exit_code(program.main) in (0, None)
-    assert "8 process(es) x 64 samples" in capsys.readouterr().out
+    assert "8 processes x 64 samples" in capsys.readouterr().out
     assert (tmp_path / "plan.html").read_text() == page(xl)
     assert exit_code(program.main) in (0, None)  # the same page again
     (tmp_path / "plan.html").write_text("another")

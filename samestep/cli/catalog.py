@@ -6,6 +6,7 @@ import sys
 from samestep.cli.commands import make_parser
 from samestep.cli.flags import read_recipe, split_words, write_file
 from samestep.errors import UsageError
+from samestep.printing import fold
 from samestep.recipe import recipe as recipes
 from samestep.recipe.reading import format_name, format_value
 from samestep.recipe.settings import limit, setting
@@ -37,7 +38,7 @@ def list_recipes(argv: list[str]) -> None:
         raise UsageError(
             f"no recipe has {format_value(' '.join(words))} in its line: {parser.prog} without words shows all"
         )
-    print(*lines, sep="\n")
+    print(fold("\n".join(lines), indent=37))
 
 
 def show_data(argv: list[str]) -> None:
@@ -54,8 +55,8 @@ def show_data(argv: list[str]) -> None:
     train, held_out = conversations.build(recipe, settings.preprocessing_num_workers)
     if settings.html is not None:
         write_file("html", settings.html, conversation_page.write(recipe, train, held_out, settings.num_samples))
-        print(f"{train}\n{train.mask_report}\nwrote {settings.html}")
+        print(fold(f"{train}\n{train.mask_report}\nwrote {settings.html}"))
         return
     print("\n".join(train.show(settings.num_samples, sys.stdout.isatty())))
     if held_out is not None:
-        print(f"held out: {held_out}")
+        print(fold(f"held out: {held_out}"))

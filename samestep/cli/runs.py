@@ -6,6 +6,7 @@ import json
 
 from samestep.cli.flags import read_folders, write_file
 from samestep.errors import UsageError
+from samestep.printing import fold
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import limit, setting
 
@@ -43,7 +44,7 @@ def compare(argv: list[str]) -> int:
     from samestep.training import compare_runs  # here: it imports numpy
 
     result = compare_runs.compare(folders)
-    print(json.dumps(result, allow_nan=False) if settings.json else "\n".join(compare_runs.write(result)))
+    print(json.dumps(result, allow_nan=False) if settings.json else fold("\n".join(compare_runs.write(result))))
     return 0 if result["is_identical"] else 1
 
 
@@ -78,5 +79,5 @@ def advise(argv: list[str]) -> int:
         write_file("write_recipe", file, changed.to_yaml())
     else:
         file = None  # there is nothing to write
-    print(json.dumps(result, allow_nan=False) if settings.json else "\n".join(advice.write(result, file)))
+    print(json.dumps(result, allow_nan=False) if settings.json else fold("\n".join(advice.write(result, file))))
     return 1 if "unknown" in result else 0

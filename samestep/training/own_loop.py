@@ -30,6 +30,7 @@ from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
 from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
+from samestep.printing import format_count
 from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
@@ -149,8 +150,8 @@ class Step:
         if self._accelerator.step != number:
             num_entries = self._accelerator.step
             raise UsageError(
-                f"accelerator.accumulate was entered {num_entries} times for {number} micro-batch(es): compute each one, "
-                "once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
+                f"accelerator.accumulate was entered {num_entries} times for {format_count(number, 'micro-batch')}: compute "
+                "each one, once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
             )
         if not self._num_losses:
             raise UsageError(
