@@ -37,7 +37,7 @@ import torch
 from common import all_metrics, launch_environment, samples_of_steps, tiny_argv, write_corpus
 from compare import parameters, relative
 from forked import Server
-from reproducible import split_key_biases
+from reproducible import compare_tensors
 from wide import Wide
 
 from samestep.cut.layout import solve_layout
@@ -169,12 +169,8 @@ def compare_curves(ours: list[tuple[float, ...]], theirs: list[tuple[float, ...]
 def compare_results(ours: Result, theirs: Result) -> dict[str, float]:
     """Compute relative differences: the largest of a step, or of norms over all numbers, key biases told apart."""
     errors = {"loss": compare_curves(ours[0], theirs[0], 0), "grad_norm": compare_curves(ours[0], theirs[0], 1)}
-    for place, name in ((1, "gradient"), (2, "parameters")):
-        (others, keys), (true_others, true_keys) = split_key_biases(ours[place]), split_key_biases(theirs[place])
-        size = torch.cat([true_others, true_keys]).norm()
-        errors[name] = ((others - true_others).norm() / size).item()
-        if name == "parameters":
-            errors["key_biases"] = ((keys - true_keys).norm() / size).item()
+    errors["gradient"], _ = compare_tensors(ours[1], theirs[1])
+    errors["parameters"], errors["key_biases"] = compare_tensors(ours[2], theirs[2])
     return errors
 
 

@@ -68,7 +68,6 @@ class Step:
         num_targets: n_j, the targets in the whole step, int64 on the device; of the shape that `targets` returns: scalar or
             [terms].
         num_micro_batches: k, micro-batches of this process in the step.
-        is_idle: this process has no sample in this step, and computes one that counts nothing.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Step:
     ):
         self.index, self.epoch, self.num_targets = index, epoch, num_targets
         self.num_micro_batches = len(micro_batches)
-        self.is_idle = all(part.is_placeholder for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
         self._noise = noise
         self._current: CountedBatch | None = None
