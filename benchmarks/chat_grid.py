@@ -37,7 +37,7 @@ import torch
 from common import all_metrics, launch_environment, samples_of_steps, tiny_argv, write_corpus
 from compare import parameters, relative
 from forked import Server
-from reproducible import split_key_biases
+from reproducible import compare_tensors
 from wide import Wide
 
 from samestep.cut.layout import solve_layout
@@ -45,6 +45,7 @@ from samestep.cut.order import Order
 from samestep.data import conversations
 from samestep.data.steps import Steps
 from samestep.models.causal_lm import CausalLmSums
+from samestep.printing import format_count
 from samestep.recipe import run_settings
 from samestep.step import losses, noise, optim
 
@@ -168,12 +169,8 @@ def compare_curves(ours: list[tuple[float, ...]], theirs: list[tuple[float, ...]
 def compare_results(ours: Result, theirs: Result) -> dict[str, float]:
     """Compute relative differences: the largest of a step, or of norms over all numbers, key biases told apart."""
     errors = {"loss": compare_curves(ours[0], theirs[0], 0), "grad_norm": compare_curves(ours[0], theirs[0], 1)}
-    for place, name in ((1, "gradient"), (2, "parameters")):
-        (others, keys), (true_others, true_keys) = split_key_biases(ours[place]), split_key_biases(theirs[place])
-        size = torch.cat([true_others, true_keys]).norm()
-        errors[name] = ((others - true_others).norm() / size).item()
-        if name == "parameters":
-            errors["key_biases"] = ((keys - true_keys).norm() / size).item()
+    errors["gradient"], _ = compare_tensors(ours[1], theirs[1])
+    errors["parameters"], errors["key_biases"] = compare_tensors(ours[2], theirs[2])
     return errors
 
 
@@ -241,7 +238,7 @@ def measure_processes(work: Path, names: Sequence[str]) -> list[dict[str, Any]]:
     with Server("run_wide", libraries=("run_layouts",), is_cpu=False) as server:
         for way, trainings in WAYS.items():
             for num_processes, config, flags in trainings:
-                print(f"{way}: {num_processes} process(es)", file=sys.stderr, flush=True)
+                print(f"{way}: {format_count(num_processes, 'process')}", file=sys.stderr, flush=True)
                 environment = launch_environment(
                     ROOT / "accelerate_configs" / f"{config}.yaml", "--num_processes", str(num_processes)
                 )

@@ -43,7 +43,6 @@ import chat_trainers
 import clock
 import harness
 import numpy as np
-import yaml
 from clock import Stamp
 from harness import Program, peak_memory, running_time, spread, table
 
@@ -156,15 +155,6 @@ def write_data(work: Path) -> None:
             pairs.write(json.dumps({"prompt": turns, "chosen": right, "rejected": wrong}) + "\n")
 
 
-def write_recipe(name: str, work: Path) -> Path:
-    """Write the folder of a workload, with its recipe.yaml."""
-    folder = work / name
-    folder.mkdir(exist_ok=True)
-    text = yaml.safe_dump(WORKLOADS[name].values).replace("WORK", str(work))
-    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    return folder
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
 
@@ -217,7 +207,7 @@ def check_same(stamps: dict[str, list[Stamp]], expected: list[int], precision: s
 
 def measure(name: str, precision: str, titles: list[str], num_rounds: int, work: Path, threads: int) -> dict[str, Any]:
     """Measure a row of the results."""
-    folder = write_recipe(name, work)
+    folder = harness.write_recipe(work / name, WORKLOADS[name].values)
     data = chat_trainers.prepare(folder)
     programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
 

@@ -43,6 +43,7 @@ import yaml
 from samestep.errors import UsageError, exit_code
 from samestep.planner.hardware import load_device
 from samestep.planner.timing import CALIBRATION
+from samestep.printing import format_count
 
 RUNS = 7  # medians are of so many
 SHORTEST = 0.1  # seconds that a run takes at the least
@@ -230,7 +231,7 @@ def machine(kind: str, processes: int) -> dict:
         "cores": share,
         "memory_mib": memory // processes // 2**20,
         "watts": WATTS_PER_CORE * share,
-        "memory_source": f"the machine's, divided by {processes} process(es)",
+        "memory_source": f"the machine's, divided by {format_count(processes, 'process')}",
         "watts_source": f"assumed: {WATTS_PER_CORE} W per core, as servers of 64 to 96 cores with 280 to 360 W",
     }
 
@@ -287,7 +288,7 @@ def device_values(kind: str, processes: int, has: dict, measured: dict, origin: 
     single = measured["products"]["no"][1]
     faster = {name: rates for name, rates in measured["products"].items() if name != "no" and rates[1] > single}
     peak, usual = max(faster.values(), default=measured["products"]["no"])
-    together = f"with {processes} process(es) at work" if processes > 1 else "alone"
+    together = f"with {processes} processes at work" if processes > 1 else "alone"
     tokens, features = USUAL[kind]
     sources = [
         f"fp32_tflops: {origin}: {single / 1e12:.4g} in products of {tokens:,} tokens and {features} features, {together}; "

@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PRECISIONS = ("no", "bf16")
@@ -244,6 +246,14 @@ def read_other_rows(output: Path, group: str, key: str, measured: Iterable[str])
     return [row for row in rows if row[key] not in again]
 
 
+def write_recipe(folder: Path, values: dict[str, Any]) -> Path:
+    """Make a folder of a workload, with its recipe.yaml; WORK in its values is the folder above."""
+    folder.mkdir(exist_ok=True)
+    text = yaml.safe_dump(values).replace("WORK", str(folder.parent))
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    return folder
+
+
 def write(output: Path, results: dict[str, Any], page: str, is_last: bool = True) -> None:
     """Write OUTPUT.json and OUTPUT.md; print the latter where nothing more is measured."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -264,12 +274,6 @@ def write_part(document: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     head, rest = document.read_text(encoding="utf-8").split(begin)
     document.write_text(head + begin + text + end + rest.split(end)[1], encoding="utf-8")
-
-
-def read_part(document: Path, name: str) -> str:
-    """Read what stands between the markers of a generated part of a document."""
-    text = document.read_text(encoding="utf-8")
-    return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
 
 
 def page(title: str, program: str, about: dict[str, Any], body: str) -> str:

@@ -237,15 +237,18 @@ def split_key_biases(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return torch.cat(others), torch.cat(keys)
 
 
+def compare_tensors(ours: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Compute the relative difference of all numbers, and that of the biases of attention's keys, told apart."""
+    (others, keys), (true_others, true_keys) = split_key_biases(ours), split_key_biases(whole)
+    size = torch.cat([true_others, true_keys]).norm()
+    return ((others - true_others).norm() / size).item(), ((keys - true_keys).norm() / size).item()
+
+
 def compare_ends(ours: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
     """Compute relative differences: the largest of a step, or of norms over all numbers."""
     errors = {name: (ours[name] / whole[name] - 1).abs().max().item() for name in ("loss", "norm")}
-    for name in ("gradient", "parameters"):
-        (others, keys), (true_others, true_keys) = split_key_biases(ours[name]), split_key_biases(whole[name])
-        size = torch.cat([true_others, true_keys]).norm()
-        errors[name] = ((others - true_others).norm() / size).item()
-        if name == "parameters":
-            errors["key biases"] = ((keys - true_keys).norm() / size).item()
+    errors["gradient"], _ = compare_tensors(ours["gradient"], whole["gradient"])
+    errors["parameters"], errors["key biases"] = compare_tensors(ours["parameters"], whole["parameters"])
     return errors
 
 

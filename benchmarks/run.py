@@ -44,7 +44,6 @@ import clock
 import harness
 import torch
 import workloads
-import yaml
 from clock import Stamp
 from harness import Program, peak_memory, running_time, spread, table
 from images import write_photographs
@@ -153,15 +152,6 @@ def write_data(work: Path, arguments: argparse.Namespace) -> None:
         prepare_nanogpt(arguments.nanogpt.resolve(), work, arguments.shakespeare.resolve())
 
 
-def write_recipe(name: str, work: Path) -> Path:
-    """Write the folder of a workload, with its recipe.yaml; training does not end."""
-    folder = work / name
-    folder.mkdir(exist_ok=True)
-    text = yaml.safe_dump(WORKLOADS[name].values | ENDLESS).replace("WORK", str(work))
-    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
-    return folder
-
-
 def attention(recipe: Recipe, precision: str) -> str:
     """Name the kernel of transformers that is the faster one for the peers."""
     length = getattr(recipe, "block_size", None) or getattr(recipe, "max_seq_length", 0)
@@ -254,7 +244,7 @@ def take_turn(program: Program, stamps: Path, seconds: float) -> Turn:
 
 def measure(name: str, precision: str, titles: list[str], num_rounds: int, work: Path, threads: int) -> dict[str, Any]:
     """Measure a row of the results."""
-    workload, folder = WORKLOADS[name], write_recipe(name, work)
+    workload, folder = WORKLOADS[name], harness.write_recipe(work / name, WORKLOADS[name].values | ENDLESS)
     data = workloads.prepare(folder)
     programs, files = {}, {title: folder / f"{title}.stamps" for title in titles}
     try:

@@ -31,7 +31,6 @@ def main(argv: list[str]) -> int:
 
     # The model returns summed losses: means of micro-batches must not be added up
     train, held_out = run.load_data(conversations.build)
-    accelerator.print(train.mask_report)
     if recipe.objective == "dpo":
         reference.add_reference(run, CausalLmSums, train, held_out)
     model, optimizer = run.prepare(CausalLmSums, train)

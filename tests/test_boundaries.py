@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    ["errors", "interrupt", "_internals"],
+    ["errors", "interrupt", "printing", "_internals"],
     ["recipe", "cut"],
     ["planner", "step"],
     ["data"],
@@ -17,7 +17,7 @@ FLOORS = [
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = {"errors", "interrupt", "recipe", "cut", "planner"}
+TORCHLESS = {"errors", "interrupt", "printing", "recipe", "cut", "planner"}
 AUDIT_IMPORTS = {
     "stepaudit",
     "torch",

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep.cli import catalog
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
 from samestep.data import chat_templates, conversation_page, conversations, doctest_chats, drawn_chats
@@ -904,7 +905,7 @@ def test_samples_are_shown(make):
 def test_the_command_shows_data(monkeypatch, capsys):
     drawn = recipe(dataset_name="builtin/drawn_pairs", num_train_samples=40, num_validation_samples=10, vocab_size=320)
     drawn.task, drawn.objective, drawn.loss_weights = "causal_lm_finetuning", "dpo", {"preference": 1.0, "sft": 0.5}
-    monkeypatch.setattr(cli, "_read", lambda command, name, argv, cls: (drawn, cls(num_samples=2), None, {}))
+    monkeypatch.setattr(catalog, "read_recipe", lambda command, argv, cls: (drawn, cls(num_samples=2), None, {}))
     monkeypatch.setattr(sys, "argv", ["recipes", "show-data", "mine"])
     assert exit_code(cli.main) == 0
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from common import launch_environment
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
-from samestep import cli
+from samestep.cli.launch import launch
 from samestep.errors import UsageError
 from samestep.planner import engines
 from samestep.planner.hardware import parse
@@ -23,7 +23,7 @@ OUTPUT = ("--", "--output_dir", "/shared/my runs/a")
 
 
 def write(capsys, *words: str) -> str:
-    cli.launch("bert_large_phase1", [*words, *OUTPUT])
+    launch(["bert_large_phase1", *words, *OUTPUT])
     return capsys.readouterr().out
 
 
@@ -137,20 +137,20 @@ def test_one_machine_needs_no_rank(capsys):
 def test_the_file_is_written_and_handed_over(capsys, tmp_path, monkeypatch):
     file = tmp_path / "a job.sbatch"
     words = ["--on", "slurm:2x8xa100-80", "--write", str(file)]
-    cli.launch("bert_large_phase1", [*words, *OUTPUT])
+    launch(["bert_large_phase1", *words, *OUTPUT])
     assert f"sbatch '{file}'" in capsys.readouterr().out
     assert file.read_text().startswith("#!/bin/bash\n")
     (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$1" > "$0.got"\nexit "${STATUS:-0}"\n')
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    cli.launch("bert_large_phase1", [*words, "--submit", *OUTPUT])
+    launch(["bert_large_phase1", *words, "--submit", *OUTPUT])
     assert (tmp_path / "sbatch.got").read_text() == f"{file}\n"
     monkeypatch.setenv("STATUS", "3")
     with pytest.raises(UsageError, match="exit code 3"):
-        cli.launch("bert_large_phase1", [*words, "--submit", *OUTPUT])
+        launch(["bert_large_phase1", *words, "--submit", *OUTPUT])
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="needs sbatch, which is not installed"):
-        cli.launch("bert_large_phase1", [*words, "--submit", *OUTPUT])
+        launch(["bert_large_phase1", *words, "--submit", *OUTPUT])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_the_file_is_written_and_handed_over(capsys, tmp_path, monkeypatch):
 )
 def test_what_cannot_be_launched(words, message):
     with pytest.raises(UsageError, match=message):
-        cli.launch("bert_large_phase1", words)
+        launch(["bert_large_phase1", *words])
 
 
 def test_every_engine_has_its_template():

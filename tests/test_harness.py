@@ -5,6 +5,7 @@ import doctest
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ def read_results(name: str) -> dict:
     return json.loads((harness.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def read_part(document: Path, name: str) -> str:
+    """Read what stands between the markers of a generated part of a document."""
+    text = document.read_text(encoding="utf-8")
+    return text.split(f"<!-- {name}: begin -->\n")[1].split(f"<!-- {name}: end -->\n")[0]
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_page_shows_what_was_measured(programs, name):
     assert (harness.RESULTS / f"{name}.md").read_text(encoding="utf-8") == programs[name].markdown(read_results(name))
@@ -45,7 +52,7 @@ def test_a_page_shows_what_was_measured(programs, name):
 @pytest.mark.parametrize("part", PARTS)
 def test_a_generated_part_of_a_document_shows_what_was_measured(programs, part):
     document, name, function = PARTS[part]
-    assert harness.read_part(ROOT / document, part) == getattr(programs[name], function)(read_results(name))
+    assert read_part(ROOT / document, part) == getattr(programs[name], function)(read_results(name))
 
 
 def test_recipes_promise_what_was_measured(programs):
@@ -55,7 +62,7 @@ def test_recipes_promise_what_was_measured(programs):
 
 
 def test_the_causes_in_the_guide_are_generated(programs):
-    assert harness.read_part(ROOT / "docs" / "audit.md", "causes") == programs["verdicts"].guide()
+    assert read_part(ROOT / "docs" / "audit.md", "causes") == programs["verdicts"].guide()
 
 
 def test_their_examples(programs):

@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 from transformers import BertConfig, Qwen3Config, ViTConfig
 
 from samestep import cli as program
+from samestep.cli.commands import COMMANDS
+from samestep.cli.model import ModelSettings
+from samestep.cli.plan import PlanSettings
+from samestep.cli.scale import ScaleSettings
 from samestep.errors import UsageError, exit_code
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import Gpt2Pretraining, catalog_names, load
@@ -44,7 +48,7 @@ def test_plan(monkeypatch, capsys):
     assert (code, answer["shares"], answer["gradient_accumulation_steps"]) == (0, [171, 171, 170], 4)
     assert answer["learning_rate"] == pytest.approx(1e-4 * 2**0.5)
     code, out, _ = run(monkeypatch, capsys, "plan bert_large_3090 --per_device_train_batch_size 8")
-    assert (code, "4 micro-batch(s) of at most 8" in out) == (0, True)
+    assert (code, "4 micro-batches of at most 8" in out) == (0, True)
     assert "336,226,108 parameters; with gradients and moments 5.380 GB (5.010 GiB) in float32" in in_one_line(out)
 
 
@@ -214,7 +218,7 @@ def in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", program.EXAMPLES)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(monkeypatch, capsys, command):
     out = read_help(monkeypatch, capsys, command)
     assert out.startswith(f"usage: recipes {command}")
@@ -224,7 +228,7 @@ def test_help_of_a_command(monkeypatch, capsys, command):
     assert all(line.startswith(f"  recipes {command}") for line in examples)
     overview = read_help(monkeypatch, capsys, "")
     assert re.search(rf"^    {command}\b", overview, re.MULTILINE)
-    assert f"  recipes {program.EXAMPLES[command].splitlines()[0]}" in overview
+    assert f"  recipes {COMMANDS[command].examples.splitlines()[0]}" in overview
 
 
 def test_its_examples_work(monkeypatch, capsys, tmp_path):
@@ -233,7 +237,7 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     Qwen3Config(**config, num_hidden_layers=2).save_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")
     for command in ("list", "plan", "scale"):
-        for line in program.EXAMPLES[command].splitlines():
+        for line in COMMANDS[command].examples.splitlines():
             assert run(monkeypatch, capsys, line)[::2] == (0, ""), line
     assert {"mine.yaml", "plan.html", "scaling.png"} <= {path.name for path in tmp_path.iterdir()}
 
@@ -241,10 +245,10 @@ def test_its_examples_work(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["bert_base", "captcha_3xa100"])
 def test_help_shows_every_flag_with_choices_and_values(monkeypatch, capsys, name):
     recipe = load(name)
-    for line, kind in (("plan", program.PlanSettings), ("scale", program.ScaleSettings)):
+    for line, kind in (("plan", PlanSettings), ("scale", ScaleSettings)):
         bare = read_help(monkeypatch, capsys, line)
         out = read_help(monkeypatch, capsys, f"{line} {name}")
-        fields = [(field, bare) for cls in (kind, program.ModelSettings) for field in dataclasses.fields(cls)]
+        fields = [(field, bare) for cls in (kind, ModelSettings) for field in dataclasses.fields(cls)]
         fields += [(field, out) for cls in (kind, type(recipe)) for field in dataclasses.fields(cls)]
         for field, text in fields:
             assert (f"--{field.name} " in text) == field.metadata["flag"]

@@ -8,7 +8,7 @@ import sys
 import pytest
 from common import ROOT
 
-from samestep.cli import PlanSettings
+from samestep.cli.plan import PlanSettings
 from samestep.errors import UsageError
 from samestep.recipe import other_names
 from samestep.recipe import run_settings as run

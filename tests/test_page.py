@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 from samestep import cli as program
+from samestep.cli.plan import plan
+from samestep.cli.scale import scale
 from samestep.errors import UsageError, exit_code
 from samestep.planner.answer import describe_fits
 from samestep.planner.hardware import DEVICES, device_names, parse
@@ -79,14 +81,14 @@ def query(command, *argv: str) -> dict:
     """Read what `python -m recipes` prints with --json."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        command(argv[0], [*argv[1:], "--json"])
+        command([*argv, "--json"])
     return json.loads(output.getvalue())
 
 
 def make_answer(name: str, hardware: str, *flags: str, up_to: int = 4096) -> dict:
     """Make an answer with all that a page can show."""
-    answer = query(program.plan, name, "--on", hardware, *flags)
-    return answer | {"scale": query(program.scale, name, "--on", parse(hardware).device.name, "--up_to", str(up_to))}
+    answer = query(plan, name, "--on", hardware, *flags)
+    return answer | {"scale": query(scale, name, "--on", parse(hardware).device.name, "--up_to", str(up_to))}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def compared(xl) -> dict:
     """Of several hardware, with money, a start and interruptions: all that a page can show."""
     names = "8xa100-80,1x3090,2x8xa100-80-pcie,8xmi300x,8x5090"
     flags = "--price_per_hour 1.5,0.25,1.2,2,0.6 --start 2026-11-28T09:30 --interruptions_per_day 3"
-    rows = query(program.plan, "gpt2_xl_8xa100", "--on", names, *flags.split())["rows"]
+    rows = query(plan, "gpt2_xl_8xa100", "--on", names, *flags.split())["rows"]
     return xl | rows[0] | {"rows": rows}
 
 
@@ -227,7 +229,7 @@ def test_files_of_others_stay_text(tmp_path):
         content = yaml.safe_load(shipped.read_text()) | {"description": f"{name} {HOSTILE}"}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
     recipe, device = tmp_path / "recipe.yaml", tmp_path / "device.yaml"
-    program.plan(str(recipe), ["--on", f"2x{device}", "--html", str(tmp_path / "plan.html")])
+    plan([str(recipe), "--on", f"2x{device}", "--html", str(tmp_path / "plan.html")])
     source = (tmp_path / "plan.html").read_text(encoding="utf-8")
     tree = check_it_stands_alone(source)
     assert [script["text"] for script in tree.all("script")] == [SCRIPT]
@@ -286,7 +288,7 @@ def test_a_part_is_left_out_where_its_key_is_missing(xl, key, text, is_none):
 
 
 def test_a_plan_as_it_is_printed_is_enough(xl):
-    printed = query(program.plan, "bert_base", "--on", "4xt4", "--num_train_epochs", "3")
+    printed = query(plan, "bert_base", "--on", "4xt4", "--num_train_epochs", "3")
     tree = check_it_stands_alone(page(printed | {"micro_batches": None}))
     assert len(tree.section("memory").all("g")) == 1
 
@@ -333,7 +335,7 @@ def test_money_dates_and_interruptions_are_shown(compared):
 
 def test_a_launch_file_that_has_to_be_written_is_named(xl):
     assert "--write_config" not in page(xl)
-    answer = query(program.plan, "bert_base", "--on", "5x3090", "--train_file", "a b/*.txt", "--max_seq_length", "64")
+    answer = query(plan, "bert_base", "--on", "5x3090", "--train_file", "a b/*.txt", "--max_seq_length", "64")
     assert answer["write_command"].endswith("--max_seq_length 64 --write_config 5x3090.yaml")
     tree = check_it_stands_alone(page(answer))
     first, second = (element["text"] for element in tree.section("launch").all("code"))
@@ -502,7 +504,7 @@ def test_both_schemes_have_every_colour_and_can_be_read():
 
 
 def test_growth_is_drawn_into_a_png(xl, real_figures):
-    late = query(program.scale, "gpt2_xl_8xa100", "--on", "3090")  # it fits from 2 on
+    late = query(scale, "gpt2_xl_8xa100", "--on", "3090")  # it fits from 2 on
     pictures = [plot_growth(answer) for answer in (xl["scale"], late)]
     assert all(picture.startswith(b"\x89PNG") and len(picture) > 20_000 for picture in pictures)
     assert pictures[0] != pictures[1]
@@ -636,7 +638,7 @@ def test_the_command_writes_it(xl, monkeypatch, capsys, tmp_path):
     line = f"plan gpt2_xl_8xa100 --on 8xa100-80 --html {tmp_path / 'plan.html'}"
     monkeypatch.setattr(sys, "argv", ["recipes", *line.split()])
     assert exit_code(program.main) in (0, None)
-    assert "8 process(es) x 64 samples" in capsys.readouterr().out
+    assert "8 processes x 64 samples" in capsys.readouterr().out
     assert (tmp_path / "plan.html").read_text() == page(xl)
     assert exit_code(program.main) in (0, None)  # the same page again
     (tmp_path / "plan.html").write_text("another")

@@ -371,7 +371,10 @@ def test_the_time_is_shown_by_what_takes_it(monkeypatch, capsys):
         ("--html x.html", "--html needs hardware"),
         ("--on 4xt4 --html /nowhere/x.html", "--html /nowhere/x.html: No such file or directory"),
         ("--on 4xt4 --write_config /nowhere/x.yaml", "--write_config /nowhere/x.yaml: No such file or directory"),
-        ("--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3", "need 8 micro-batch(s)"),
+        (
+            "--on 4xt4 --per_device_train_batch_size 8 --gradient_accumulation_steps 3",
+            "8 micro-batches of at most 8",
+        ),
     ],
 )
 def test_mistakes(monkeypatch, capsys, flags, message):

@@ -147,7 +147,7 @@ def bad(tmp_path):
         "--learning_rate -1": "learning_rate is -1.0, must be greater than 0",
         "--recipe bert_smal_cpu": "did you mean bert_small_cpu",
         "--lerning_rate 1": "unknown flag --lerning_rate: did you mean --learning_rate",
-        "--global_batch_size 32 --per_device_train_batch_size 8 --gradient_accumulation_steps 3": "need 4 micro-batch(s)",
+        "--global_batch_size 32 --per_device_train_batch_size 8 --gradient_accumulation_steps 3": "4 micro-batches of at",
         f"--resume_from_checkpoint {tmp_path}": "is not a checkpoint",
         "--num_warmup_steps 99": "num_warmup_steps",
         "--per_device_train_tokens 20": "per_device_train_tokens is 20, but a sample can have 48",

@@ -13,7 +13,7 @@ import pytest
 from common import metrics, tiny_argv
 from tqdm import tqdm
 
-from samestep import cli, interrupt
+from samestep import cli, interrupt, printing
 from samestep._internals import library_output
 from samestep.training import checkpoint, report
 
@@ -89,6 +89,22 @@ def test_lines_of_a_file_stand_in_order(monkeypatch):
     interrupt.outlive_readers()
     print("a line")
     assert file.getvalue() == b"a line\n"
+
+
+def test_lines_fit_a_terminal(monkeypatch):
+    """They are folded between words; in a file, and where there is room, they stay as they are."""
+    text = "step 5: eval_loss 6.9987, eval_accuracy 0.4250\n  capitals: loss 5.3792, accuracy 0.3077"
+    assert (printing.fold(text), printing.line_width(100)) == (text, 100)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert (printing.fold(text), printing.line_width(100)) == (text, 80)
+    monkeypatch.setenv("COLUMNS", "32")
+    assert printing.fold(text).splitlines() == [
+        "step 5: eval_loss 6.9987,",
+        "  eval_accuracy 0.4250",
+        "  capitals: loss 5.3792,",
+        "    accuracy 0.3077",
+    ]
 
 
 def test_the_next_command_is_one(monkeypatch, tmp_path):

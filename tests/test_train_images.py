@@ -70,7 +70,7 @@ def test_what_a_run_leaves_behind(classify, capsys, real_figures):
     assert results["peak_memory_gb"] > 0.1
     assert [line["step"] for line in evaluations(output_dir)] == [0, 5, 10]
     output = capsys.readouterr()
-    assert "1438 images of 10 classes; random weights; global batch 8" in output.out
+    assert "1,438 images of 10 classes; random weights; global batch 8" in output.out
     assert re.search(r"Training: 10/10 steps, .* images/s, .* GB", output.err)
     card = (output_dir / "README.md").read_text()
     assert "![predictions](predictions.png)" in card

@@ -8,6 +8,7 @@ import fractions
 import math
 
 from samestep.errors import UsageError
+from samestep.printing import format_count
 
 LOGITS_AT_ONCE = 2**26
 """Logits that GPT-2's head holds at once, whatever the micro-batch: 256 MiB in float32."""
@@ -33,8 +34,8 @@ class Layout:
         shares = self.shares
         sizes = f"{shares[0]}" if shares[0] == shares[-1] else f"{shares[-1]} to {shares[0]}"
         return (
-            f"global batch {self.global_batch_size} = {self.num_processes} process(es) x {sizes} samples, "
-            f"cut into {self.gradient_accumulation_steps} micro-batch(s) of at most {self.per_device_train_batch_size}"
+            f"global batch {self.global_batch_size} = {format_count(self.num_processes, 'process')} x {sizes} samples, in "
+            f"{format_count(self.gradient_accumulation_steps, 'micro-batch')} of at most {self.per_device_train_batch_size}"
         )
 
     @property
@@ -99,9 +100,9 @@ def solve_layout(
     num_micro_batches = -(-share // b)
     if k is not None and k != num_micro_batches:
         raise UsageError(
-            f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {n} process(es) is {share} samples "
-            f"each, and micro-batches of at most {b} need {num_micro_batches} micro-batch(s) ({n} x {b} x {k} = {n * b * k}): "
-            f"leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
+            f"gradient_accumulation_steps is {k}, but global_batch_size {b_total} on {format_count(n, 'process')} is {share} "
+            f"samples each, and {format_count(num_micro_batches, 'micro-batch')} of at most {b} are needed ({n} x {b} x {k} = "
+            f"{n * b * k}): leave --gradient_accumulation_steps out, or set --global_batch_size {n * b * k}"
         )
     return Layout(b_total, n, b, num_micro_batches)
 

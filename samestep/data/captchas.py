@@ -216,7 +216,7 @@ class Captchas:
 
     def __str__(self) -> str:
         """Say how many images there are."""
-        return f"{len(self)} images"
+        return f"{len(self):,} images"
 
     def pictures(self, pixel_values: torch.Tensor) -> np.ndarray:
         """Turn a micro-batch's pixel_values into pictures to look at, float [S, height, width, 3] in [0, 1]."""

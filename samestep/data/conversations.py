@@ -107,10 +107,10 @@ class MaskReport:
 
     def __str__(self) -> str:
         """Write the report, a line or two, and one for each source of a mixture."""
-        share = f"{self.num_trained} of {self.num_tokens} tokens ({100 * self.num_trained / self.num_tokens:.1f} %)"
+        share = f"{self.num_trained:,} of {self.num_tokens:,} tokens ({100 * self.num_trained / self.num_tokens:.1f} %)"
         if self.num_stopped:
             tokens = " or ".join(self.stop_tokens)
-            stop = f"{self.num_stopped} of {self.num_samples} samples end with the stop token {tokens}"
+            stop = f"{self.num_stopped:,} of {self.num_samples:,} samples end with the stop token {tokens}"
         else:
             stop = (
                 "NO sample ends with a stop token: such a model does not stop; give a template that ends turns with one"
@@ -123,7 +123,7 @@ class MaskReport:
             "with a special token in their text": self.num_special,
         }
         if any(counts.values()):
-            lines.append("samples " + "; ".join(f"{text}: {count}" for text, count in counts.items() if count))
+            lines.append("samples " + "; ".join(f"{text}: {count:,}" for text, count in counts.items() if count))
         return "\n".join([*lines, *self.sources])
 
 
@@ -235,11 +235,11 @@ class Conversations:
             f"longer than {self.max_seq_length}": report.num_dropped,
             "with nothing to train": report.num_untrained,
         }
-        notes = "".join(f", {count} {text} left out" for text, count in left_out.items() if count)
-        cut = f", {report.num_cut} cut at {self.max_seq_length}" if report.num_cut else ""
+        notes = "".join(f", {count:,} {text} left out" for text, count in left_out.items() if count)
+        cut = f", {report.num_cut:,} cut at {self.max_seq_length}" if report.num_cut else ""
         return (
-            f"{len(self)} {kind} (columns {self.columns}; {report.num_tokens} tokens, {report.num_trained} of them trained"
-            f"{cut}{notes})"
+            f"{len(self):,} {kind} (columns {self.columns}; {report.num_tokens:,} tokens, {report.num_trained:,} of them "
+            f"trained{cut}{notes})"
         )
 
     def _find_sources(self) -> tuple[tuple[str, ...], np.ndarray]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from samestep.errors import UsageError, is_utf8, nearest, reason
+from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
 from samestep.recipe.recipe import TextPretraining
 
@@ -200,7 +201,7 @@ def describe_files(files: Sequence[str], num_documents: int, txt_documents: str)
     >>> describe_files(["a.csv"], 9, "blocks")
     '1 file, 9 documents'
     """
-    text = f"{len(files)} file{'s' * (len(files) > 1)}, {num_documents} document{'s' * (num_documents > 1)}"
+    text = f"{format_count(len(files), 'file')}, {format_count(num_documents, 'document')}"
     if not any(file.lower().endswith(".txt") for file in files):
         return text
     if txt_documents == "files":

@@ -125,7 +125,7 @@ class Images:
 
     def __str__(self) -> str:
         """Say how many images there are, and in what they differ from the recipe."""
-        lines = [f"{len(self)} images of {len(self.classes)} classes"]
+        lines = [f"{len(self):,} images of {len(self.classes)} classes"]
         if len(self) != self.planned_size:
             lines.append(f"num_train_samples is {self.planned_size}: epochs are those of {len(self)}")
         return "; ".join(lines + ([f"left out: {self.skip_message}"] if self.skip_message else []))

@@ -255,8 +255,8 @@ class LabelledTexts:
     def __str__(self) -> str:
         """Say how many texts there are, of how many classes, and how many were cut."""
         kind = "numbers" if self.classes is None else f"{len(self.classes)} classes"
-        cut = f", {self.num_cut} cut off after {self.max_length}" if self.num_cut else ""
-        return f"{len(self)} texts of {kind} ({self.num_tokens} tokens{cut})"
+        cut = f", {self.num_cut:,} cut off after {self.max_length}" if self.num_cut else ""
+        return f"{len(self):,} texts of {kind} ({self.num_tokens:,} tokens{cut})"
 
     @property
     def num_tokens(self) -> int:

@@ -27,6 +27,7 @@ from samestep.data.documents import load_split, split_sentences
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
+from samestep.printing import format_count
 from samestep.recipe.extras import optional
 from samestep.recipe.recipe import BertPretraining, ModernBertPretraining
 from samestep.step.losses import IGNORED
@@ -143,7 +144,7 @@ class SentencePairs:
 
     def __str__(self) -> str:
         """Say how many samples there are, and of how much text."""
-        return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
+        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
 
     @property
     def num_documents(self) -> int:

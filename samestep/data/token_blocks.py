@@ -23,6 +23,7 @@ from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_byte_level_bpe, train_characters
 from samestep.errors import UsageError
+from samestep.printing import format_count
 from samestep.recipe.extras import optional
 from samestep.recipe.recipe import CausalLmPretraining, CausalPretraining
 
@@ -96,7 +97,7 @@ class TokenBlocks:
 
     def __str__(self) -> str:
         """Say how many samples there are, and of how much text."""
-        return f"{len(self)} samples of {self.num_documents} documents ({self.num_tokens} tokens)"
+        return f"{len(self):,} samples of {format_count(self.num_documents, 'document')} ({self.num_tokens:,} tokens)"
 
     @property
     def num_documents(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planner import batch_size, ramp
 from samestep.planner.text import round_number
+from samestep.printing import format_count
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
 from samestep.recipe.reading import format_name, read_json, read_lines
@@ -402,7 +403,7 @@ def _write_estimate(values: dict[str, Any]) -> str:
 def _write_batches(answer: dict[str, Any], unit: str) -> Iterator[str]:
     hardware = answer["hardware"]
     n, size = hardware["num_processes"] or 1, hardware["samples_at_once"]
-    place = f"{n} process{'es' if n > 1 else ''}"
+    place = f"{format_count(n, 'process')}"
     at_once = f", {size:,} samples at once" if size else ""
     yield f"To the same loss, on the hardware of the run ({place}{at_once}), over this run's:"
     heads = "batch", f"{unit}s (90 % interval)", "steps", "k", "hours", "hours at k = 1*"

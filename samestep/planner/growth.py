@@ -7,6 +7,7 @@ from samestep.errors import UsageError
 from samestep.planner.hardware import MAX_DEVICES, Device, Hardware, load_device, names_by_memory
 from samestep.planner.placement import Placement, place
 from samestep.planner.workload import Workload
+from samestep.printing import format_count
 
 MOST_DEVICES = 128
 """Largest number of devices that `find_hardware` tries."""
@@ -71,7 +72,7 @@ def make_remarks(rows: list[Row]) -> list[str]:
     remarks, strong_rows = [], [row for row in rows if row.strong]
     uncut = next((row for row in strong_rows if row.strong.layout.gradient_accumulation_steps == 1), None)
     if uncut:
-        devices = f"{uncut.num_devices} device{'s' * (uncut.num_devices > 1)}"
+        devices = format_count(uncut.num_devices, "device")
         remarks.append(f"k falls to 1 at {devices}: more of them cut what a device computes at once")
     for name, kind in (("this batch", "strong"), ("a batch that grows with the devices", "weak")):
         times = {row.num_devices: getattr(row, kind).time for row in rows if getattr(row, kind)}

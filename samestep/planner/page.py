@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.printing import format_count
+
 if TYPE_CHECKING:  # imported by those who render a page
     import jinja2
 
@@ -110,7 +112,7 @@ def make_environment(*folders: Path) -> "jinja2.Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = (_number, _percent, _seconds, _duration, _plural, _words, _name, _bytes, _date, _count)
+    filters = (_number, _percent, _seconds, _duration, format_count, _words, _name, _bytes, _date, _count)
     environment.filters |= {f.__name__.removeprefix("_"): f for f in filters}
     return environment
 
@@ -391,7 +393,7 @@ def _duration(seconds: float) -> str:
     for (name, size), (small_name, small) in itertools.pairwise(units):
         count, rest = divmod(round(seconds / small), size // small)
         if count:
-            return _plural(count, name) + (f" {_plural(rest, small_name)}" if rest else "")
+            return format_count(count, name) + (f" {format_count(rest, small_name)}" if rest else "")
     return _seconds(seconds)
 
 
@@ -412,10 +414,6 @@ def _date(text: str) -> str:
     """
     moment = datetime.datetime.fromisoformat(text)
     return moment.strftime(f"%A {moment.day} %B %Y, %H:%M")
-
-
-def _plural(count: int, name: str) -> str:
-    return f"{count:,} {name}{'s' if count != 1 else ''}"
 
 
 def _words(count: int) -> str:

@@ -3,7 +3,6 @@
 import datetime
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from samestep.cut.layout import Layout
 from samestep.planner.costs import KEPT_CHECKPOINTS, RESTART_SECONDS, find_end
 from samestep.planner.placement import BAND, RESERVED
 from samestep.planner.step_plan import describe_sizes
+from samestep.printing import line_width, wrap
 from samestep.recipe.reading import is_installed
 
 OPTIMIZER = ("learning_rate", "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_epochs")
@@ -18,7 +18,7 @@ NOT_IN_TOTAL = ("total", "communication", "at_peak")  # of a step's time
 SHORT = 3600
 """Seconds of a training of which neither the day it ends nor interruptions are said."""
 WIDTH = 100
-"""Columns of a line, if its words allow it."""
+"""Columns of a line, if its words allow it; fewer on a narrower terminal."""
 
 
 def write_plan(answer: dict[str, Any]) -> Iterator[str]:
@@ -31,10 +31,7 @@ def write_plan(answer: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
-    """Break a line between words; no word is broken. The lines that follow begin with `indent`."""
-    if len(text) <= WIDTH:
-        return [text]
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrap(text, line_width(WIDTH), indent)
 
 
 def _write_verdict(answer: dict[str, Any]) -> Iterator[str]:
@@ -213,7 +210,7 @@ def _wrap_command(command: str) -> list[str]:
             parts.append(word)
     lines = [" "]
     for part in parts:
-        if len(lines[-1]) + len(part) > WIDTH - 3 and lines[-1].strip():
+        if len(lines[-1]) + len(part) > line_width(WIDTH) - 3 and lines[-1].strip():
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += f" {part}"

@@ -15,6 +15,7 @@ from samestep.planner.decoder import Decoder
 from samestep.planner.hardware import Device, Hardware
 from samestep.planner.memory import Model, count_trained, gathered_bytes
 from samestep.planner.transformer import Transformer
+from samestep.printing import format_count
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP reduces at once."""
@@ -354,7 +355,9 @@ def step_time(
         UsageError: a precision that the device lacks, or a layout for another number of processes.
     """
     if layout.num_processes != hardware.num_processes:
-        raise UsageError(f"{hardware} has {hardware.num_processes} process(es), the layout {layout.num_processes}")
+        raise UsageError(
+            f"{hardware} has {format_count(hardware.num_processes, 'process')}, the layout {layout.num_processes}"
+        )
     device, share, k = hardware.device, layout.shares[0], layout.gradient_accumulation_steps
     bandwidth = device.memory_gb_per_s * 1e9
     passes = 1 + gradient_checkpointing * work.forward_share

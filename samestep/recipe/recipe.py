@@ -417,6 +417,18 @@ class TextPretraining(Recipe):
         return problems
 
 
+def _check_multiple(recipe: Any, field: str, divisor: str) -> list[str]:
+    """Return the problem that a field is no multiple of another one, if so."""
+    value, number = getattr(recipe, field), getattr(recipe, divisor)
+    return [f"{field} {value} is not a multiple of {divisor} {number}: change one of them"] if value % number else []
+
+
+def _check_order(recipe: Any, field: str, limit: str) -> list[str]:
+    """Return the problem that a field exceeds another one, if so."""
+    value, most = getattr(recipe, field), getattr(recipe, limit)
+    return [f"{field} {value} exceeds {limit} {most}: lower the first or raise the second"] if value > most else []
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertRecipe(Recipe):
     """What recipes that train a BERT share: how text becomes samples, and the model's shape."""
@@ -443,17 +455,11 @@ class BertRecipe(Recipe):
     layer_norm_eps: float = setting("eps of the layer normalisation", POSITIVE)
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-        if self.max_seq_length > self.max_position_embeddings:
-            problems.append(
-                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
-                "lower the first or raise the second"
-            )
-        return problems
+        return [
+            *super().problems(),
+            *_check_multiple(self, "hidden_size", "num_attention_heads"),
+            *_check_order(self, "max_seq_length", "max_position_embeddings"),
+        ]
 
     @property
     def small_shape(self) -> dict[str, Any]:
@@ -530,12 +536,7 @@ class ModernBertPretraining(TextPretraining):
             problems.append(
                 f"hidden_size {self.hidden_size} is not an even multiple of num_attention_heads {heads}: change one of them"
             )
-        if self.max_seq_length > self.max_position_embeddings:
-            problems.append(
-                f"max_seq_length {self.max_seq_length} exceeds max_position_embeddings {self.max_position_embeddings}: "
-                "lower the first or raise the second"
-            )
-        return problems
+        return problems + _check_order(self, "max_seq_length", "max_position_embeddings")
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -658,14 +659,11 @@ class Gpt2Pretraining(CausalPretraining):
     layer_norm_epsilon: float = setting("eps of the layer normalisation", POSITIVE)
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.n_embd % self.n_head:
-            problems.append(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if self.block_size > self.n_positions:
-            problems.append(
-                f"block_size {self.block_size} exceeds n_positions {self.n_positions}: lower the first or raise the second"
-            )
-        return problems
+        return [
+            *super().problems(),
+            *_check_multiple(self, "n_embd", "n_head"),
+            *_check_order(self, "block_size", "n_positions"),
+        ]
 
     @property
     def small_shape(self) -> dict[str, Any]:
@@ -682,22 +680,12 @@ class Gpt2Pretraining(CausalPretraining):
 
 def _find_problems_of_decoder(recipe: Any, length: str) -> list[str]:
     """Find what is wrong with the shape of a decoder; `length` names the field of the longest sample."""
-    problems, hidden_size, heads = [], recipe.hidden_size, recipe.num_attention_heads
-    few, positions = recipe.num_key_value_heads or heads, recipe.max_position_embeddings
-    if hidden_size % heads:
-        problems.append(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}: change one of them"
-        )
-    if heads % few:
-        problems.append(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {few}: change one of them"
-        )
-    if getattr(recipe, length) > positions:
-        problems.append(
-            f"{length} {getattr(recipe, length)} exceeds max_position_embeddings {positions}: lower the first or raise the "
-            "second"
-        )
-    return problems
+    is_grouped = recipe.num_key_value_heads is not None
+    return [
+        *_check_multiple(recipe, "hidden_size", "num_attention_heads"),
+        *(_check_multiple(recipe, "num_attention_heads", "num_key_value_heads") if is_grouped else []),
+        *_check_order(recipe, length, "max_position_embeddings"),
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

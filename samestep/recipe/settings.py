@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError, is_utf8, nearest
+from samestep.printing import reflow
 from samestep.recipe.other_names import explain
 from samestep.recipe.reading import format_name, format_value
 
@@ -233,14 +234,14 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: the program, with its command: "python -m recipes plan".
         words: what follows the program, for the line of usage.
-        description, epilog: texts that `--help` prints unchanged, before and after the options.
+        description, epilog: texts that `--help` prints before and after the options, the second one unchanged.
     """
 
     def __init__(self, prog: str, words: str = "", *, description: str = "", epilog: str = "", **options: Any):
         super().__init__(
             prog,
             f"{prog} {words}".replace("%", "%%"),
-            description,
+            reflow(description, 100),
             epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,

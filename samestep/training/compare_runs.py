@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError, reason
+from samestep.printing import format_count
 from samestep.recipe.reading import format_name, format_value, read_json, read_lines, read_yaml
 from samestep.training import stragglers
 
@@ -311,7 +312,9 @@ def write(result: dict[str, Any]) -> Iterator[str]:
     for (name, other), lone in zip((("A", "B"), ("B", "A")), result["lone_steps"], strict=True):
         if lone:
             yield f"steps {lone[0]} to {lone[1]}: {name} has some that {other} lacks"
-    counts = ", ".join(_count(result[f"num_{name}s"], name) for name in ("step", "evaluation", "digest", "checkpoint"))
+    counts = ", ".join(
+        format_count(result[f"num_{name}s"], name) for name in ("step", "evaluation", "digest", "checkpoint")
+    )
     if result["is_identical"]:
         yield f"identical: {counts}"
     elif result["parting"] is None:
@@ -319,10 +322,6 @@ def write(result: dict[str, Any]) -> Iterator[str]:
     else:
         yield from _write_parting(result["parting"])
         yield from _write_checkpoint(result)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def _write_value(value: Any) -> str:
@@ -364,7 +363,7 @@ def _write_names(names: Sequence[str], total: int) -> str:
 def _write_checkpoint(result: dict[str, Any]) -> Iterator[str]:
     checkpoint = result["checkpoint"]
     if checkpoint is None:
-        count = _count(result["num_checkpoints"], "checkpoint")
+        count = format_count(result["num_checkpoints"], "checkpoint")
         yield f"by how much: unknown ({count} of both, none differs); train both with --checkpointing_steps"
         return
     tensors = checkpoint["tensors"]

@@ -105,7 +105,7 @@ def _choose_fastest(recovery: Recovery, forward_backward: ForwardBackward) -> No
         steps.set_caps(*steps.find_caps(capacity.at_once))
         size = capacity.at_once * steps.source.max_length
         unit = recovery.log.recipe.unit
-        recovery.accelerator.print(f"micro-batches: at most {size} {unit}s at once (--speed {settings.speed})")
+        recovery.accelerator.print(f"micro-batches: at most {size:,} {unit}s at once (--speed {settings.speed})")
 
 
 def _measure_fastest(recovery: Recovery, forward_backward: ForwardBackward, limit: int) -> int:

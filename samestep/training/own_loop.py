@@ -30,6 +30,7 @@ from samestep.cut.order import Order
 from samestep.data.per_sample import PerSample
 from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
+from samestep.printing import format_count
 from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
 from samestep.step.losses import weighted_loss
 from samestep.step.means import find_mean
@@ -67,7 +68,6 @@ class Step:
         num_targets: n_j, the targets in the whole step, int64 on the device; of the shape that `targets` returns: scalar or
             [terms].
         num_micro_batches: k, micro-batches of this process in the step.
-        is_idle: this process has no sample in this step, and computes one that counts nothing.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Step:
     ):
         self.index, self.epoch, self.num_targets = index, epoch, num_targets
         self.num_micro_batches = len(micro_batches)
-        self.is_idle = all(part.is_placeholder for part in micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
         self._noise = noise
         self._current: CountedBatch | None = None
@@ -149,8 +148,8 @@ class Step:
         if self._accelerator.step != number:
             num_entries = self._accelerator.step
             raise UsageError(
-                f"accelerator.accumulate was entered {num_entries} times for {number} micro-batch(es): compute each one, "
-                "once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
+                f"accelerator.accumulate was entered {num_entries} times for {format_count(number, 'micro-batch')}: compute "
+                "each one, once, inside `with accelerator.accumulate(model):` (several models: accumulate(first, second))"
             )
         if not self._num_losses:
             raise UsageError(

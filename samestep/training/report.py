@@ -27,6 +27,7 @@ from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
 from samestep.planner import batch_size, text
+from samestep.printing import fold
 from samestep.recipe import reading
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
@@ -180,7 +181,7 @@ class RunLog:
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
         self._start_tracker()
         if recipe.accumulation == "optimizer":
-            accelerator.print(text.explain_accumulation(recipe.second_moment))
+            accelerator.print(fold(text.explain_accumulation(recipe.second_moment)))
         self.bar: tqdm | None = None
         self.clock = time.perf_counter()
 
@@ -534,10 +535,13 @@ class RunLog:
         if self.accelerator.is_main_process:
             starts = {f"step {step}: ": ""} | {f"  {source}: ": f"eval_{source}/" for source in sources or {}}
             lines = [
-                head + ", ".join(f"{n.removeprefix(start)} {v:.4f}" for n, v in metrics.items() if _is_of(n, start))
+                head
+                + ", ".join(
+                    f"{n.removeprefix(start)} {card.format_number(v)}" for n, v in metrics.items() if _is_of(n, start)
+                )
                 for head, start in starts.items()
             ]
-            tqdm.write("\n".join(lines))
+            tqdm.write(fold("\n".join(lines)))
         self.restart_clock()
 
     def _compute_metrics(
@@ -749,7 +753,7 @@ def finish(
     first = evaluations[0] if evaluations else {}
     shown = {name: value for name, value in results.items() if "/" not in name}  # those of sources were printed
     width = max(len(name) for name in shown)
-    print(f"\n{training.title}: {recipe.description}")
+    print(fold(f"\n{training.title}: {recipe.description}"))
     for name, value in shown.items():
         change = f"  (from {card.format_number(first[name])} at step {first['step']})" if name in first else ""
         print(f"  {name:{width}}  {card.format_number(value)}{change}")
@@ -758,9 +762,8 @@ def finish(
     )
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
-    print(
-        f"\nWrote {output_dir}/: {files}{''.join(newest)}\nLoad it:\n{code}\nNext: {_own_command()} watch {output_dir}"
-    )
+    print(fold(f"\nWrote {output_dir}/: {files}{''.join(newest)}"))
+    print(f"Load it:\n{code}\nNext: {_own_command()} watch {output_dir}")
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
 

@@ -29,6 +29,7 @@ from samestep.models.summed_losses import SummedLosses
 from samestep.planner.batch_size import Measurement
 from samestep.planner.ramp import NoiseFollower
 from samestep.planner.step_plan import describe_sizes, plan_steps
+from samestep.printing import fold
 from samestep.recipe import run_settings
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.launches import find_refusal
@@ -79,7 +80,7 @@ class Run:
         quiet_libraries()
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
-        self.accelerator.print(*notes, sep="\n", end="\n" * len(notes))
+        self._say(*notes)
         self.layout = solve_layout(
             num_processes=self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
@@ -141,6 +142,11 @@ class Run:
             )
         return store
 
+    def _say(self, *texts: str) -> None:
+        """Print texts on process 0, folded where the terminal is narrow."""
+        for text in texts:
+            self.accelerator.print(fold(text))
+
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.
 
@@ -152,9 +158,9 @@ class Run:
         self.train, self.held_out = train, held_out
         recipe = self.recipe
         if self.held_out is None:
-            self.accelerator.print(
-                "nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth"
-            )
+            self._say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
+        if (report := getattr(train, "mask_report", None)) is not None:
+            self._say(str(report))
         mixture = getattr(train, "mixture", ())
         num_uses = sum(uses for _, uses in mixture) if mixture else len(train)
         self.follower: NoiseFollower | None = None
@@ -209,7 +215,7 @@ class Run:
                 f"{parting if is_same else 0}: {changes}. Resume from a checkpoint up to there ({where}), or with "
                 f"{self.checkpoint / 'recipe.yaml'}"
             )
-        self.accelerator.print(
+        self._say(
             f"going on from step {done} of a training of {num_steps}, whose steps so far are those of this one of "
             f"{self.num_steps}: {changes}"
         )
@@ -258,12 +264,12 @@ class Run:
         self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
         self.noise = noise.noise_by_sample(model, recipe.seed)
         notes = [*model.notes, *self.noise.notes, *optim.find_notes(recipe)]
-        accelerator.print(*notes, sep="\n", end="\n" * len(notes))
+        self._say(*notes)
         candidates = model.kernel_candidates(accelerator.device, accelerator.mixed_precision, settings)
         kernels.choose(accelerator, recipe, settings, model, train, candidates)
         kernel = pretrained.find_noisy_kernel(model)
         if kernel and settings.reproducible is None:
-            accelerator.print(
+            self._say(
                 f"attention dropout with attn_implementation {kernel}: the kernel draws its own noise, per process and "
                 "micro-batch, so that another layout's losses differ by it, unlike with --attn_implementation eager; samples, "
                 "batch, learning rate, masks and all other dropout do not"
@@ -352,7 +358,7 @@ class Run:
                 "Resume with its values, or leave --reproducible out"
             )
         if saved.get("machine", machine) != machine:
-            self.accelerator.print(
+            self._say(
                 f"WARNING: from here on the bits may be others, as kernels are: {self.checkpoint} was written on "
                 f"{saved['machine']}; this is {machine}"
             )
@@ -397,7 +403,7 @@ class Run:
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
         cut = recovery.steps.layout if self.replicas is None else f"a replica of those at {settings.lighthouse}"
-        accelerator.print(
+        self._say(
             f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {cut}"
             f"{self._describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
             f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self._describe_reproducible()}"
@@ -507,7 +513,7 @@ class Run:
             evaluate()
         self.log.close()
         if not self.is_finished and not self.settings.rehearse:
-            self.accelerator.print(self._explain_early_end())
+            self._say(self._explain_early_end())
         trained_model = checkpoint.make_whole_model(self.accelerator, self.model, self.build)
         return trained_model if self.is_finished and self.accelerator.is_main_process else None
 

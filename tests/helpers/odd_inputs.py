@@ -22,7 +22,10 @@ from pathlib import Path
 import yaml
 from hypothesis import strategies as st
 
-from samestep import cli as command
+from samestep.cli import main
+from samestep.cli.model import ModelSettings
+from samestep.cli.plan import PlanSettings
+from samestep.cli.scale import ScaleSettings
 from samestep.errors import exit_code
 from samestep.planner.base_models import FIELDS
 from samestep.planner.configs import LISTS, RATES, SIZES
@@ -110,7 +113,7 @@ class Case:
 
     def main(self) -> int | None:
         if self.task is None:
-            return command.main()
+            return main()
         run.parse(sys.argv[1:], self.task, "")
         return None
 
@@ -227,7 +230,7 @@ TASKS = st.sampled_from(sorted(recipes.TASKS))
 def recipe_flags(draw) -> Case:
     """Draw a flag: a field of a recipe, or of the command."""
     name, task = draw(st.sampled_from(["plan", "scale"])), draw(TASKS)
-    settings = command.PlanSettings if name == "plan" else command.ScaleSettings
+    settings = PlanSettings if name == "plan" else ScaleSettings
     field, value = draw(_single_field(_fields(recipes.TASKS[task], settings)))
     words = [name, RECIPES[task], "--on", GPUS if name == "plan" else "t4", f"--{field}", *_words(value)]
     return Case("recipe, by flag", None, tuple(words))
@@ -279,8 +282,8 @@ def model_configurations(draw) -> Case:
 def model_flags(draw) -> Case:
     """Draw a field of the settings for a model without a recipe."""
     name = draw(st.sampled_from(["plan", "scale"]))
-    settings = command.PlanSettings if name == "plan" else command.ScaleSettings
-    field, value = draw(_single_field(_fields(command.ModelSettings, settings)))
+    settings = PlanSettings if name == "plan" else ScaleSettings
+    field, value = draw(_single_field(_fields(ModelSettings, settings)))
     words = [name, "--model_name_or_path", ".", "--global_batch_size", "64", "--seq_len", "128", "--on", "t4"]
     words += [f"--{field}", *_words(value)]
     return Case("model, by flag", None, tuple(words), (("config.json", _json(BERT)),))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from common import ROOT
 
-from samestep import cli
+from samestep.cli import commands
 from stepaudit import script as audit
 
 COMMANDS = {"", "sh", "bash", "console"}
@@ -114,7 +114,10 @@ def all_commands() -> list[Printed]:
         *itertools.chain.from_iterable(map(in_comments, sorted((ROOT / "recipes" / "catalog").iterdir()))),
         *itertools.chain.from_iterable(map(in_script, sorted((ROOT / "scripts").glob("*.py")))),
         *in_make(),
-        *(item for text in cli.EXAMPLES.values() for item in split(re.sub("^", "samestep ", text, flags=re.M), "help")),
+        *itertools.chain.from_iterable(
+            split(re.sub("^", "samestep ", command.examples, flags=re.M), "help")
+            for command in commands.COMMANDS.values()
+        ),
         *split(audit.EPILOG.format(prog="python -m stepaudit", batch=audit.BATCH, window=audit.WINDOW)[10:], "help"),
     ]
     first: dict[tuple[str, ...], Printed] = {}

@@ -1,0 +1,134 @@
+"""Says what each command is for: in a line, in its help, by examples."""
+
+import dataclasses
+
+from samestep.recipe.settings import Parser, program_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """What the help says of a command.
+
+    Attributes:
+        summary: its line in the list of commands.
+        description: above its flags; empty where another package describes it.
+        usage: flags that stand in its usage.
+        examples: command lines without the program's name.
+    """
+
+    summary: str
+    description: str = ""
+    usage: str = ""
+    examples: str
+
+
+COMMANDS = {
+    "list": Command(
+        summary="list the recipes of the catalog",
+        description=(
+            "Lists the recipes of the catalog: name, global batch (samples per optimizer step), what it trains. "
+            "With words, those that have all of them in this line."
+        ),
+        examples="list\nlist bert wikipedia",
+    ),
+    "plan": Command(
+        summary="plan a recipe, or any model, on hardware: what fits, how the step is cut, how long it takes",
+        description=(
+            "Plans the training of a recipe, or of a model without one: which micro-batch fits, how the step is "
+            "cut, memory, seconds per step, learning rate, the command to paste. Needs no GPU and no torch."
+        ),
+        usage="[--on HARDWARE]",
+        examples="""plan bert_large_2080ti --on 1x2080ti
+plan gpt2_xl_8xa100 --on 8x3090 --write_config mine.yaml --html plan.html
+plan bert_base --on 1x3090,4xt4,8xa100-80 --price_per_hour 0.25,0.35,1.5 --sort time
+plan --what_fits 1x3090 --price_per_hour 0.25
+plan bert_base --num_processes 3 --per_device_train_batch_size 43
+plan --model_name_or_path Qwen/Qwen3-0.6B --seq_len 2048 --global_batch_size 256 --on 4xl4""",
+    ),
+    "scale": Command(
+        summary="put a recipe, or any model, on more and more devices, and see what each adds",
+        description=(
+            "Puts a recipe, or a model without one, on 1, 2, 4, ... devices: speed, efficiency, waiting for "
+            "communication. Needs no GPU and no torch."
+        ),
+        usage="--on DEVICE",
+        examples="""scale gpt2_124m --on a100-80 --up_to 4096 --plot scaling.png
+scale bert_base --on t4 --global_batch_size 1024 --json""",
+    ),
+    "launch": Command(
+        summary="write what Slurm, SkyPilot, Kubeflow or torchrun starts a recipe with, and hand it over",
+        description=(
+            "Writes a job for Slurm, a task for SkyPilot or a TrainJob for Kubeflow, with the plan's launch file "
+            "and the command of the recipe's script inside, or a shell script for machines that come and go "
+            "(torchrun). What follows `--` are flags of the script, --output_dir among them. Started again, it "
+            "goes on from the newest checkpoint."
+        ),
+        usage="--on ENGINE:HARDWARE",
+        examples="launch bert_large_phase1 --on slurm:2x8xa100-80 --write phase1.sbatch -- --output_dir /shared/runs/phase1",
+    ),
+    "show-data": Command(
+        summary="show samples of a language model's recipe, with the tokens that are trained",
+        description=(
+            "Shows samples as the model reads them, the trained tokens marked: underlined on a terminal, else in "
+            "[[ ]]. Then how many tokens are trained, how samples end, and how many rows were left out or cut. "
+            "--html writes one page about them, with a chart of lengths and the sources, that needs no network."
+        ),
+        usage="[--num_samples 3]",
+        examples="show-data sft_small_cpu --num_samples 2",
+    ),
+    "compare": Command(
+        summary="find where two runs part: the step, the tensors, by how much, and the settings that differ",
+        description=(
+            "Compares two output folders to the bit: metrics of every step, digests (--digest_steps) and "
+            "checkpoints of both. Says at which step they part, in which tensors, by how much, and in what "
+            "settings they differ. Exit code 0 identical, 1 they part, 2 bad usage."
+        ),
+        examples="compare runs/first runs/second",
+    ),
+    "watch": Command(
+        summary="show a run, or two over each other, as a live page in the browser",
+        description=(
+            "Serves a page about one or two output folders on 127.0.0.1 until Ctrl+C: curves, speed, time left, "
+            "events, digests. It reads what the runs write, and needs no network. From another machine: ssh -L "
+            "8765:localhost:8765 HOST."
+        ),
+        examples="watch runs/first",
+    ),
+    "advise": Command(
+        summary="advise on a run's global batch, from the noise of its gradient, and change the recipe for it",
+        description=(
+            "Reads the output folder of a run with --noise_scale_steps: its gradient noise scale over training, "
+            "what the global batch could be, what that saves in steps and costs in tokens, and the learning rate, "
+            "beta2 and weight decay for it. Exit code 0 fine, 1 not known from what was measured, 2 bad usage."
+        ),
+        examples="advise runs/first --write_recipe larger.yaml",
+    ),
+    "audit-script": Command(
+        summary="run a training program under several layouts, and compare the steps that it takes",
+        examples='audit-script --processes 1,2 --per_process accum --per_process batch --vary "batch=8,accum=1" '
+        '--vary "batch=2,accum=4" -- train.py',
+    ),
+}
+
+
+def make_parser(name: str, usage: str) -> Parser:
+    """Make the parser of a command, which describes it and shows its examples."""
+    command = COMMANDS[name]
+    return Parser(f"{program_name()} {name}", usage, description=command.description, epilog=_format_examples(command))
+
+
+def make_overview() -> Parser:
+    """Make the parser that says what commands there are."""
+    description = (
+        "Plans the training of recipes, and audits training programs: one recipe, the same step on any hardware."
+    )
+    parser = Parser(program_name(), "COMMAND ...", description=description, epilog=_format_examples(*COMMANDS.values()))
+    subparsers = parser.add_subparsers(title="commands (COMMAND --help says more)", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparsers.add_parser(name, help=command.summary)
+    return parser
+
+
+def _format_examples(*commands: Command) -> str:
+    lines = [line for command in commands for line in command.examples.splitlines()]
+    return "\n".join(["examples:", *(f"  {program_name()} {line}" for line in lines)])

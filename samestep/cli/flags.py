@@ -1,0 +1,149 @@
+"""Reads the words of a command: a recipe or folders first, then flags; and writes them anew, with other values."""
+
+import dataclasses
+import itertools
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samestep.cli.commands import COMMANDS, make_parser
+from samestep.errors import UsageError
+from samestep.recipe import pretrained_shape
+from samestep.recipe import recipe as recipes
+from samestep.recipe.reading import format_name
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.settings import POSITIVE, Parser, build, program_name, setting
+
+NETWORK = "bandwidth between nodes, per node and direction: 25GB/s, 200Gb/s; none: the device's, see its file"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Choose what is printed"""
+
+    json: bool = setting("print one JSON object", default=False)
+    critical_batch_size: float | None = setting(
+        "samples beyond which a larger global batch wastes them (the gradient's noise scale), if it is known",
+        POSITIVE,
+        default=None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Say what a recipe may not know of its data"""
+
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+
+def make_subject_parser(command: str, *subjects: str) -> Parser:
+    """Make the parser of a command, whose first words are one of `subjects`."""
+    words = [f"{subject} {COMMANDS[command].usage} [--FLAG VALUE ...]" for subject in subjects]
+    return make_parser(command, f"\n       {program_name()} {command} ".join(words))
+
+
+def read_recipe(
+    command: str, argv: list[str], settings_class: type
+) -> tuple[Recipe, Any, DataSettings, dict[str, Any]]:
+    """Read the recipe that comes first with its flags, the settings of a command, and those of data that the recipe lacks.
+
+    The last value holds the fields of the recipe that flags change.
+    """
+    if not argv or argv[0].startswith("-"):
+        parser = make_subject_parser(command, "RECIPE")
+        parser.add_settings(settings_class)
+        parser.parse(argv)
+        raise UsageError(f"{parser.prog}: it needs a recipe as its first word ({program_name()} list shows them)")
+    name, *words = argv
+    recipe = recipes.load(name)
+    recipe_fields = {field.name for field in dataclasses.fields(recipe)}
+    classes = [settings_class] + [DataSettings] * ("num_train_samples" not in recipe_fields)
+    parser = make_subject_parser(command, format_name(name))
+    for cls in classes:
+        parser.add_settings(cls)
+    parser.add_settings(type(recipe), recipe, "recipe")
+    flags = parser.parse(words)
+    objects = build_each(flags, classes)
+    changes = {key: value for key, value in flags.items() if key in recipe_fields}
+    data = objects[1] if len(objects) > 1 else DataSettings()
+    if isinstance(recipe, recipes.CausalLmFineTuning) and recipe.num_train_samples is None:
+        # Only drawn data have it as a field: of others it is what nobody has counted yet
+        data = DataSettings(num_train_samples=changes.pop("num_train_samples", None))
+    return pretrained_shape.load(name, changes), objects[0], data, changes
+
+
+def build_each(flags: dict[str, Any], classes: list[type]) -> list[Any]:
+    """Make a settings object of each class, from the flags of its fields."""
+    names = [{field.name for field in dataclasses.fields(cls)} for cls in classes]
+    return [
+        build(cls, {key: flags[key] for key in flags.keys() & fields}, "flags")
+        for cls, fields in zip(classes, names, strict=True)
+    ]
+
+
+def read_folders(
+    command: str, usage: str, argv: list[str], settings_class: type, counts: tuple[int, ...]
+) -> tuple[list[str], Any]:
+    """Read the output folders that come first, as many as one of `counts`, and the settings of a command."""
+    folders, words = split_words(argv)
+    parser = make_parser(command, usage)
+    parser.add_settings(settings_class)
+    settings = build(settings_class, parser.parse(words), "flags")
+    if len(folders) not in counts:
+        numbers = " or ".join("zero one two".split()[count] for count in counts)
+        raise UsageError(
+            f"{parser.prog}: {len(folders)} output folders come first, must be {numbers}; see {parser.prog} --help"
+        )
+    return folders, settings
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the words that come first, and the flags.
+
+    >>> split_words(["a", "b", "--json", "true"])
+    (['a', 'b'], ['--json', 'true'])
+    """
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    return words, argv[len(words) :]
+
+
+def retype(words: list[str], **flags: object) -> str:
+    """Write the command line of these words with other values of some flags; without those of value None."""
+    new = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+    return f"{program_name()} {shlex.join(drop_flags(words, flags) + new)}"
+
+
+def drop_flags(words: list[str], flags: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line without some of its flags."""
+    kept, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.removeprefix("--").partition("=")[0] in flags
+        kept += [] if is_dropped else [word]
+    return kept
+
+
+def write_file(flag: str, name: str, content: str | bytes) -> None:
+    """Write the file that a flag names; one that exists with other content is left alone."""
+    path, content = Path(name), content if isinstance(content, bytes) else content.encode()
+    try:
+        if os.path.exists(path) and not (path.is_file() and _says_the_same(path, content)):
+            problem = "it exists already, with other content, and is left alone"
+            raise UsageError(f"--{flag} {format_name(name)}: {problem}: give another name")
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"--{flag} {format_name(name)}: {error.strerror}") from None
+
+
+def _says_the_same(path: Path, content: bytes) -> bool:
+    """Tell whether a file holds this content; YAML may have other comments."""
+    if path.suffix not in (".yaml", ".yml"):
+        return path.read_bytes() == content
+    try:
+        return yaml.safe_load(path.read_bytes()) == yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError):  # another kind of file
+        return False

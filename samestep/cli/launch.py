@@ -1,0 +1,68 @@
+"""Writes what an engine starts a recipe with, and hands it over: `samestep launch`."""
+
+import dataclasses
+import itertools
+import shlex
+import subprocess
+
+from samestep.cli.flags import NETWORK, read_recipe, write_file
+from samestep.errors import UsageError
+from samestep.planner import engines
+from samestep.planner.hardware import parse
+from samestep.planner.placement import TooLargeError, place
+from samestep.planner.workload import format_flags, from_recipe
+from samestep.recipe import run_settings
+from samestep.recipe.settings import program_name, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """Choose what starts it where"""
+
+    on: str = setting(f"ENGINE:HARDWARE; engines: {', '.join(engines.ENGINES)}; hardware as of plan: slurm:2x8xa100-80")
+    write: str | None = setting("file to write; none: it is printed", default=None)
+    submit: bool = setting("hand the written file to the engine", default=False)
+    image: str | None = setting("container image, for kubeflow", default=None)
+    network: str | None = setting(NETWORK, default=None)
+
+
+def launch(argv: list[str]) -> None:
+    """Write what an engine starts a recipe with; print it, or write it to a file, and hand it over where that is asked for."""
+    words = list(itertools.takewhile(lambda word: word != "--", argv))
+    run_words = argv[len(words) + 1 :]
+    recipe, settings, data, changes = read_recipe("launch", words, LaunchSettings)
+    engine, hardware_name = engines.parse_target(settings.on)
+    if settings.submit and settings.write is None:
+        raise UsageError("--submit needs --write FILE: the file that is handed over")
+    workload = from_recipe(recipe, source=words[0], changes=changes, num_train_samples=data.num_train_samples)
+    try:
+        placement = place(workload, parse(hardware_name, settings.network))
+    except TooLargeError as error:
+        remedy = [program_name(), "plan", words[0], *format_flags(changes), "--on", hardware_name]
+        raise UsageError(f"{error}: {shlex.join(remedy)} says what to change") from None
+    # Mistakes are found here, not in the queue
+    run_settings.parse([*workload.script_words, *run_words], recipe.task, "")
+    file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
+    seconds = placement.seconds_to_end
+    hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
+    title = [f"{recipe.name} on {placement.hardware}: {placement.time.total:.3g} s per step{hours}"]
+    origin = f"{program_name()} {shlex.join(['launch', *(word for word in argv if word != '--submit')])}"
+    job = engines.write_job(engine, placement, run_words, title=title, origin=origin, file=file, image=settings.image)
+    if settings.write is None:
+        print(job, end="")
+        return
+    write_file("write", settings.write, job)
+    command = [*engines.ENGINES[engine].submit, settings.write]
+    if not settings.submit:
+        print(f"{settings.write} is written. Hand it over: {shlex.join(command)}")
+        return
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError:
+        raise UsageError(
+            f"submit needs {command[0]}, which is not installed here: run {shlex.join(command)} where it is"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise UsageError(
+            f"{shlex.join(command)} ended with exit code {error.returncode}: see its message above"
+        ) from None

@@ -1,0 +1,183 @@
+"""Describes models of Hugging Face that no recipe trains: their flags, their workload, a recipe that fine-tunes them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from samestep.cli.flags import build_each, make_subject_parser
+from samestep.cut import layout as layouts
+from samestep.errors import UsageError
+from samestep.planner.base_models import find_config, is_decoder, shape_from_config
+from samestep.planner.configs import IMAGE, has_formula, model_from_config
+from samestep.planner.methods import STARTING_RECIPE
+from samestep.planner.workload import Workload, from_model
+from samestep.recipe import pretrained_shape
+from samestep.recipe import recipe as recipes
+from samestep.recipe.recipe import Recipe
+from samestep.recipe.scaling import RULES
+from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
+
+FINE_TUNING = {
+    "source": "fine-tuning on conversations; the learning rate is the usual one of all weights where none was given, not tuned",
+    "expect": "not measured",
+}
+"""Texts of a recipe that fine-tunes a model of the hub."""
+
+CAUSAL_LMS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes of causal language models."""
+
+CONVERSATION_FILE = "chats.jsonl"
+"""Name of the data in a command, for the user to replace."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Describe a model of Hugging Face without a recipe, and its training"""
+
+    model_name_or_path: str = setting("folder with a config.json, such a file, or a name on the hub")
+    seq_len: int | None = setting("tokens of a sample", LENGTH, default=None)
+    global_batch_size: int = setting("samples per optimizer step, over all processes and micro-batches", BATCH)
+    optimizer: str = setting("adamw, or sgd with momentum", choice("adamw", "sgd"), default="adamw")
+    learning_rate: float | None = setting("peak learning rate at learning_rate_batch_size", POSITIVE, default=None)
+    learning_rate_batch_size: int | None = setting(
+        "global batch that it was tuned at; none: this one", POSITIVE, default=None
+    )
+    lr_scaling_rule: str = setting("how the learning rate changes for another batch", choice(*RULES), default="none")
+    max_train_steps: int | None = setting("length of training in optimizer steps", POSITIVE, default=None)
+    num_train_epochs: float | None = setting(
+        "length of training in epochs of num_train_samples", POSITIVE, default=None
+    )
+    num_train_samples: int | None = setting("samples of the training data", POSITIVE, default=None)
+
+    @property
+    def name(self) -> str:
+        """The model's name, for messages."""
+        return Path(self.model_name_or_path).name or self.model_name_or_path
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.max_train_steps is not None and self.num_train_epochs is not None:
+            problems.append("max_train_steps and num_train_epochs are both given: leave one out")
+        if self.num_train_epochs is not None and self.num_train_samples is None:
+            problems.append("num_train_epochs needs num_train_samples, to count steps")
+        return problems
+
+
+def read_model(command: str, argv: list[str], settings_class: type) -> tuple[Any, ModelSettings]:
+    """Read the settings of a command, and the settings of a model without a recipe."""
+    parser = make_subject_parser(command, "RECIPE", "--model_name_or_path MODEL --global_batch_size B")
+    parser.epilog += (
+        f"\n\nEvery field of a recipe is a flag: {parser.prog} RECIPE --help shows them, with the recipe's values."
+    )
+    if not any(word.split("=")[0] in ("--model_name_or_path", "-h", "--help") for word in argv):
+        hint = f"it needs a recipe as its first word ({program_name()} list shows them), or --model_name_or_path"
+        raise UsageError(f"{parser.prog}: {hint}")
+    classes = [settings_class, ModelSettings]
+    for cls in classes:
+        parser.add_settings(cls)
+    flags = parser.parse(argv)
+    return tuple(build_each(flags, classes))
+
+
+def load_fine_tuning(training: ModelSettings) -> tuple[Recipe, dict[str, Any]]:
+    """Load the recipe that fine-tunes a causal language model on conversations; return it, and its changed fields.
+
+    Raises:
+        UsageError: no length, or one above the model's number of positions; an optimizer that the program does not have.
+    """
+    name = training.name
+    if training.seq_len is None:
+        raise UsageError(f"{name} reads tokens: --seq_len is missing (tokens of a sample)")
+    if training.optimizer != "adamw":
+        raise UsageError(
+            f"optimizer is {training.optimizer}, but scripts/finetune_causal_lm.py trains {name} with AdamW: leave it out"
+        )
+    config = find_config(training.model_name_or_path)
+    num_positions = shape_from_config(config, name).max_length if is_decoder(config) else config.get("n_positions")
+    if num_positions is not None and training.seq_len > num_positions:
+        raise UsageError(
+            f"seq_len is {training.seq_len}, but {name} has {num_positions} positions: use {num_positions} or less"
+        )
+    changes = {
+        "model_name_or_path": training.model_name_or_path,
+        "max_seq_length": training.seq_len,
+        "global_batch_size": training.global_batch_size,
+        "learning_rate": training.learning_rate or 2e-5,
+        "learning_rate_batch_size": training.learning_rate_batch_size or training.global_batch_size,
+        "lr_scaling_rule": training.lr_scaling_rule,
+        "train_file": [CONVERSATION_FILE],
+    }
+    if training.max_train_steps is None:
+        changes |= {"num_train_epochs": training.num_train_epochs or 1.0}
+    else:
+        changes |= {"max_train_steps": training.max_train_steps}
+    return pretrained_shape.load(STARTING_RECIPE, changes), changes
+
+
+def make_workload(
+    training: ModelSettings,
+    config: Mapping[str, Any],
+    critical_batch_size: float | None,
+    attention: str = "sdpa",
+    *,
+    may_trace: bool = False,
+    script_words: Sequence[str] | None = None,
+) -> Workload:
+    """Make the workload of a model without a recipe.
+
+    Args:
+        training: the model and its training.
+        config: the model's.
+        critical_batch_size, attention: as of `workload.from_model`.
+        may_trace: whether a model without a formula is traced.
+        script_words: what names it to scripts/finetune_causal_lm.py; None: no script trains it.
+    """
+    if may_trace and not has_formula(config):
+        model = import_trace().traced_model(training.model_name_or_path, training.seq_len or IMAGE, attention)
+        attention = "sdpa"  # it is in the trace
+    else:
+        model = model_from_config(config, training.seq_len, name=training.name, load_defaults=_load_defaults)
+    per_epoch, num_steps = None, training.max_train_steps
+    if training.num_train_samples is not None:
+        per_epoch = layouts.steps_per_epoch(training.num_train_samples, training.global_batch_size, "carry")
+        if num_steps is None and training.num_train_epochs:
+            num_steps = layouts.num_steps(per_epoch, training.num_train_epochs)
+    workload = from_model(
+        dataclasses.replace(model, chunked_head=True) if script_words else model,
+        training.name,
+        global_batch_size=training.global_batch_size,
+        optimizer=training.optimizer,
+        num_steps=num_steps,
+        steps_per_epoch=None if per_epoch is None else float(per_epoch),
+        attention=attention,
+        critical_batch_size=critical_batch_size,
+    )
+    stored = 2 if config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16") else 4
+    workload = dataclasses.replace(workload, download_bytes=stored * model.num_parameters)
+    if is_causal(config):
+        hint = "scripts/finetune_causal_lm.py fine-tunes it: --write_recipe FILE.yaml writes a recipe for it."
+        workload = dataclasses.replace(workload, hint=hint)
+    if script_words:
+        workload = dataclasses.replace(
+            workload, script=recipes.CausalLmFineTuning.parts.script, script_words=tuple(script_words)
+        )
+    return workload
+
+
+def _load_defaults(model_type: str) -> dict[str, Any]:
+    """Load the configuration of transformers for a model of this type, as it is when nothing is given."""
+    from transformers import AutoConfig  # here: it takes its time
+
+    return AutoConfig.for_model(model_type).to_dict()
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    return str((config.get("architectures") or ["?"])[0]).endswith(CAUSAL_LMS)
+
+
+def import_trace() -> ModuleType:
+    from samestep.models import trace  # here: it imports torch
+
+    return trace

@@ -1,0 +1,327 @@
+"""Plans a recipe: `samestep plan`, on one hardware or several."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samestep.cli.flags import read_recipe, retype, write_file
+from samestep.cli.model import import_trace
+from samestep.cli.scale import DEFAULT_MAX_DEVICES
+from samestep.cli.terms import HardwareSettings, read_terms
+from samestep.cut import layout as layouts
+from samestep.errors import UsageError
+from samestep.planner import answer, text
+from samestep.planner.growth import MOST_DEVICES
+from samestep.planner.hardware import MAX_DEVICES, Hardware, parse
+from samestep.planner.memory import model_from_recipe
+from samestep.planner.methods import LENGTH_FIELDS, SHORTEST, MakeWorkload, Remedy, find_remedies
+from samestep.planner.page import page
+from samestep.planner.placement import Placement, TooLargeError, place
+from samestep.planner.workload import Workload, format_flags, from_recipe
+from samestep.recipe import pretrained_shape
+from samestep.recipe import recipe as recipes
+from samestep.recipe.reading import format_name
+from samestep.recipe.recipe import Recipe, TextPretraining
+from samestep.recipe.settings import BATCH, LARGEST, POSITIVE, build, choice, limit, setting
+
+STEPS = ("max_train_steps", "num_train_epochs")
+"""Fields that say how long a recipe trains."""
+
+NEED_HARDWARE = "write_config html price_per_hour network sort start interruptions_per_day disk".split()
+"""Flags that say nothing without --on."""
+
+MAX_HARDWARE = 64
+"""Hardware that are compared at once, at most."""
+
+TOKENS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings(HardwareSettings):
+    """Choose the processes, the cut of the step, and what else decides the memory of one process"""
+
+    num_processes: int | None = setting("processes (N); none: 1; not with --on", limit(MAX_DEVICES), default=None)
+    per_device_train_batch_size: int | None = setting(
+        "most samples in one forward (b); none: the most that fit on the hardware, or all", BATCH, default=None
+    )
+    gradient_accumulation_steps: int | None = setting(
+        "micro-batches per step (k); none: what b leaves", POSITIVE, default=None
+    )
+    mixed_precision: str | None = setting(
+        "precision of the launch; none: the best that the hardware has, or bf16",
+        choice("no", "bf16", "fp16"),
+        default=None,
+    )
+    gradient_checkpointing: bool = setting("recompute activations in the backward", default=False)
+    attn_implementation: str = setting(
+        "attention of transformers: sdpa, or eager, which stores every pair of tokens",
+        choice("sdpa", "eager"),
+        default="sdpa",
+    )
+    sharded: bool = setting(
+        "divide weights, gradients and moments between the processes (FSDP2), instead of a copy each (DDP)",
+        default=False,
+    )
+    num_train_tokens: str | None = setting(
+        "length of training in tokens (10e9, 10B), instead of steps or epochs; for models that read tokens",
+        default=None,
+    )
+    trace: bool = setting(
+        "trace the memory with torch, too: slower, needs no GPU; any model of transformers", default=False
+    )
+
+
+def plan(argv: list[str]) -> None:
+    """Answer `plan` of a recipe, the first word."""
+    recipe, settings, data, changes = read_recipe("plan", argv, PlanSettings)
+    name = argv[0]
+    if settings.num_train_tokens is not None:
+        if recipe.unit != "token":
+            raise UsageError(f"--num_train_tokens with {format_name(name)}, which reads images: give --max_train_steps")
+        if lengths := [field for field in STEPS if field in changes]:
+            raise UsageError(f"--num_train_tokens with {' and '.join(lengths)}: leave out one of them")
+        length = model_from_recipe(recipe).length
+        changes |= {"max_train_steps": count_steps(settings.num_train_tokens, recipe.global_batch_size, length)}
+        recipe = pretrained_shape.load(name, changes)
+    if settings.write_recipe is not None:
+        write_recipe(settings.write_recipe, name, changes)
+    answer_recipe(name, recipe, changes, settings, data.num_train_samples, ["plan", *argv])
+
+
+def answer_recipe(
+    name: str,
+    recipe: Recipe,
+    changes: Mapping[str, Any],
+    settings: PlanSettings,
+    num_train_samples: int | None,
+    words: list[str],
+    more_subject: Mapping[str, Any] | None = None,
+) -> None:
+    """Answer `plan` of a recipe.
+
+    Args:
+        name: what it was loaded from, before `changes`.
+        recipe: with the changes.
+        changes: field -> value.
+        settings: the flags.
+        num_train_samples: of the training data, where the recipe does not say it.
+        words: the words of the command line.
+        more_subject: fields of the answer's head, in place of the recipe's.
+    """
+
+    def make(more: Mapping[str, Any]) -> Workload:
+        """Make the workload with more changes, which a recipe written before does not hold."""
+        workload = from_recipe(
+            build(type(recipe), recipes.overlay(dataclasses.asdict(recipe), more), f"recipe {name}")
+            if more
+            else recipe,
+            source=settings.write_recipe or name,
+            changes=more if settings.write_recipe else {**changes, **more},
+            attention=settings.attn_implementation,
+            num_train_samples=num_train_samples,
+            critical_batch_size=settings.critical_batch_size,
+        )
+        return dataclasses.replace(workload, name=subject["recipe"])
+
+    subject: dict[str, Any] = {"recipe": recipe.name, "description": recipe.description, "source": recipe.source}
+    subject |= {} if changes else {"expect": recipe.expect}
+    subject |= {"fingerprint": recipe.fingerprint}
+    scaled = recipe.scaled_hyperparameters()
+    subject |= dataclasses.asdict(scaled) | dict(more_subject or {})
+    if isinstance(recipe, TextPretraining) and recipe.optimizer_name == "muon":
+        subject["muon_learning_rate"] = recipe.muon_learning_rate * scaled.learning_rate / recipe.learning_rate
+
+    def trace(b: int, **options: Any) -> Any:
+        return import_trace().trace_recipe(recipe, b, **options)
+
+    answer_plan(make, settings, subject, trace, words)
+
+
+def count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
+    """Count the optimizer steps that read so many tokens, in samples of `length`.
+
+    >>> count_steps("10B", 512, 1024), count_steps("1e6", 1000, 100), count_steps("15T", 1000, 1000)
+    (19074, 10, 15000000)
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?) ?([kmbt]?)", num_tokens.lower())
+    value = float(match[1]) * TOKENS[match[2]] if match else 0.0
+    num_steps = math.ceil(value / (global_batch_size * length))
+    if not 1 <= num_steps <= LARGEST:
+        raise UsageError(
+            f"num_train_tokens is {format_name(num_tokens)}, must be a number of tokens greater than 0: for example 10e9, 10B"
+        )
+    return num_steps
+
+
+def write_recipe(file: str, base: str, changes: Mapping[str, Any]) -> None:
+    """Write a recipe that extends another one."""
+    if not file.endswith((".yaml", ".yml")):
+        raise UsageError(f"--write_recipe {format_name(file)}: a recipe's file ends in .yaml")
+    if not changes:
+        raise UsageError(f"--write_recipe {format_name(file)}: no field of the recipe is changed: leave it out")
+    if base.endswith((".yaml", ".yml")):
+        base = os.path.relpath(base, Path(file).parent)
+    values = {"extends": base} | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
+    write_file("write_recipe", file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def answer_plan(
+    make: MakeWorkload, settings: PlanSettings, subject: dict[str, Any], trace: Callable[..., Any], words: list[str]
+) -> None:
+    """Answer `plan`.
+
+    Args:
+        make: makes the workload, with changed fields.
+        settings: the flags.
+        subject: first fields of the answer: recipe or model, and hyperparameters.
+        trace: traces a micro-batch of so many samples.
+        words: the words of the command line.
+    """
+    cut = {
+        "per_device_train_batch_size": settings.per_device_train_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+    }
+    options: dict[str, Any] = {
+        "mixed_precision": settings.mixed_precision,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "sharded": settings.sharded,
+    }
+    if settings.on is None:
+        for flag in NEED_HARDWARE:
+            if getattr(settings, flag) is not None:
+                raise UsageError(f"--{flag} needs hardware: add --on HARDWARE")
+    workload = make({})
+    if settings.on is not None and "," in settings.on:
+        _compare(workload, settings, subject, cut | options)
+        return
+    if settings.on is None:
+        batch, num_processes = workload.global_batch_size, settings.num_processes or 1
+        layout = layouts.solve_layout(num_processes=num_processes, global_batch_size=batch, **cut)
+        options["mixed_precision"] = settings.mixed_precision or "bf16"
+        if refusal := workload.find_refusal(options["mixed_precision"], settings.sharded):
+            raise UsageError(str(refusal))
+        memory = workload.memory(layout, **options)
+        result = subject | answer.describe_plan(workload, layout, memory, options)
+        placement = None
+    else:
+        if settings.num_processes is not None:
+            raise UsageError(f"--num_processes {settings.num_processes} with --on {settings.on}: leave out one of them")
+        hardware = parse(settings.on, settings.network)
+        if settings.sort is not None:
+            raise UsageError(f"--sort {settings.sort} with one hardware: name several in --on, with commas")
+        (terms,) = read_terms(settings, [hardware])
+        placement = _place(make, hardware, cut | options, words)
+        if settings.write_config is not None:
+            write_file("write_config", settings.write_config, placement.config(settings.write_config))
+        options = {option: getattr(placement, option) for option in options}
+        layout = placement.layout
+        result = subject | answer.describe_plan(workload, layout, placement.memory, options)
+        write_command = None
+        if workload.script and settings.write_config is None and placement.config_file is None:
+            write_command = retype(words, html=None, json=None, write_config=placement.written_file)
+        result |= answer.describe_placement(
+            placement,
+            placement.command(settings.write_config),
+            write_command=write_command,
+            terms=terms,
+        )
+    if settings.trace:
+        trace_options = {name: options[name] for name in ("mixed_precision", "gradient_checkpointing")}
+        b = min(layout.per_device_train_batch_size, layout.shares[0])
+        peaks = trace(b, **trace_options, attn_implementation=settings.attn_implementation)
+        result |= answer.describe_trace(peaks, workload, layout, options)
+    if placement is not None and settings.html is not None:
+        write_file("html", settings.html, page(result | {"scale": _grow(workload, placement)}))
+    if settings.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(text.write_plan(result)))
+
+
+def _compare(workload: Workload, settings: PlanSettings, subject: dict[str, Any], options: dict[str, Any]) -> None:
+    """Answer `plan` for several hardware: a row for each, of which some may not fit."""
+    for flag in ("write_config", "trace", "num_processes"):
+        if getattr(settings, flag):
+            raise UsageError(f"--{flag} with several hardware in --on: name one of them")
+    names = settings.on.split(",")
+    if len(names) > MAX_HARDWARE:
+        raise UsageError(f"--on names {len(names)} hardware, must be {MAX_HARDWARE} or fewer")
+    hardware = [parse(name, settings.network) for name in names]
+    terms = read_terms(settings, hardware)
+    if settings.sort == "cost" and settings.price_per_hour is None:
+        raise UsageError("--sort cost needs prices: add --price_per_hour")
+    rows: list[dict[str, Any]] = []
+    placements: dict[str, Placement] = {}
+    for machine, own_terms in zip(hardware, terms, strict=True):
+        try:
+            placement = placements[str(machine)] = place(workload, machine, **options)
+        except UsageError as error:
+            rows.append({"hardware": str(machine), "problem": str(error)})
+            continue
+        chosen = {
+            option: getattr(placement, option) for option in ("mixed_precision", "gradient_checkpointing", "sharded")
+        }
+        described = answer.describe_plan(workload, placement.layout, placement.memory, chosen)
+        rows.append(described | answer.describe_placement(placement, placement.command(), terms=own_terms))
+    rows = answer.sort_rows(rows, settings.sort)
+    result = {"recipe": workload.name, "global_batch_size": workload.global_batch_size, "rows": rows}
+    result |= {"num_steps": workload.num_steps}
+    if settings.html is not None:
+        if not placements:
+            raise UsageError(f"--html {format_name(settings.html)}: nothing fits: {rows[0]['problem']}")
+        first = rows[0]
+        growth = _grow(workload, placements[first["hardware"]])
+        write_file("html", settings.html, page(subject | first | {"scale": growth, "rows": rows}))
+    print(json.dumps(result) if settings.json else "\n".join(text.write_comparison(result)))
+
+
+def _grow(workload: Workload, placement: Placement) -> dict[str, Any]:
+    hardware = placement.hardware
+    return answer.describe_growth(workload, hardware.device, max(DEFAULT_MAX_DEVICES, hardware.num_processes))
+
+
+def _place(make: MakeWorkload, hardware: Hardware, options: dict[str, Any], words: list[str]) -> Placement:
+    """Place a workload; where it does not fit, say what to change, in a command that works as typed."""
+    workload = make({})
+    try:
+        return place(workload, hardware, **options)
+    except TooLargeError as error:
+        message = str(error)
+    length_field = next((name for name in LENGTH_FIELDS if _is_field(make, name)), None)
+    remedies = find_remedies(workload, hardware, make, length_field, **options)
+    if not remedies:
+        raise UsageError(
+            f"{message}, and no known device holds it, 1 to {MOST_DEVICES} of them: take shorter or smaller samples, or a "
+            "smaller model"
+        )
+    first, *others = (_describe_remedy(remedy, workload) for remedy in remedies)
+    flags, effect = first
+    texts = [f"{retype(words, **flags)} ({effect})"]
+    texts += [f"{shlex.join(format_flags(flags))} ({effect})" for flags, effect in others]
+    raise UsageError(f"{message}; this fits: {', or '.join(texts)}")
+
+
+def _is_field(make: MakeWorkload, name: str) -> bool:
+    """Tell whether a field of this name decides the tokens of a sample."""
+    try:
+        return make({name: SHORTEST}).model.length == SHORTEST
+    except UsageError:
+        return False
+
+
+def _describe_remedy(remedy: Remedy, workload: Workload) -> tuple[dict[str, Any], str]:
+    """Return the flags of a remedy, and its speed and whether the steps stay the same, in words."""
+    placement = remedy.placement
+    unit = "tokens" if workload.model.unit == "token" else "images"
+    speed = f"{text.round_number(1 / remedy.seconds_per_unit)} {unit}/s"
+    if remedy.changes:
+        return {name: str(value) for name, value in remedy.changes.items()}, f"{speed}, another recipe"
+    return {"on": str(placement.hardware)}, f"{speed}, the same steps"

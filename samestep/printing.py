@@ -1,0 +1,53 @@
+"""Formats what is printed: numbers with their nouns, and lines that fit the terminal, which breaks them inside words."""
+
+import shutil
+import sys
+import textwrap
+
+
+def format_count(number: int, noun: str) -> str:
+    """Write a number with its noun.
+
+    >>> format_count(1, "process"), format_count(2048, "process"), format_count(2, "micro-batch"), format_count(0, "step")
+    ('1 process', '2,048 processes', '2 micro-batches', '0 steps')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def line_width(most: int) -> int:
+    """Return how many columns a line may have: `most`, or what a narrower terminal has."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+
+
+def fold(text: str, indent: int = 2) -> str:
+    """Fold the lines of a text between words if standard output is a terminal; what follows is indented further."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = [wrap(line, width, " " * (len(line) - len(line.lstrip()) + indent)) for line in text.split("\n")]
+    return "\n".join(part for parts in lines for part in parts)
+
+
+def reflow(text: str, most: int) -> str:
+    """Break the lines of each paragraph anew, at `most` columns or where the terminal ends; indented ones stay.
+
+    >>> reflow("a b\\nc\\n\\n  d\\n  e", 100)
+    'a b c\\n\\n  d\\n  e'
+    """
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        part if part.startswith(" ") else "\n".join(wrap(" ".join(part.split()), line_width(most)))
+        for part in paragraphs
+    )
+
+
+def wrap(line: str, width: int, indent: str = "") -> list[str]:
+    """Break a line between words; no word is broken. The lines that follow begin with `indent`.
+
+    >>> wrap("aa bb cc", 6, "  "), wrap("12345678", 6), wrap("", 6)
+    (['aa bb', '  cc'], ['12345678'], [''])
+    """
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
