@@ -3,6 +3,7 @@
 import ast
 import configparser
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -109,7 +110,10 @@ def test_the_audit_needs_little():
 
 def test_extras_bring_what_they_are_asked_for():
     for extra, packages in EXTRAS.items():
-        assert PACKAGES[extra] == set(packages), extra
+        assert sorted(PROJECT["project"]["optional-dependencies"][extra]) == sorted(packages.values())
+        assert {imported: imported_as([line]) for imported, line in packages.items()} == {
+            name: {name} for name in packages
+        }
         assert not BASE & set(packages), extra
     assert {cls.extra for cls in recipe.TASKS.values()} <= EXTRAS.keys()
 
@@ -126,13 +130,12 @@ def test_requirements_pin_what_the_extras_ask_for():
 def test_what_is_missing_is_one_line_with_its_extra(monkeypatch):
     for package in ("captcha", "PIL", "matplotlib"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        UsageError, match=r'^drawing needs PIL, captcha, matplotlib, which are not .*samestep\[images\]"$'
-    ):
+    remedy = r"pip install pillow captcha==0\.7\.1 matplotlib$"
+    with pytest.raises(UsageError, match=rf'^drawing needs PIL, captcha, matplotlib \(extra "images"\), .*: {remedy}'):
         require("images", "drawing")
     figure = optional("matplotlib.figure")
     assert not figure
-    with pytest.raises(UsageError, match=r'^matplotlib\.figure\.Figure needs .*pip install "samestep\['):
+    with pytest.raises(UsageError, match=r"^matplotlib\.figure\.Figure needs .*: pip install matplotlib$"):
         figure.Figure(figsize=(1, 1))
     assert optional("yaml").safe_load("[1]") == [1]
 
@@ -141,7 +144,9 @@ def test_what_is_missing_is_one_line_with_its_extra(monkeypatch):
 def test_a_task_asks_for_its_extra_before_it_begins(task, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     name = next(name for name in recipe.catalog_names() if recipe.load(name).task == task)
-    with pytest.raises(UsageError, match=rf'needs datasets, .*samestep\[{recipe.TASKS[task].extra}\]"$'):
+    with pytest.raises(
+        UsageError, match=rf"needs datasets \(extra .{recipe.TASKS[task].extra}.*: pip install 'datasets>=5.2'$"
+    ):
         run_settings.parse(["--recipe", name], task, "")
 
 
@@ -170,7 +175,7 @@ def test_a_program_without_its_extra_says_so(words, extra):
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert line.startswith("ERROR: ")
-    assert line.endswith(f'not installed: pip install "samestep[{extra}]"')
+    assert line.endswith(f"not installed: {shlex.join(['pip', 'install', *EXTRAS[extra].values()])}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

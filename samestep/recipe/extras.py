@@ -1,35 +1,56 @@
 """Imports packages that only an extra of the installation brings; names the extra where one is missing."""
 
 import importlib
+import shlex
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from samestep.errors import UsageError
 
 EXTRAS = {
-    "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn"),
-    "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
-    "plots": ("matplotlib",),
-    "adapters": ("peft",),
-    "quantized": ("bitsandbytes",),
-    "replicas": ("torchft",),
+    "text": {
+        "datasets": "datasets>=5.2",
+        "evaluate": "evaluate>=0.4.6",
+        "matplotlib": "matplotlib",
+        "pyarrow": "pyarrow",
+        "scipy": "scipy",
+        "sklearn": "scikit-learn",
+    },
+    "images": {
+        "PIL": "pillow",
+        "captcha": "captcha==0.7.1",
+        "datasets": "datasets>=5.2",
+        "evaluate": "evaluate>=0.4.6",
+        "matplotlib": "matplotlib",
+        "pyarrow": "pyarrow",
+        "sklearn": "scikit-learn",
+    },
+    "plots": {"matplotlib": "matplotlib"},
+    "adapters": {"peft": "peft>=0.21"},
+    "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},
+    "replicas": {"torchft": "torchft>=0.2"},
 }
-"""Extra -> the packages that it brings, by the names under which they are imported."""
+"""Extra -> the packages that it brings: the name under which each is imported -> what pip is told, as in pyproject.toml."""
 
 
 def require(extra: str, purpose: str) -> None:
     """Check that the packages of an extra are installed.
+
+    The remedy installs the packages themselves, not the extra: it is true in a checkout, after the installation of a wheel from
+    a file, and from an index.
 
     Args:
         extra: one of `EXTRAS`.
         purpose: what needs the packages, for the message: "training on texts".
 
     Raises:
-        UsageError: some are not installed; it names them, and the command that installs them.
+        UsageError: some are not installed; it names them, the extra, and the command that installs them.
     """
-    if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:
+    packages = EXTRAS[extra]
+    if missing := [package for package in packages if find_spec(package) is None]:
         verb = "which is" if len(missing) == 1 else "which are"
-        raise UsageError(f'{purpose} needs {", ".join(missing)}, {verb} not installed: pip install "samestep[{extra}]"')
+        remedy = shlex.join(["pip", "install", *(packages[package] for package in missing)])
+        raise UsageError(f'{purpose} needs {", ".join(missing)} (extra "{extra}"), {verb} not installed: {remedy}')
 
 
 def optional(module: str) -> Any:
