@@ -1,6 +1,6 @@
 """Answers `samestep COMMAND`, or `python -m recipes COMMAND`: list, plan, scale, launch, show-data, compare and others.
 
-All but `show-data` and `audit-script` work without torch.
+All but `show-data`, `audit-script` and `plan --trace` work without torch.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from samestep.cut import layout as layouts
-from samestep.errors import UsageError, exit_code, nearest
+from samestep.errors import UsageError, nearest
 from samestep.planner import advice, answer, engines, text
 from samestep.planner.base_models import find_config, is_decoder, shape_from_config
 from samestep.planner.configs import IMAGE, has_formula, model_from_config
@@ -937,7 +937,7 @@ def launch(name: str, argv: list[str]) -> None:
         words = [program_name(), "plan", name, *format_flags(changes), "--on", hardware_name]
         raise UsageError(f"{error}: {shlex.join(words)} says what to change") from None
     # Mistakes are found here, not in the queue
-    run_settings.parse([*workload.script_words, *run_words], recipe.task, "")
+    run_settings.parse([*workload.script_words, *run_words], recipe.task, "", trains_here=False)
     file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
     seconds = placement.seconds_to_end
     hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"
@@ -971,6 +971,7 @@ def show_data(name: str, argv: list[str]) -> None:
         raise UsageError(
             f"show-data {format_name(name)}: its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
         )
+    require(None, f"{program_name()} show-data")
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.data import conversation_page, conversations
 
@@ -1175,8 +1176,3 @@ def main() -> int | None:
         case [word, *_]:
             raise UsageError(f"{program_name()} {format_name(word)}: {nearest(word, SUMMARIES)}")
     return None
-
-
-def console() -> None:
-    """Run the console command `samestep`."""
-    sys.exit(exit_code(main))
