@@ -447,6 +447,7 @@ def _count_steps(num_tokens: str, global_batch_size: int, length: int) -> int:
 
 
 def _import_trace() -> ModuleType:
+    require(None, "--trace")
     from samestep.models import trace  # here: it imports torch
 
     return trace
