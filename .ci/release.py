@@ -1,8 +1,8 @@
 """Build the wheel and the sdist into dist/, check what they hold, and try them outside the repository: `make release`.
 
-The wheel is installed into a fresh environment, without extras: a plan, an audit of a program, a test with the fixture
-`assert_same_step`, and a loop of one's own with `exact_steps`. Then, with the extra `text`, a script of the unpacked sdist,
-which is the checkout, trains a recipe: scripts are in no wheel.
+The wheel is installed alone, without torch, to plan; and into another fresh environment, without extras: a plan, an audit of a
+program, a test with the fixture `assert_same_step`, and a loop of one's own with `exact_steps`. Then, with the extra `text`, a
+script of the unpacked sdist, which is the checkout, trains a recipe: scripts are in no wheel.
 
     python .ci/release.py --python python3.13     # with another Python in the fresh environment
 """
@@ -121,11 +121,26 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def try_out(python: str, wheel: Path, sdist: Path) -> None:
-    """Install the wheel into a fresh environment, and use it outside the repository."""
+    """Install the wheel into fresh environments, and use it outside the repository."""
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         folder = Path(name)
+        run(python, "-m", "venv", folder / "small", folder=folder)
+        plan_only(folder / "small" / "bin", folder, wheel)
         run(python, "-m", "venv", folder / "env", folder=folder)
         use(folder / "env" / "bin", folder, wheel, sdist)
+
+
+def plan_only(bin: Path, folder: Path, wheel: Path) -> None:
+    """Install the wheel without its dependencies, as docs/install.md says, and plan."""
+    pip = (bin / "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--no-deps", wheel, folder=folder)
+    run(*pip, "pyyaml", "jinja2", folder=folder)
+    run(bin / "samestep", "list", folder=folder, expect="bert_base")
+    run(bin / "samestep", "plan", "gpt2_124m", "--html", "plan.html", "--on", "8xa100-80", folder=folder)
+    job = ("launch", "bert_base", "--on", "slurm:2x8xa100-80", "--", "--output_dir", "/shared/runs")
+    run(bin / "samestep", *job, folder=folder, expect="#SBATCH")
+    run(bin / "samestep", "scale", "bert_base", "--on", "t4", folder=folder)
+    say("samestep list, plan, launch, scale without torch")
 
 
 def use(bin: Path, folder: Path, wheel: Path, sdist: Path) -> None:
@@ -136,7 +151,6 @@ def use(bin: Path, folder: Path, wheel: Path, sdist: Path) -> None:
     run(*pip, wheel, "pytest", folder=folder)
     say(f"installed with {subprocess.check_output([bin / 'python', '--version'], text=True).strip()}")
     run(bin / "samestep", "plan", "bert_large_3090", "--on", "1x3090", folder=folder, expect="accelerate launch")
-    run(bin / "samestep", "plan", "gpt2_124m", "--html", "plan.html", "--on", "8xa100-80", folder=folder)
     say("samestep plan")
     (folder / "train.py").write_text(PROGRAM)
     words = ("--vary", "batch=16,accum=1", "--vary", "batch=4,accum=4", "--", "train.py")

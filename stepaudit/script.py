@@ -25,6 +25,7 @@ BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
 FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
+PACKAGES = ("torch", "numpy", "cloudpickle")
 USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
          [--resume "FLAG=VALUE,..."] [--stop 3]
          [--steps 8] [--timeout 600] [--tolerance 1e-5] [--json] -- PROGRAM.py [ARGS ...]"""
@@ -228,6 +229,8 @@ def audit_script(argv: list[str], prog: str = "python -m stepaudit") -> int:
     except UsageError:
         raise
     except Exception as error:  # of the audit, whatever it is: it must not look like a verdict
+        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+            raise UsageError(f"{prog} needs {error.name}, which is not installed: pip install {error.name}") from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
         print(

@@ -187,7 +187,9 @@ def test_a_package_that_draws_from_elsewhere_is_refused(tmp_path, monkeypatch, o
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "captcha", None)
-    with pytest.raises(UsageError, match=r'captcha, which is not installed: pip install "samestep\[images\]"'):
+    with pytest.raises(
+        UsageError, match=r'captcha \(extra "images"\), which is not installed: pip install captcha==0\.7\.1$'
+    ):
         build(make(), 1)
 
 

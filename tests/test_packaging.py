@@ -3,6 +3,7 @@
 import ast
 import configparser
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.recipe import reading, recipe, run_settings
-from samestep.recipe.extras import EXTRAS, optional, require
+from samestep.recipe.extras import DEPENDENCIES, EXTRAS, optional, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -109,7 +110,10 @@ def test_the_audit_needs_little():
 
 def test_extras_bring_what_they_are_asked_for():
     for extra, packages in EXTRAS.items():
-        assert PACKAGES[extra] == set(packages), extra
+        assert sorted(PROJECT["project"]["optional-dependencies"][extra]) == sorted(packages.values())
+        assert {imported: imported_as([line]) for imported, line in packages.items()} == {
+            name: {name} for name in packages
+        }
         assert not BASE & set(packages), extra
     assert {cls.extra for cls in recipe.TASKS.values()} <= EXTRAS.keys()
 
@@ -126,13 +130,12 @@ def test_requirements_pin_what_the_extras_ask_for():
 def test_what_is_missing_is_one_line_with_its_extra(monkeypatch):
     for package in ("captcha", "PIL", "matplotlib"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        UsageError, match=r'^drawing needs PIL, captcha, matplotlib, which are not .*samestep\[images\]"$'
-    ):
+    remedy = r"pip install pillow captcha==0\.7\.1 matplotlib$"
+    with pytest.raises(UsageError, match=rf'^drawing needs PIL, captcha, matplotlib \(extra "images"\), .*: {remedy}'):
         require("images", "drawing")
     figure = optional("matplotlib.figure")
     assert not figure
-    with pytest.raises(UsageError, match=r'^matplotlib\.figure\.Figure needs .*pip install "samestep\['):
+    with pytest.raises(UsageError, match=r"^matplotlib\.figure\.Figure needs .*: pip install matplotlib$"):
         figure.Figure(figsize=(1, 1))
     assert optional("yaml").safe_load("[1]") == [1]
 
@@ -141,7 +144,9 @@ def test_what_is_missing_is_one_line_with_its_extra(monkeypatch):
 def test_a_task_asks_for_its_extra_before_it_begins(task, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     name = next(name for name in recipe.catalog_names() if recipe.load(name).task == task)
-    with pytest.raises(UsageError, match=rf'needs datasets, .*samestep\[{recipe.TASKS[task].extra}\]"$'):
+    with pytest.raises(
+        UsageError, match=rf"needs datasets \(extra .{recipe.TASKS[task].extra}.*: pip install 'datasets>=5.2'$"
+    ):
         run_settings.parse(["--recipe", name], task, "")
 
 
@@ -155,22 +160,50 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def run_without(missing: set[str], words: list[str]) -> subprocess.CompletedProcess:
+    """Run a program of the checkout where packages are not installed."""
+    program = HIDDEN_IMPORT.format(missing=sorted(missing), words=words)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+
+
+ALL_EXTRAS = set().union(*EXTRAS.values())
+PROGRAM = ["scripts/train_captcha.py", "--recipe", "captcha_cpu"]
+PLOT = ["recipes/__main__.py", "scale", "bert_base", "--on", "t4", "--plot", "a.png"]
+AUDIT = ["stepaudit/__main__.py", "--vary", "accum=1", "--vary", "accum=2", "--", "recipes/__init__.py"]
+
+
 @pytest.mark.parametrize(
-    ("words", "extra"),
+    ("words", "missing", "packages"),
     [
-        (["scripts/train_captcha.py", "--recipe", "captcha_cpu"], "images"),
-        (["recipes/__main__.py", "scale", "bert_base", "--on", "t4", "--plot", "a.png"], "plots"),
+        (PROGRAM, ALL_EXTRAS, EXTRAS["images"]),
+        (PROGRAM, {"torch", "tokenizers", "captcha"}, {"tokenizers": "tokenizers", "torch": "torch>=2.13"}),
+        (PLOT, ALL_EXTRAS, EXTRAS["plots"]),
+        (["recipes/__main__.py", "list"], {"yaml"}, {"yaml": "pyyaml"}),
+        (
+            ["samestep/__main__.py", "show-data", "sft_small_cpu"],
+            {"torch", "tqdm"},
+            {"torch": "torch>=2.13", "tqdm": "tqdm"},
+        ),
+        (AUDIT, {"torch"}, {"torch": "torch"}),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ids=["images", "torch", "plots", "yaml", "show-data", "audit"],
 )
-def test_a_program_without_its_extra_says_so(words, extra):
-    missing = sorted(set().union(*EXTRAS.values()))
-    program = HIDDEN_IMPORT.format(missing=missing, words=words)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (2, "")
+def test_a_program_without_its_packages_says_so(words, missing, packages):
+    done = run_without(missing, words)
+    line = done.stderr.splitlines()[-1]  # the audit says before what it runs
+    assert (done.returncode, done.stdout, done.stderr.count("\n") <= 2) == (2, "", True)
     assert line.startswith("ERROR: ")
-    assert line.endswith(f'not installed: pip install "samestep[{extra}]"')
+    assert f"needs {', '.join(packages)}" in line
+    assert line.endswith(f"not installed: {shlex.join(['pip', 'install', *packages.values()])}")
+
+
+def test_a_job_is_written_where_nothing_trains():
+    """On a laptop, for a cluster, without torch, the packages of the task, and what gets the numbers of the run."""
+    words = ["recipes/__main__.py", "launch", "bert_base", "--on", "slurm:2x8xa100-80", "--", "--output_dir", "/a"]
+    words += ["--report_to", "wandb"]
+    done = run_without({"wandb"} | ALL_EXTRAS | DEPENDENCIES.keys() - {"yaml", "jinja2"}, words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("#!")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,7 +241,9 @@ def test_the_wheel_holds_what_the_checkout_holds(installed):
     assert not (installed / "recipes").exists()
     points = configparser.ConfigParser()
     points.read(next(installed.glob("*.dist-info")) / "entry_points.txt")
-    assert dict(points["console_scripts"]) == dict.fromkeys(("samestep", "accelerate-recipes"), "samestep.cli:console")
+    assert dict(points["console_scripts"]) == dict.fromkeys(
+        ("samestep", "accelerate-recipes"), "samestep.__main__:console"
+    )
     assert dict(points["pytest11"]) == {"stepaudit": "stepaudit.pytest_plugin"}
 
 
@@ -219,7 +254,7 @@ def run(installed: Path, folder: Path, program: str, *words: str) -> subprocess.
 
 
 def test_the_installed_command(installed, tmp_path):
-    console = "from samestep.cli import console; console()"
+    console = "from samestep.__main__ import console; console()"
     done = run(installed, tmp_path, console, "/bin/accelerate-recipes", "list")
     assert [line.split()[0] for line in done.stdout.splitlines()] == recipe.catalog_names()
     words = ("/bin/accelerate-recipes", "plan", "gpt2_124m", "--on", "8xa100-80")
@@ -244,7 +279,7 @@ def test_a_package_called_recipes_is_no_obstacle(installed, tmp_path):
     pytest_run = "import pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
     done = run(installed, tmp_path, pytest_run, "pytest")
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
-    console = "from samestep.cli import console; console()"
+    console = "from samestep.__main__ import console; console()"
     for words in (("list",), ("plan", "bert_base", "--on", "1x3090")):
         done = run(installed, tmp_path, console, "/bin/samestep", *words)
         assert (done.returncode, done.stderr, "bert_base" in done.stdout) == (0, "", True)

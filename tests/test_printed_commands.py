@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import distribution, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -303,10 +303,10 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
 def check_pip(options: list[str]) -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for option in options:
-        if match := re.fullmatch(r"(?:\.|samestep)\[([\w,]+)\]", option):
+        if match := re.fullmatch(r"\.\[([\w,]+)\]", option):
             assert set(match[1].split(",")) <= extras.keys()
-        elif option not in ("-r", "-e", "--quiet", ".", "samestep"):
-            assert Path(option).is_file() or find_spec(option), option
+        elif option not in ("-r", "-e", "--quiet", "--no-deps", "."):  # samestep itself: on no index
+            assert Path(option).is_file() or (option != "samestep" and distribution(option)), option
 
 
 def check_lighthouse(options: list[str]) -> None:

@@ -15,9 +15,7 @@ from samestep.recipe.recipe import load
 from samestep.step.optim import AdamW8bit
 from samestep.training import checkpoint
 
-bitsandbytes = pytest.importorskip(
-    "bitsandbytes", reason="bitsandbytes is not installed: pip install samestep[quantized]"
-)
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 FLAGS = "--global_batch_size 10 --lora_rank 4 --lora_alpha 8 --train_on all --lora_dropout 0.1 --base_quantization nf4"
 PROGRAM = "finetune_causal_lm"
 

@@ -1,6 +1,6 @@
 """Answers `samestep COMMAND`, or `python -m recipes COMMAND`: list, plan, scale, launch, show-data, compare and others.
 
-All but `show-data` and `audit-script` work without torch. A command's module is imported when it is called.
+All but `show-data`, `audit-script` and `plan --trace` work without torch. A command's module is imported when it is called.
 
 Exit code 0 fine, 1 a check failed, 2 bad usage.
 """
@@ -9,7 +9,7 @@ import re
 import sys
 
 from samestep.cli.commands import COMMANDS, make_overview
-from samestep.errors import UsageError, exit_code, nearest
+from samestep.errors import UsageError, nearest
 from samestep.recipe.reading import format_name
 from samestep.recipe.settings import program_name
 
@@ -78,8 +78,3 @@ def main() -> int | None:
         case [word, *_]:
             raise UsageError(f"{program_name()} {format_name(word)}: {nearest(word, COMMANDS)}")
     return None
-
-
-def console() -> None:
-    """Run the console command `samestep`."""
-    sys.exit(exit_code(main))

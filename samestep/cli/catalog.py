@@ -8,8 +8,9 @@ from samestep.cli.flags import read_recipe, split_words, write_file
 from samestep.errors import UsageError
 from samestep.printing import fold
 from samestep.recipe import recipe as recipes
+from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name, format_value
-from samestep.recipe.settings import limit, setting
+from samestep.recipe.settings import limit, program_name, setting
 
 CONVERSATIONS = "causal_lm_finetuning"
 """Task whose data `show-data` shows."""
@@ -48,6 +49,7 @@ def show_data(argv: list[str]) -> None:
         others = [other for other in recipes.catalog_names() if recipes.load(other).task == CONVERSATIONS]
         problem = f"its task is {recipe.task}, must be {CONVERSATIONS}: {', '.join(others) or 'none'}"
         raise UsageError(f"show-data {format_name(argv[0])}: {problem}")
+    require(None, f"{program_name()} show-data")
     from samestep._internals.library_output import quiet_libraries  # here: they import torch
     from samestep.data import conversation_page, conversations
 

@@ -41,7 +41,7 @@ def launch(argv: list[str]) -> None:
         remedy = [program_name(), "plan", words[0], *format_flags(changes), "--on", hardware_name]
         raise UsageError(f"{error}: {shlex.join(remedy)} says what to change") from None
     # Mistakes are found here, not in the queue
-    run_settings.parse([*workload.script_words, *run_words], recipe.task, "")
+    run_settings.parse([*workload.script_words, *run_words], recipe.task, "", trains_here=False)
     file = settings.write or f"{recipe.name}{engines.ENGINES[engine].suffix}"
     seconds = placement.seconds_to_end
     hours = "" if seconds is None else f", {seconds / 3600:.3g} hours in all, predicted"

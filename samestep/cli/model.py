@@ -15,6 +15,7 @@ from samestep.planner.methods import STARTING_RECIPE
 from samestep.planner.workload import Workload, from_model
 from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
+from samestep.recipe.extras import require
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.scaling import RULES
 from samestep.recipe.settings import BATCH, LENGTH, POSITIVE, choice, program_name, setting
@@ -178,6 +179,7 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 
 
 def import_trace() -> ModuleType:
+    require(None, "--trace")
     from samestep.models import trace  # here: it imports torch
 
     return trace

@@ -1,35 +1,88 @@
-"""Imports packages that only an extra of the installation brings; names the extra where one is missing."""
+"""Imports packages that only an extra of the installation brings; says what to install where one is missing."""
 
+import contextlib
 import importlib
+import shlex
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from samestep.errors import UsageError
 
-EXTRAS = {
-    "text": ("datasets", "evaluate", "matplotlib", "pyarrow", "scipy", "sklearn"),
-    "images": ("PIL", "captcha", "datasets", "evaluate", "matplotlib", "pyarrow", "sklearn"),
-    "plots": ("matplotlib",),
-    "adapters": ("peft",),
-    "quantized": ("bitsandbytes",),
-    "replicas": ("torchft",),
+DEPENDENCIES = {
+    "accelerate": "accelerate>=1.15",
+    "cloudpickle": "cloudpickle>=3",
+    "fsspec": "fsspec>=2025",
+    "huggingface_hub": "huggingface_hub>=2.4",
+    "jinja2": "jinja2>=3.1.6",
+    "numpy": "numpy>=2",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "torch": "torch>=2.13",
+    "tqdm": "tqdm",
+    "transformers": "transformers>=5.23",
+    "xxhash": "xxhash>=3",
+    "yaml": "pyyaml",
 }
-"""Extra -> the packages that it brings, by the names under which they are imported."""
+"""What every installation brings, as in `EXTRAS`. A checkout, and a wheel installed with --no-deps, can lack some of it."""
+EXTRAS = {
+    "text": {
+        "datasets": "datasets>=5.2",
+        "evaluate": "evaluate>=0.4.6",
+        "matplotlib": "matplotlib",
+        "pyarrow": "pyarrow",
+        "scipy": "scipy",
+        "sklearn": "scikit-learn",
+    },
+    "images": {
+        "PIL": "pillow",
+        "captcha": "captcha==0.7.1",
+        "datasets": "datasets>=5.2",
+        "evaluate": "evaluate>=0.4.6",
+        "matplotlib": "matplotlib",
+        "pyarrow": "pyarrow",
+        "sklearn": "scikit-learn",
+    },
+    "plots": {"matplotlib": "matplotlib"},
+    "adapters": {"peft": "peft>=0.21"},
+    "quantized": {"bitsandbytes": "bitsandbytes>=0.46"},
+    "replicas": {"torchft": "torchft>=0.2"},
+}
+"""Extra -> the packages that it brings: the name under which each is imported -> what pip is told, as in pyproject.toml."""
 
 
-def require(extra: str, purpose: str) -> None:
+def require(extra: str | None, purpose: str) -> None:
     """Check that the packages of an extra are installed.
 
     Args:
-        extra: one of `EXTRAS`.
+        extra: one of `EXTRAS`; None: the dependencies, which every installation brings.
         purpose: what needs the packages, for the message: "training on texts".
 
     Raises:
-        UsageError: some are not installed; it names them, and the command that installs them.
+        UsageError: some are not installed; it names them, the extra, and the command that installs them.
     """
-    if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:
-        verb = "which is" if len(missing) == 1 else "which are"
-        raise UsageError(f'{purpose} needs {", ".join(missing)}, {verb} not installed: pip install "samestep[{extra}]"')
+    packages = DEPENDENCIES if extra is None else EXTRAS[extra]
+    if missing := {name: line for name, line in packages.items() if find_spec(name) is None}:
+        raise _missing(purpose, missing, "" if extra is None else f' (extra "{extra}")')
+
+
+@contextlib.contextmanager
+def remedy_for_dependencies(purpose: str) -> Iterator[None]:
+    """Turn the failed import of a dependency into a `UsageError`: commands need few of them, a plan no torch."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in DEPENDENCIES:
+            raise
+        raise _missing(purpose, {name: DEPENDENCIES[name]}) from None
+
+
+def _missing(purpose: str, packages: dict[str, str], origin: str = "") -> UsageError:
+    """Make the error. Its remedy names the packages, not the extra: no index is needed that has this package, too."""
+    verb = "which is" if len(packages) == 1 else "which are"
+    remedy = shlex.join(["pip", "install", *packages.values()])
+    return UsageError(f"{purpose} needs {', '.join(packages)}{origin}, {verb} not installed: {remedy}")
 
 
 def optional(module: str) -> Any:

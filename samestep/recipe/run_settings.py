@@ -209,8 +209,6 @@ class RunSettings:
                 f"max_train_minutes is {self.max_train_minutes}, but the launcher's --max_restarts would start the run again: "
                 "leave one out"
             )
-        if self.report_to != "none" and find_spec(self.report_to) is None:
-            problems.append(f"report_to is {self.report_to}, which is not installed: pip install {self.report_to}")
         return problems
 
     def _problems_of_replicas(self) -> list[str]:
@@ -409,6 +407,7 @@ def parse(
     *,
     find_config: pretrained_shape.FindConfig = pretrained_shape.read_local_config,
     say: Callable[[str], object] = lambda text: None,
+    trains_here: bool = True,
 ) -> tuple[recipes.Recipe, Any]:
     """Read the recipe and the run settings from the flags in `argv`.
 
@@ -417,6 +416,7 @@ def parse(
         task: the task that the recipe must have; several: one of them.
         description: of the program, for `--help`.
         find_config, say: as of `pretrained_shape.load`.
+        trains_here: whether the packages that training needs must be installed.
 
     Returns:
         The recipe, flags laid over its file (with --rehearse, of a small model), and the run settings, an object of the task's
@@ -458,12 +458,21 @@ def parse(
         if problems := _find_what_depends_on_the_cut(recipe, flags):
             raise UsageError(problems)
         run = dataclasses.replace(run, speed="safe", per_device_train_batch_size=run.reproducible)
-    if run.fault_tolerance == "step":
-        require("replicas", "fault_tolerance step")
-    if cls.extra is not None:
-        require(cls.extra, f"the task {task}")
+    if trains_here:
+        _require_packages(task, run)
     recipe = recipe.rehearsed() if run.rehearse else recipe
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+def _require_packages(task: str, run: Any) -> None:
+    """Check that what a training of a task imports is installed."""
+    require(None, f"the task {task}")
+    if run.fault_tolerance == "step":
+        require("replicas", "fault_tolerance step")
+    if (extra := recipes.TASKS[task].extra) is not None:
+        require(extra, f"the task {task}")
+    if run.report_to != "none" and find_spec(run.report_to) is None:
+        raise UsageError(f"report_to is {run.report_to}, which is not installed: pip install {run.report_to}")
 
 
 def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
