@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
@@ -47,6 +48,12 @@ class ReplicaAccelerator(Accelerator):
     is_main_process = True
 
 
+HOOKS = {
+    "own": DDPCommunicationHookType.NO,
+    "bf16": DDPCommunicationHookType.BF16,
+    "fp16": DDPCommunicationHookType.FP16,
+}
+"""reduce_dtype -> torch's hook of DistributedDataParallel."""
 UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -63,6 +70,7 @@ def create_accelerator(
     digest_steps: int | None = None,
     noise_scale_steps: int | None = None,
     fault_tolerance: str = "none",
+    reduce_dtype: str = "own",
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -81,6 +89,7 @@ def create_accelerator(
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
         fault_tolerance: `step`: the process is a replica, which is launched alone; `restart`: the launcher starts workers
             again, on the machines that are there; `none`.
+        reduce_dtype: type in which DistributedDataParallel sends gradients: bf16, fp16, or own.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -99,7 +108,11 @@ def create_accelerator(
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if refusal := find_refusal(
-        is_sharded=shards, may_shard=may_shard, digest_steps=digest_steps, noise_scale_steps=noise_scale_steps
+        is_sharded=shards,
+        may_shard=may_shard,
+        digest_steps=digest_steps,
+        noise_scale_steps=noise_scale_steps,
+        reduce_dtype=reduce_dtype,
     ):
         problems.append(str(refusal))
     if problems:
@@ -120,7 +133,9 @@ def create_accelerator(
         mixed_precision=mixed_precision,
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True, broadcast_buffers=False, comm_hook=HOOKS[reduce_dtype]
+            ),
             InitProcessGroupKwargs(
                 init_method=register_rendezvous(generation) if has_old_keys else None,
                 timeout=timedelta(seconds=ddp_timeout),
@@ -151,11 +166,11 @@ def prepare(
 ) -> tuple:
     """Call `accelerator.prepare`, for weights that are sharded by way of `sharding.prepare`.
 
-    An optimizer that accumulates takes the place of DistributedDataParallel, and so does `exact_sum.ExactSum`.
+    An optimizer that accumulates takes the place of DistributedDataParallel, and so do `exact_sum.ExactSum` and an `Exchange`.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
-        sums_exactly: whether gradients are added up by `ExactSum`.
+        sums_exactly: whether gradients are added up by `ExactSum`, or exchanged by an `Exchange`.
 
     Raises:
         UsageError: an optimizer that accumulates with fp16 or sharded weights.
