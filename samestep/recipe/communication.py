@@ -142,6 +142,25 @@ def count_sent_bytes(communication: Communication | None, sizes: list[tuple[int,
     return float(itemsize * total)
 
 
+def count_kept_bytes(communication: Communication, num_processes: int, moment_bytes: float) -> float:
+    """Count the bytes per trained parameter that a process keeps beside those of the exact step.
+
+    Args:
+        communication: the recipe's.
+        num_processes: N; the first process computes the most workers.
+        moment_bytes: bytes per parameter that the optimizer remembers.
+
+    >>> count_kept_bytes(parse("diloco of 4 workers every 50 steps"), 4, 8)  # parameters and momentum of the outer optimizer
+    8.0
+    >>> count_kept_bytes(parse("diloco of 4 workers every 50 steps"), 2, 8)  # one more worker
+    20.0
+    """
+    own = -(-(communication.num_workers or num_processes) // num_processes)
+    if communication.is_local:
+        return float(4 + 4 * (communication.outer_momentum > 0) + (own - 1) * (4 + moment_bytes))
+    return 4.0 + 4 * own  # the flat gradient, and errors
+
+
 def describe(communication: Communication) -> str:
     """Say that it is another algorithm, and on what its result depends.
 

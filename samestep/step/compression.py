@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from samestep.cut.layout import shares
 from samestep.recipe.communication import Communication, count_largest
 from samestep.step.exchange import Exchange, lay_out
 
@@ -172,10 +173,8 @@ class TopK(Exchange):
         values, places = (self._gather(torch.stack(rows)) for rows in (self.values, self.places))
         self.values, self.places = [], []
         self.gradient.flat.zero_()
-        num_processes, num_workers = self.accelerator.num_processes, self.communication.num_workers
-        for process in range(num_processes):
-            small, num_large = divmod(num_workers, num_processes)
-            for row in range(small + (process < num_large)):
+        for process, num_own in enumerate(shares(self.communication.num_workers, self.accelerator.num_processes)):
+            for row in range(num_own):
                 self.gradient.flat.index_add_(0, places[process, row], values[process, row])
         self.gradient.give()
 
@@ -185,9 +184,9 @@ class TopK(Exchange):
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
         if self.accelerator.num_processes == 1:
             return rows[None]
-        gathered = rows.new_empty(self.accelerator.num_processes, *rows.shape)
+        gathered = rows.new_empty(self.accelerator.num_processes * len(rows), rows.shape[1])
         dist.all_gather_into_tensor(gathered, rows)
-        return gathered
+        return gathered.view(-1, *rows.shape)
 
     def get_state(self) -> dict[str, torch.Tensor]:
         """Gather the errors of all workers on process 0."""
