@@ -275,3 +275,35 @@ def test_other_programs(train, train_on, tmp_path):
     folder = train_on(2, runs)
     for program, whole in alone.items():
         check_same(folder / program / "two", whole)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(200)
+def test_gradients_in_16_bits_are_not_exact(train, train_on):
+    """torch's hooks round what two processes send, bf16 more than fp16; one process sends nothing."""
+    flags = "--global_batch_size 10 --max_train_steps 4"
+    exact = train("exact", f"{flags} --reduce_dtype bf16", program="pretrain_gpt2")
+    runs = {f"pretrain_gpt2/{name}": f"{flags} --reduce_dtype {name}" for name in ("own", "bf16", "fp16")}
+    folder = train_on(2, runs) / "pretrain_gpt2"
+    errors = {}
+    for name in ("own", "bf16", "fp16"):
+        errors[name] = relative(parameters(folder / name, "checkpoint-4"), parameters(exact, "checkpoint-4"))
+    assert errors["own"] < 1e-5 < 1e-4 < errors["fp16"] < errors["bf16"] < 0.1
+    assert "not the exact step" in (folder / "bf16" / "README.md").read_text()
+    assert "one process sends no gradients" in (exact / "README.md").read_text()
+    assert "Communication" not in (folder / "own" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ("--reproducible 2", "reproducible"),
+        ("--fault_tolerance step", "fault_tolerance"),
+        ("--accumulation optimizer --second_moment unbiased", "accumulation"),
+    ],
+)
+def test_what_excludes_gradients_in_16_bits(flags, field):
+    argv = f"--recipe gpt2_small_cpu --reduce_dtype bf16 {flags}".split()
+    with pytest.raises(UsageError, match=f"{field} is .*reduce_dtype is '?bf16|reduce_dtype is bf16.*{field} is"):
+        run_settings.parse(argv, "gpt2_pretraining", "")
+    assert "reduce_dtype is bf16" in str(find_refusal(is_sharded=True, reduce_dtype="bf16"))

@@ -184,9 +184,9 @@ class TopK(Exchange):
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
         if self.accelerator.num_processes == 1:
             return rows[None]
-        gathered = rows.new_empty(self.accelerator.num_processes * len(rows), rows.shape[1])
-        dist.all_gather_into_tensor(gathered, rows)
-        return gathered.view(-1, *rows.shape)
+        gathered = rows.new_empty(self.accelerator.num_processes, *rows.shape)
+        dist.all_gather(list(gathered), rows)
+        return gathered
 
     def get_state(self) -> dict[str, torch.Tensor]:
         """Gather the errors of all workers on process 0."""

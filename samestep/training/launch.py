@@ -21,7 +21,7 @@ from torch import nn
 
 from samestep._internals.accelerate_state import search_for_lomo_once, shard_on_cpus
 from samestep._internals.libc import stop_malloc_returning_memory
-from samestep._internals.torch_distributed import register_rendezvous
+from samestep._internals.torch_distributed import let_gloo_add_bf16, register_rendezvous
 from samestep.errors import UsageError
 from samestep.recipe.launches import find_refusal
 from samestep.step.batch_norm import BatchNorm
@@ -146,6 +146,7 @@ def create_accelerator(
     if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
+        let_gloo_add_bf16()
         stop_malloc_returning_memory()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read when the first kernel is made
     if is_reproducible:
