@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -157,6 +157,9 @@ bench-advise: venv ## train what `advise` says beside the recipe and twice that 
 
 bench-ramp: venv ## does a batch that grows reach the loss in fewer steps, and the same curve wherever resumed: an hour
 	$(BIN)/python benchmarks/ramp.py $(FLAGS)
+
+bench-communication: venv ## loss and bytes of LocalSGD, DiLoCo, PowerSGD, top-k, 16 bits, 5 seeds: an hour and a half, resumable
+	$(BIN)/python benchmarks/communication.py $(FLAGS)
 
 bench-modern: venv ## how much sooner recipes of today reach the classics' losses, 5 seeds: an hour, resumable: NANOGPT= TRAIN_FILE=
 	$(BIN)/python benchmarks/modern.py --nanogpt $(NANOGPT) --train_file $(TRAIN_FILE) --precision $(PRECISION) $(FLAGS)

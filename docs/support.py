@@ -20,6 +20,7 @@ from samestep.planner.placement import Placement, place
 from samestep.planner.text import format_seconds
 from samestep.planner.workload import from_recipe
 from samestep.recipe import run_settings
+from samestep.recipe.communication import parse as parse_communication
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import TASKS, catalog_names, load
 
@@ -59,6 +60,12 @@ WAYS = {
 """Task -> ways to train it, and their flags."""
 LAUNCHES = [(precision, is_sharded) for is_sharded in (False, True) for precision in ("no", "bf16", "fp16")]
 HEADS = [f"{'FSDP2, ' if is_sharded else ''}{precision.replace('no', 'fp32')}" for precision, is_sharded in LAUNCHES]
+COMMUNICATIONS = (
+    "local_sgd of 4 workers every 8 steps",
+    "diloco of 4 workers every 50 steps",
+    "power_sgd of rank 4 from step 100",
+    "top_k 0.01 of 4 workers",
+)
 HARDWARE = {"3xa100": "3xa100-40", "8xa100": "8xa100-80", "fsdp2_8xa100": "8xa100-80"}
 """Launch file -> the devices that it means, where its name does not say it."""
 COMMAND = re.compile(
@@ -128,6 +135,26 @@ def support() -> str:
         lines.append([TITLES[task], title or "all weights", *cells])
     notes = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
     return f"{table(['task', 'way', *HEADS], lines)}\nRefused, and why:\n\n{notes}"
+
+
+def communication() -> str:
+    """Make the table of algorithms that send less, by precision and launcher."""
+    lines = []
+    for text in COMMUNICATIONS:
+        found, cells = parse_communication(text), []
+        for precision, is_sharded in LAUNCHES:
+            refusal = find_refusal(communication=found, mixed_precision=precision, is_sharded=is_sharded)
+            cells.append(
+                "refused" if refusal else {"no": "another algorithm", "bf16": "another algorithm, 16-bit"}[precision]
+            )
+        number = "any" if found.num_workers is None else f"1 to {found.num_workers}"
+        lines.append([f"`{text}`", number, *cells])
+    for name in ("bf16", "fp16"):
+        launches = (find_refusal(reduce_dtype=name, mixed_precision=p, is_sharded=s) for p, s in LAUNCHES)
+        lines.append(
+            [f"`--reduce_dtype {name}`", "any, other rounding", *("refused" if r else "not exact" for r in launches)]
+        )
+    return table(["communication", "processes", *HEADS], lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

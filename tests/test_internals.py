@@ -24,6 +24,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.utils import DistributedType
 from common import fresh_accelerator
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
@@ -185,6 +186,25 @@ def test_a_broken_backward_needs_a_new_reducer(wrapped):
         backward(wrapped)
     torch_distributed.begin_again(wrapped, gradient_as_bucket_view=True)
     assert all(map(torch.equal, backward(wrapped), expected))
+
+
+@pytest.mark.parametrize(("hook", "dtype"), [(bf16_compress_hook, torch.bfloat16), (fp16_compress_hook, torch.float16)])
+def test_gradients_are_sent_in_16_bits_on_cpus(wrapped, monkeypatch, hook, dtype):
+    """torch refuses bf16 by the hook's name; zeros of a process that failed go through the hook, too."""
+    expected, name = backward(wrapped), bf16_compress_hook.__name__
+    if dtype == torch.bfloat16:
+        monkeypatch.setattr(bf16_compress_hook, "__name__", "bf16_compress_hook")
+        with pytest.raises(TypeError, match="required CUDA"):
+            wrapped.register_comm_hook(None, hook)
+    torch_distributed.let_gloo_add_bf16()
+    wrapped.register_comm_hook(None, hook)
+    assert all(map(torch.equal, backward(wrapped), [gradient.to(dtype).float() for gradient in expected]))
+    assert not all(map(torch.equal, backward(wrapped), expected))
+    wrapped(torch.ones(1, 300)).sum()  # its backward fails
+    count = torch_distributed.num_collectives(wrapped)
+    torch_distributed.reduce_zeros(wrapped, 1)
+    assert torch_distributed.num_collectives(wrapped) - count == NUM_BUCKETS - 1
+    bf16_compress_hook.__name__ = name
 
 
 def test_a_released_model_holds_no_reducer(wrapped):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -68,6 +69,14 @@ def begin_again(model: DistributedDataParallel, **settings: Any) -> None:
     """
     devices = {"device_ids": model.device_ids, "output_device": model.output_device}
     DistributedDataParallel.__init__(model, model.module, **devices, **settings)
+
+
+def let_gloo_add_bf16() -> None:
+    """Let DistributedDataParallel take torch's bf16_compress_hook on CPUs, too.
+
+    torch 2.13, `_check_comm_hook`: it refuses the hook by its name where there is no CUDA with NCCL; gloo adds bf16 up as well.
+    """
+    bf16_compress_hook.__name__ = "bf16_compress_hook_on_any_device"
 
 
 def release(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The dataset of optimizer steps: item t is everything that this process computes in step t."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,6 +63,7 @@ class StepData:
         is_measured: whether the noise of the gradient is measured in this step, which is cut at random for that.
         num_samples_by_source: of a mixture, the samples of each source in the whole global batch.
         sizes: samples of each micro-batch of each process, so that a process knows the place of its numbers among all.
+        micro_batches_by_worker: where a process computes workers, one after the other, the number of micro-batches of each.
     """
 
     step: int
@@ -78,6 +79,7 @@ class StepData:
     is_measured: bool = False
     num_samples_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
     sizes: list[list[int]] = dataclasses.field(default_factory=list)
+    micro_batches_by_worker: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -108,6 +110,8 @@ class Steps(Dataset):
         deals_whole: cut the step as for one process, and deal the micro-batches to the processes: so the micro-batches do not
             depend on the number of processes.
         noise_scale_steps: every so many steps, the noise of the gradient is measured; None: never.
+        workers: parts of the step that this process computes, one after the other, where a step is cut for workers, of which
+            the layout has the number (`recipe.communication`); empty: the part of its own number.
 
     Raises:
         UsageError: max_tokens would not hold the longest sample.
@@ -124,6 +128,7 @@ class Steps(Dataset):
         same_num_micro_batches: bool = False,
         deals_whole: bool = False,
         noise_scale_steps: int | None = None,
+        workers: Sequence[int] = (),
     ):
         if max_tokens is not None and max_tokens < source.max_length:
             raise UsageError(
@@ -136,7 +141,7 @@ class Steps(Dataset):
             max_tokens,
             same_num_micro_batches,
         )
-        self.deals_whole, self.noise_scale_steps = deals_whole, noise_scale_steps
+        self.deals_whole, self.noise_scale_steps, self.workers = deals_whole, noise_scale_steps, workers
 
     def __getitem__(self, step: int) -> StepData:
         source: Any = self.source  # one with a mixture counts samples by source, too
@@ -144,7 +149,8 @@ class Steps(Dataset):
         # of places among these samples; `places` is this process's list
         epochs, ids, samples, lengths = self._draw(step)
         parts, numbers_of_all = self._partition(step, lengths)
-        places, numbers = parts[self.process_index], numbers_of_all[self.process_index]
+        own = self.workers or [self.process_index]
+        places, numbers = ([item for part in own for item in group[part]] for group in (parts, numbers_of_all))
         if self.same_num_micro_batches:
             num_missing = max(map(len, parts)) - len(places)
             places, numbers = places + [places[0][:0]] * num_missing, numbers + [None] * num_missing
@@ -164,6 +170,7 @@ class Steps(Dataset):
             is_measured=self._is_measured(step, len(samples)),
             num_samples_by_source=source.count_by_source(ids) if self.order.mixture else {},
             sizes=[list(map(len, micro_batches)) for micro_batches in parts],
+            micro_batches_by_worker=[len(parts[worker]) for worker in self.workers],
         )
 
     def cut_first_samples(self, step: int, num_samples: int, max_samples: int) -> list[MicroBatch]:

@@ -14,6 +14,8 @@ from samestep.planner.methods import Fit
 from samestep.planner.placement import Placement
 from samestep.planner.transformer import Transformer
 from samestep.planner.workload import Workload
+from samestep.recipe.communication import count_sent_bytes, describe
+from samestep.recipe.launches import find_refusal
 
 POINTS = 100
 """Points of the learning rate's curve."""
@@ -88,7 +90,7 @@ def describe_placement(
         "strategy": placement.strategy,
         "reason": placement.reason,
         "num_shards": placement.num_shards,
-        "warnings": list(placement.warnings),
+        "warnings": [*_warn_of_communication(workload, hardware.num_processes), *placement.warnings],
         "memory_needed": placement.needed_bytes,
         "memory_of_device": hardware.device.memory_bytes,
         "time": dataclasses.asdict(time) | {"total": time.total},
@@ -118,6 +120,7 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         "states": workload.state_bytes,
         "accumulation": "gradient" if workload.gradient_bytes else "optimizer",
         "second_moment": workload.second_moment,
+        "communication": _describe_communication(workload),
         "flops_per_sample": model.flops_per_sample,
         "saved_bytes_per_sample": {p: model.saved_bytes(autocast=p != "no") for p in ("no", "bf16")},
         "num_steps": num_steps,
@@ -143,6 +146,24 @@ def _describe_model(workload: Workload) -> dict[str, Any]:
         answer["num_warmup_steps"] = schedule.num_warmup_steps
         answer["learning_rates"] = [[step, schedule(step)] for step in sorted(steps) if step <= num_steps]
     return answer
+
+
+def _describe_communication(workload: Workload) -> str | None:
+    """Say that the recipe's `communication` is another algorithm, and what a worker sends; None: the exact step."""
+    found, count = workload.communication, count_trained(workload.model)
+    if found is None:
+        return None
+    text = describe(found)
+    if found.kind != "power_sgd":  # whose bytes depend on the shape of each tensor
+        own, exact = (count_sent_bytes(each, [(count,)]) / 1e6 for each in (found, None))
+        text += f"; a worker sends {own:,.3g} MB a step on average, in the exact step {exact:,.3g}"
+    return f"{text}. Times and batches are planned as for the exact step"
+
+
+def _warn_of_communication(workload: Workload, num_processes: int) -> list[str]:
+    """Say what `_describe_communication` does, and whether there are more processes than workers."""
+    refusal = find_refusal(communication=workload.communication, num_processes=num_processes)
+    return [str(text) for text in (refusal, _describe_communication(workload)) if text is not None]
 
 
 def _describe_micro_batches(placement: Placement) -> list[dict[str, Any]]:

@@ -231,6 +231,8 @@ def _list_details(answer: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", _describe_memory(answer)
     if answer["accumulation"] == "optimizer":
         yield "note", explain_accumulation(answer["second_moment"])
+    if answer["communication"] is not None and "hardware" not in answer:  # there it is said at the head
+        yield "note", answer["communication"]
     if "trace" in answer:
         yield "trace", _describe_trace(answer["trace"])
     if "hardware" in answer:

@@ -20,6 +20,7 @@ from samestep.planner.memory import (
 )
 from samestep.planner.step_plan import GrowingSchedule, plan_steps
 from samestep.planner.transformer import Transformer
+from samestep.recipe.communication import Communication, count_kept_bytes
 from samestep.recipe.launches import Refusal, find_refusal
 from samestep.recipe.recipe import ImageRecipe, Recipe
 from samestep.recipe.schedule import Schedule
@@ -57,6 +58,7 @@ class Workload:
         base_quantization: in what frozen weights are kept, as of the recipe; None: whole.
         download_bytes: bytes of the weights that training starts from; 0: random ones.
         orthogonalized: rows and columns of the matrices that Muon updates.
+        communication: the recipe's; None: the exact step.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Workload:
     base_quantization: str | None = None
     download_bytes: int = 0
     orthogonalized: tuple[tuple[int, int], ...] = ()
+    communication: Communication | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -103,12 +106,16 @@ class Workload:
             accumulation=accumulation,
             optimizer=self.optimizer,
             base_quantization=self.base_quantization,
+            communication=self.communication,
         )
 
     def memory(self, layout: Layout, **options: Any) -> Memory:
         """Plan the memory that one process needs; `options` as of `memory.planned_memory`."""
+        moment_bytes = self.moment_bytes
+        if self.communication is not None:
+            moment_bytes += count_kept_bytes(self.communication, layout.num_processes, self.moment_bytes)
         return planned_memory(
-            self.model, layout, **options, moment_bytes=self.moment_bytes, gradient_bytes=self.gradient_bytes
+            self.model, layout, **options, moment_bytes=moment_bytes, gradient_bytes=self.gradient_bytes
         )
 
 
@@ -219,6 +226,7 @@ def from_recipe(
         base_quantization=getattr(recipe, "base_quantization", None),
         download_bytes=_count_download(recipe, model),
         critical_batch_size=critical_batch_size,
+        communication=recipe.exchange,
     )
 
 

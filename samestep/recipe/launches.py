@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from samestep.recipe.communication import Communication
+
 
 class Refusal(NamedTuple):
     """A launch that would not be what it says, or whose steps would not be the recipe's.
@@ -31,6 +33,8 @@ def find_refusal(
     base_quantization: str | None = None,
     fault_tolerance: str = "none",
     num_processes: int = 1,
+    communication: Communication | None = None,
+    reduce_dtype: str = "own",
 ) -> Refusal | None:
     """Find what speaks against a launch; None: nothing.
 
@@ -45,6 +49,8 @@ def find_refusal(
         base_quantization: the recipe's, of the weights below adapters.
         fault_tolerance: the run's setting.
         num_processes: processes of the launch.
+        communication: the recipe's, read.
+        reduce_dtype: the run's setting.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
@@ -63,6 +69,26 @@ def find_refusal(
         return Refusal(
             "fault_tolerance is step, but mixed_precision is fp16, whose loss scale would differ between replicas",
             "set mixed_precision to bf16 or no",
+        )
+    if communication is not None and is_sharded:
+        return Refusal(
+            f"communication is {communication}, but the launch file shards weights (FSDP), so that no process has a worker's",
+            "launch with distributed_type MULTI_GPU, or set it to null",
+        )
+    if communication is not None and mixed_precision == "fp16":
+        return Refusal(
+            f"communication is {communication}, but mixed_precision is fp16, whose loss scale would differ between workers",
+            "set mixed_precision to bf16 or no, or communication to null",
+        )
+    if communication is not None and num_processes > (communication.num_workers or num_processes):
+        return Refusal(
+            f"communication is {communication}, but the launch has {num_processes} processes, of which some had no worker",
+            f"launch {communication.num_workers} processes or fewer",
+        )
+    if reduce_dtype != "own" and is_sharded:
+        return Refusal(
+            f"reduce_dtype is {reduce_dtype}, but the launch file shards weights (FSDP), which has a reduction of its own",
+            "leave it out, or launch with distributed_type MULTI_GPU",
         )
     if is_sharded and not may_shard:
         return Refusal(

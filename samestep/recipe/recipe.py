@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import yaml
 
 from samestep.errors import UsageError, nearest
-from samestep.recipe import batch_schedule, scaling, schedule
+from samestep.recipe import batch_schedule, communication, scaling, schedule
+from samestep.recipe.communication import Communication
 from samestep.recipe.reading import format_name, format_value, read_yaml, shipped_folder
 from samestep.recipe.settings import (
     ACTIVATIONS,
@@ -145,6 +146,10 @@ class Recipe:
     batch_schedule: str | None = setting(
         f"a batch that grows to global_batch_size: {batch_schedule.EXAMPLES} (docs/batch-size.md); null: it stays"
     )
+    communication: str | None = setting(
+        f"another algorithm, which sends less than a gradient every step: {communication.EXAMPLES} (docs/communication.md); "
+        "null: the exact step"
+    )
 
     # AdamW
     learning_rate: float = setting("peak learning rate at learning_rate_batch_size", POSITIVE)
@@ -197,7 +202,41 @@ class Recipe:
             self.scaled_hyperparameters()
         except UsageError as error:
             problems += error.problems
-        return problems + self._problems_of_batch_schedule()
+        return problems + self._problems_of_batch_schedule() + self._problems_of_communication()
+
+    def _problems_of_communication(self) -> list[str]:
+        if self.communication is None:
+            return []
+        subject = f"communication is {format_value(self.communication)}"
+        try:
+            found = communication.parse(self.communication)
+        except ValueError as error:
+            return [f"{subject}, but {error}: correct it, or set it to null"]
+        problems = []
+        if (found.num_workers or 1) > self.global_batch_size:
+            problems.append(
+                f"{subject}, but global_batch_size is {self.global_batch_size}, so that workers have no sample: set that to "
+                f"{found.num_workers} or more"
+            )
+        if self.batch_schedule is not None:
+            problems.append(
+                f"{subject}, but batch_schedule is {format_value(self.batch_schedule)}: set one of them to null"
+            )
+        if self.accumulation == "optimizer":
+            problems.append(
+                f"{subject}, but accumulation is optimizer, whose gradients are in the moments before workers exchange them: "
+                "set it to gradient"
+            )
+        if getattr(self, "normalization", None) == "batch":
+            problems.append(
+                f"{subject}, but normalization is batch, whose statistics are of all workers: set it to group or frozen"
+            )
+        return problems
+
+    @property
+    def exchange(self) -> Communication | None:
+        """The recipe's `communication`, read; None: the exact step."""
+        return None if self.communication is None else communication.parse(self.communication)
 
     def _problems_of_batch_schedule(self) -> list[str]:
         if self.batch_schedule is None:
@@ -302,7 +341,11 @@ class Recipe:
         length = getattr(self, "block_size", getattr(self, "max_seq_length", 1))
         batch = _limit_rehearsed_batch(self.global_batch_size, length)
         growth = self.batch_schedule if batch == self.global_batch_size else None
-        return dataclasses.replace(self, **self.small_shape, global_batch_size=batch, batch_schedule=growth)
+        found = self.exchange
+        if found is not None and found.is_local:  # a rehearsal saves a checkpoint after an exchange
+            found = dataclasses.replace(found, num_steps=1)
+        shape = self.small_shape | {"communication": None if found is None else str(found)}
+        return dataclasses.replace(self, **shape, global_batch_size=batch, batch_schedule=growth)
 
     def scaled_hyperparameters(self) -> scaling.Hyperparameters:
         """Scale learning rate, betas and eps to this recipe's global batch, by its scaling rule.

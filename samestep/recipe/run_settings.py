@@ -85,6 +85,13 @@ class RunSettings:
         "processes that prepare coming steps; none: 2 beside a GPU, 0 beside a CPU", limit(WORKERS, 0), default=None
     )
 
+    reduce_dtype: str = setting(
+        "type in which several processes send gradients (torch's bf16_compress and fp16_compress hooks): own, of the weights; "
+        "bf16 or fp16, half of the traffic, not exact: each process's part is rounded, and so is the sum",
+        choice("own", "bf16", "fp16"),
+        default="own",
+    )
+
     # Progress, checkpoints
     logging_steps: int = setting("steps between two reads of the loss from the device", POSITIVE, default=10)
     eval_steps: int | None = setting(
@@ -187,7 +194,7 @@ class RunSettings:
         options = {"log_with": tracker, "project_dir": self.output_dir, "ddp_timeout": self.ddp_timeout}
         options |= {"may_shard": self.may_shard, "is_reproducible": self.reproducible is not None}
         options |= {"digest_steps": self.digest_steps, "noise_scale_steps": self.noise_scale_steps}
-        return options | {"fault_tolerance": self.fault_tolerance}
+        return options | {"fault_tolerance": self.fault_tolerance, "reduce_dtype": self.reduce_dtype}
 
     @property
     def lighthouse(self) -> str:
@@ -227,6 +234,8 @@ class RunSettings:
             "replicate_checkpoints": "replicas share one output_dir: leave it out",
             "load_best_model_at_end": "a replica that is lost may take the best model with it: leave it out",
         }
+        if self.reduce_dtype != "own":
+            reasons["reduce_dtype"] = "torch's hooks belong to DistributedDataParallel, not to replicas: leave it out"
         problems = [
             f"fault_tolerance is step, and {name} is {format_value(getattr(self, name))}, but {why}"
             for name, why in reasons.items()
@@ -255,6 +264,10 @@ class RunSettings:
             for name, why in reasons.items()
             if getattr(self, name) is not None
         ]
+        if self.reduce_dtype != "own":
+            problems.append(
+                f"reproducible is given, but reduce_dtype is {self.reduce_dtype}, which rounds sums: leave one out"
+            )
         if self.dtype != "float32":
             problems.append(
                 f"reproducible is given, but dtype is {self.dtype}: set dtype to float32, of which sums are exact"
@@ -494,6 +507,12 @@ def _find_what_has_no_noise_scale(recipe: recipes.Recipe) -> str:
 def _find_conflicts(recipe: Any, run: Any) -> list[str]:
     """Find what a recipe and the settings of its run exclude of each other: a line for each."""
     problems = _find_what_replicas_cannot_do(recipe) if run.fault_tolerance == "step" else []
+    problems += _find_what_workers_cannot_do(recipe, run)
+    if run.reduce_dtype != "own" and recipe.accumulation == "optimizer":
+        problems.append(
+            f"reduce_dtype is {run.reduce_dtype}, but accumulation is optimizer, which sends moments, not gradients: leave it "
+            "out, or set accumulation to gradient"
+        )
     if recipe.optimizer_name == "adamw_8bit" and run.dtype != "float32":
         problems.append(
             f"dtype is {run.dtype}, but optimizer is adamw_8bit, which computes in float32: set one of them to its default"
@@ -524,6 +543,42 @@ def _find_what_replicas_cannot_do(recipe: Any) -> list[str]:
             "fault_tolerance is step, but normalization is batch, whose statistics change in the forward, before the step is "
             "committed: set normalization to group or frozen"
         )
+    return problems
+
+
+def _find_what_workers_cannot_do(recipe: Any, run: Any) -> list[str]:
+    """Find the settings that a recipe's `communication` excludes: a line for each."""
+    found = recipe.exchange
+    if found is None:
+        return []
+    subject = f"communication is {format_value(str(found))}"
+    reasons = {
+        "reproducible": "whose sums are not exact ones: leave it out",
+        "noise_scale_steps": "with which no process has the whole step's gradient: leave it out",
+        "digest_steps": "with which tensors differ between workers: leave it out" if found.is_local else "",
+        "fault_tolerance": "whose workers a lost replica takes away: set it to restart"
+        if run.fault_tolerance == "step"
+        else "",
+        "reduce_dtype": "which sends something else than gradients: leave it out" if run.reduce_dtype != "own" else "",
+        "on_nonfinite": (
+            "whose error feedback such a gradient would spoil: set it to stop"
+            if run.on_nonfinite == "skip" and not found.is_local
+            else ""
+        ),
+    }
+    problems = [
+        f"{name} is {getattr(run, name)}, but {subject}, {why}"
+        for name, why in reasons.items()
+        if why and getattr(run, name) is not None
+    ]
+    for name in ("stop_after_step", "checkpointing_steps", "eval_steps") if found.is_local and not run.rehearse else ():
+        value = getattr(run, name)
+        if value is not None and value % found.num_steps:
+            nearest = max(1, round(value / found.num_steps)) * found.num_steps
+            problems.append(
+                f"{name} is {value}, but {subject}, and only after an exchange is there one model: set it to a multiple of "
+                f"{found.num_steps}, such as {nearest}"
+            )
     return problems
 
 

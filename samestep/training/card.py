@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from samestep.cut.layout import Layout
 from samestep.errors import UsageError
 from samestep.planner.step_plan import GrowingSchedule
+from samestep.recipe import communication
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.schedule import Schedule
@@ -89,7 +90,7 @@ class Training:
             "train_batch_size": self.layout.per_device_train_batch_size,
             "eval_batch_size": self.settings.per_device_eval_batch_size,
             "seed": recipe.seed,
-            "num_devices": self.layout.num_processes,
+            "num_devices": self.accelerator.num_processes,
             "gradient_accumulation_steps": self.layout.gradient_accumulation_steps,
             "total_train_batch_size": recipe.batch_schedule or self.layout.global_batch_size,
             "optimizer": f"{optimizer}, weight decay {recipe.weight_decay:g}",
@@ -99,6 +100,18 @@ class Training:
             length: recipe.num_train_epochs if recipe.max_train_steps is None else recipe.max_train_steps,
             "mixed_precision_training": self.accelerator.mixed_precision,
         }
+
+    def describe_communication(self) -> list[str]:
+        """Say in a line what another algorithm than the exact step was, if one was."""
+        found, reduce_dtype, number = self.recipe.exchange, self.settings.reduce_dtype, self.accelerator.num_processes
+        if found is None and reduce_dtype == "own":
+            return []
+        text = (
+            communication.describe_reduce_dtype(reduce_dtype, number)
+            if found is None
+            else communication.describe(found)
+        )
+        return [f"- **Communication**: {text}"]
 
     def metadata(self, library: str) -> dict[str, Any]:
         """Return the front matter of the card, as the hub reads it.
@@ -188,6 +201,7 @@ def write(
         f"- **Start**: {start}",
         f"- **Seen in training**: {amount or 'not known'}, in {training.num_steps:,} optimizer steps",
         f"- **Precision**: {training.precision}",
+        *training.describe_communication(),
         f"- **Hardware**: {training.hardware}",
     ]
     length, positions = training.train.max_length, _num_positions(recipe)

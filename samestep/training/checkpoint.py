@@ -5,6 +5,7 @@
     config.json            the model's configuration, for `from_pretrained`, as are the tokenizer's files; of adapters
                            adapter_config.json
     optimizer.safetensors  state of the optimizer, PARAMETER/KEY; learning rates and the like come from the recipe
+    workers.safetensors    of a recipe with a `communication`: states of the workers' optimizers, or of the error feedback
     recipe.yaml            the recipe as resolved
     state.json             step, fingerprints, state of the gradient scaler, versions, whether newer ones replace it
     manifest.json          size and SHA-256 of each file above, and its own checksum
@@ -58,11 +59,14 @@ from samestep.errors import RunError, UsageError
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
+from samestep.step.exchange import Exchange
 from samestep.training.checkpoint_store import CheckpointStore
 from samestep.training.digest import digest_tensor
 from samestep.training.launch import count_copies
 from samestep.training.peer_copies import PeerCopies
 
+WORKERS = "workers"
+"""Part of a checkpoint with the state of the recipe's `communication`."""
 FROZEN = "frozen weights"
 """What `fingerprint_frozen` is of, in messages."""
 LATER_FIELDS = (
@@ -287,6 +291,8 @@ class Saver:
         describe_exact_sum, describe_growth: return `State.exact_sum` and `State.growth`.
         store: gets a copy of each checkpoint; process 0's. None: there is none.
         peer_copies: other machines, which get a copy of each; None: all see the same output folder.
+        exchange: the algorithm of the recipe's `communication`, whose state goes into the file of the workers; None: there is
+            none.
     """
 
     def __init__(
@@ -303,6 +309,7 @@ class Saver:
         describe_growth: Callable[[], dict[str, Any] | None] = lambda: None,
         store: CheckpointStore | None = None,
         peer_copies: PeerCopies | None = None,
+        exchange: Exchange | None = None,
     ):
         self.tokenizer, self.describe_exact_sum, self.describe_growth = tokenizer, describe_exact_sum, describe_growth
         self.accelerator, self.recipe, self.output_dir = accelerator, recipe, Path(settings.output_dir)
@@ -317,7 +324,7 @@ class Saver:
         self.failure: str | None = None
         self.thread = concurrent.futures.ThreadPoolExecutor(1) if settings.async_checkpointing else None
         self.writing: concurrent.futures.Future | None = None
-        self.store, self.peer_copies = store, peer_copies
+        self.store, self.peer_copies, self.exchange = store, peer_copies, exchange
         self._copy_to_store(start.step)  # unless that was done: the session before may have been killed
 
     def save(self, step: int, num_skipped: int, run_id: str, *, is_routine: bool = False) -> None:
@@ -341,6 +348,8 @@ class Saver:
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         moments = _flatten(_get_moments(self.model, self.optimizer, ON_HOST)["state"])
         parts = {"model": _select_rows(self.accelerator, tensors), "optimizer": _select_rows(self.accelerator, moments)}
+        if self.exchange is not None:
+            parts[WORKERS] = self.exchange.get_state()
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler else None
         exact_sum = self.describe_exact_sum()
         fingerprints = self.recipe.fingerprint, self.data_fingerprints
@@ -388,7 +397,7 @@ class Saver:
                 self._keep_to_limit()
                 if self.store is not None:
                     self.store.delete_doomed()
-        self.model = self.optimizer = None
+        self.model = self.optimizer = self.exchange = None
         (failure,) = broadcast_object_list([self.failure])
         if failure is not None:
             raise RunError(failure)
@@ -524,7 +533,8 @@ class Saver:
             self.store.add(folder, [self.output_dir / name for name in LINES])
 
     def _write_parts(self, partial: Path, parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict]:
-        names = {part: _name_files(part, self._num_owners)[self.accelerator.process_index] for part in parts}
+        index = self.accelerator.process_index if self._num_owners else 0
+        names = {part: _name_files(part, self._num_owners)[index] for part in parts}
         for part, tensors in parts.items():
             safetensors.torch.save_file(tensors, str(partial / names[part]))
         return {name: _flush_and_hash(partial / name) for name in names.values()}
@@ -701,7 +711,7 @@ def _is_complete(files: dict[str, Any]) -> bool:
     """Tell whether a checkpoint of `files` has all parts of all owners, and nothing else but descriptions of the model."""
     num_owners = None if "model.safetensors" in files else max(1, sum(name.startswith("model-") for name in files))
     parts = {"recipe.yaml", "state.json", *_name_files("model", num_owners), *_name_files("optimizer", num_owners)}
-    others = files.keys() - parts
+    others = files.keys() - parts - {f"{WORKERS}.safetensors"}
     return parts <= files.keys() and all(
         Path(name).name == name and not name.endswith(".safetensors") for name in others
     )
@@ -908,6 +918,12 @@ def load(
     lay_out_as_parameters(optimizer)
     if accelerator.scaler is not None and state.scaler is not None:
         accelerator.scaler.load_state_dict(state.scaler)
+
+
+def load_exchange(folder: Path, exchange: Exchange) -> None:
+    """Load the state of the recipe's `communication` from the checkpoint that `find` returned, after `load`."""
+    with safe_open(folder / f"{WORKERS}.safetensors", "pt") as file:
+        exchange.set_state(file.get_tensor, set(file.keys()))
 
 
 def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:

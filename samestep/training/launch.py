@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
@@ -20,7 +21,7 @@ from torch import nn
 
 from samestep._internals.accelerate_state import Groups, search_for_lomo_once, shard_on_cpus
 from samestep._internals.libc import stop_malloc_returning_memory
-from samestep._internals.torch_distributed import register_rendezvous
+from samestep._internals.torch_distributed import let_gloo_add_bf16, register_rendezvous
 from samestep.errors import UsageError
 from samestep.recipe.launches import find_refusal
 from samestep.step.batch_norm import BatchNorm
@@ -47,6 +48,12 @@ class ReplicaAccelerator(Accelerator):
     is_main_process = True
 
 
+HOOKS = {
+    "own": DDPCommunicationHookType.NO,
+    "bf16": DDPCommunicationHookType.BF16,
+    "fp16": DDPCommunicationHookType.FP16,
+}
+"""reduce_dtype -> torch's hook of DistributedDataParallel."""
 UNSUPPORTED_FEATURES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed scales the loss and accumulates by its own rules",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM scales the loss and accumulates by its own rules",
@@ -64,6 +71,7 @@ def create_accelerator(
     digest_steps: int | None = None,
     noise_scale_steps: int | None = None,
     fault_tolerance: str = "none",
+    reduce_dtype: str = "own",
     **kwargs,
 ) -> Accelerator:
     """Make the `Accelerator` of a script; k is 1 until the script sets gradient_accumulation_steps from its layout.
@@ -82,6 +90,7 @@ def create_accelerator(
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
         fault_tolerance: `step`: the process is a replica, which is launched alone; `restart`: the launcher starts workers
             again, on the machines that are there; `none`.
+        reduce_dtype: type in which DistributedDataParallel sends gradients: bf16, fp16, or own.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
 
     Raises:
@@ -100,7 +109,11 @@ def create_accelerator(
         )
     shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     if refusal := find_refusal(
-        is_sharded=shards, may_shard=may_shard, digest_steps=digest_steps, noise_scale_steps=noise_scale_steps
+        is_sharded=shards,
+        may_shard=may_shard,
+        digest_steps=digest_steps,
+        noise_scale_steps=noise_scale_steps,
+        reduce_dtype=reduce_dtype,
     ):
         problems.append(str(refusal))
     if problems:
@@ -122,7 +135,9 @@ def create_accelerator(
         mixed_precision=mixed_precision,
         cpu=_gpus_are_hidden(),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True, broadcast_buffers=False, comm_hook=HOOKS[reduce_dtype]
+            ),
             InitProcessGroupKwargs(
                 init_method=register_rendezvous(generation) if has_old_keys else None,
                 timeout=timedelta(seconds=ddp_timeout),
@@ -133,6 +148,7 @@ def create_accelerator(
     if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
+        let_gloo_add_bf16()
         stop_malloc_returning_memory()
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # read when the first kernel is made
     if is_reproducible:
@@ -153,11 +169,11 @@ def prepare(
 ) -> tuple:
     """Call `accelerator.prepare`, for weights that are sharded by way of `sharding.prepare`.
 
-    An optimizer that accumulates takes the place of DistributedDataParallel, and so does `exact_sum.ExactSum`.
+    An optimizer that accumulates takes the place of DistributedDataParallel, and so do `exact_sum.ExactSum` and an `Exchange`.
 
     Args:
         model: sharded by the classes in its `_no_split_modules`, if the launch file shards.
-        sums_exactly: whether gradients are added up by `ExactSum`.
+        sums_exactly: whether gradients are added up by `ExactSum`, or exchanged by an `Exchange`.
 
     Raises:
         UsageError: an optimizer that accumulates with fp16 or sharded weights.

@@ -30,6 +30,7 @@ from samestep.data.steps import StepData, Steps
 from samestep.errors import LOST_PROCESS, LostProcessError, RunError, is_lost_connection, will_be_restarted
 from samestep.step import accumulate
 from samestep.step.exact_sum import ExactSum
+from samestep.step.exchange import Exchange
 from samestep.step.optim import Accumulating
 from samestep.training.capacity import is_out_of_memory, recall
 from samestep.training.launch import waits_in_forward
@@ -52,6 +53,7 @@ class Recovery:
         model, optimizer: as prepared by `accelerator`.
         exact_sum: adds the gradients up; None: Accelerate and the model do.
         replicas: the replicas of which this process is one; None: it is no replica.
+        exchange: the algorithm of the recipe's `communication`; None: the exact step.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
             stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
     """
@@ -65,9 +67,12 @@ class Recovery:
         log: RunLog,
         exact_sum: ExactSum | None = None,
         replicas: Replicas | None = None,
+        exchange: Exchange | None = None,
     ):
         self.accelerator, self.steps, self.model, self.optimizer = accelerator, steps, model, optimizer
-        self.exact_sum, self.replicas = exact_sum, replicas
+        self.exact_sum, self.replicas, self.exchange = exact_sum, replicas, exchange
+        # Workers that take steps of their own are on their own between exchanges
+        self.is_local = exchange is not None and exchange.communication.is_local
         # An optimizer that accumulates: a gradient that is in its moments already cannot be taken out again.
         self.folding = optimizer.optimizer if isinstance(optimizer.optimizer, Accumulating) else None
         self.log, self.settings = log, log.settings
@@ -148,7 +153,7 @@ class Recovery:
         self.stop.close()
         if self.exact_sum is not None:
             self.exact_sum.close()
-        self.model = self.optimizer = self.exact_sum = self.replicas = None
+        self.model = self.optimizer = self.exact_sum = self.replicas = self.exchange = None
         return interrupt.RESTART if self.should_stop and not is_finished else 0
 
     def _cut_smaller(self, step: int) -> None:
@@ -158,6 +163,7 @@ class Recovery:
         self.model.zero_grad(set_to_none=True)
         if isinstance(self.model, DistributedDataParallel):
             torch_distributed.begin_again(self.model, **self.accelerator.ddp_handler.to_kwargs())
+            self.accelerator.ddp_handler.register_comm_hook(self.model)
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         if not self.steps.halve(step):
@@ -205,7 +211,9 @@ class Attempt:
         with self._report_missing_processes():
             if isinstance(recovery.model, DistributedDataParallel):
                 torch_distributed.rebuild_buckets(recovery.model)
-            if recovery.replicas is None:
+            if recovery.is_local:
+                self.counts = self.data.counts.to(recovery.accelerator.device)
+            elif recovery.replicas is None:
                 self.counts = accumulate.total_counts(recovery.accelerator, self.data.counts)
         if recovery.folding is not None:
             recovery.folding.gradient_accumulation_steps = len(self.data.micro_batches)
@@ -229,7 +237,7 @@ class Attempt:
             return
         any_failed = recovery.agree(False, exact_sum.exponent() if exact_sum is not None else 0)
         self.is_agreed = True
-        if any_failed and (recovery.folding is not None or exact_sum is not None):
+        if any_failed and (recovery.folding is not None or exact_sum is not None or recovery.exchange is not None):
             raise self._cannot_repeat("another process")
         if exact_sum is not None and not exact_sum.fits(recovery.exponent):
             self.failure = "quantum"
@@ -238,6 +246,8 @@ class Attempt:
             raise _RepeatStep
         if exact_sum is not None:
             exact_sum.finish()
+        if recovery.exchange is not None:
+            recovery.exchange.reduce()
 
     def _commit(self) -> None:
         """Make the gradient whole, and commit the step, together with the replicas."""
@@ -294,7 +304,9 @@ class Attempt:
                 self.failure = "memory"  # here, even if a replica was lost on top of it
                 return
             raise self._cannot_repeat("this process") from error
-        if recovery.folding is not None or recovery.exact_sum is not None:
+        if recovery.is_local:
+            raise self._cannot_repeat("this process") from error
+        if recovery.folding is not None or recovery.exact_sum is not None or recovery.exchange is not None:
             recovery.agree(has_failed=True)
             raise self._cannot_repeat("this process") from error
         if isinstance(recovery.model, DistributedDataParallel):
@@ -302,6 +314,12 @@ class Attempt:
         recovery.agree(has_failed=True)
 
     def _cannot_repeat(self, process: str) -> RunError:
+        if self.recovery.exchange is not None:
+            return RunError(
+                f"memory ran out on {process} in step {self.data.step + 1}, which is not done again, as some workers may have "
+                f"done it (communication {self.recovery.exchange.communication}): resume with a smaller "
+                f"--per_device_train_batch_size than {self.recovery.steps.layout.per_device_train_batch_size}"
+            )
         if self.recovery.exact_sum is not None:
             settings = self.recovery.settings
             return RunError(

@@ -176,6 +176,8 @@ class RunLog:
         if folder is not None:  # nobody has opened the files, or replicas that are further
             evaluations = [line for line in evaluations if _is_earlier(line, first_step, num_steps)]
             evaluations = evaluations if settings.resume_from_checkpoint else []
+        self.exchange = recipe.exchange
+        self.is_local = self.exchange is not None and self.exchange.is_local
         self.measurements = batch_size.read_measurements(steps)
         # Evaluations of this session and earlier ones.
         self.evaluations: list[dict[str, Any]] = broadcast_object_list([evaluations])[0]
@@ -291,8 +293,10 @@ class RunLog:
             data: this process's part of the step.
             sums: summed losses of each of this process's micro-batches, floating [terms] on the device; where `parts` is given,
                 of all micro-batches.
-            counts: targets of the whole step, int64 [terms] on the device.
-            grad_norm: norm of the whole gradient before clipping, scalar on the device.
+            counts: targets of the whole step, int64 [terms] on the device; of workers that take steps of their own, those of
+                this process.
+            grad_norm: norm of the whole gradient before clipping, scalar on the device; of such workers, the root of the sum
+                of their squares.
             learning_rate: the step's.
             digests: the step's line of digests.jsonl; None: it has none.
             parts: of replicas, whose micro-batches each of them knows: (process, micro-step) and samples of each; None: this
@@ -385,8 +389,16 @@ class RunLog:
         pending_times, self.pending_times = self.pending_times, []
         # Of each step the summed losses of each micro-batch, [micro-batches][terms]; of all processes, one after the other
         sums = [sums.tolist() for _, _, _, sums, _, _ in pending]  # waits for the device
-        gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times])])
-        all_sums, all_times = zip(*gathered, strict=True)
+        all_counts = torch.stack([counts for *_, counts, _ in pending]).cpu()
+        norms = torch.stack([norm for *_, norm in pending]).double().cpu()
+        own = (all_counts, norms) if self.is_local else None
+        gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times], own)])
+        all_sums, all_times, parts_of_processes = zip(*gathered, strict=True)
+        if self.is_local:
+            all_counts = sum(counts for counts, _ in parts_of_processes)
+            squares = zip(*(norms.square().tolist() for _, norms in parts_of_processes), strict=True)
+            squares = [add_exactly(values) / self.exchange.num_workers for values in squares]
+            norms = torch.tensor(squares, dtype=torch.float64).sqrt()
         totals = [
             [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
             for parts in zip(*all_sums, strict=True)
@@ -395,8 +407,8 @@ class RunLog:
         rows = zip(
             pending,
             torch.tensor(totals, dtype=torch.float64),
-            torch.stack([counts for *_, counts, _ in pending]).cpu(),
-            torch.stack([norm for *_, norm in pending]).double().cpu(),
+            all_counts,
+            norms,
             times,
             strict=True,
         )
@@ -410,6 +422,7 @@ class RunLog:
             is_broken = not math.isfinite(line["loss"]) or (has_skipped and not is_scaled)
             if is_broken and self.settings.on_nonfinite == "stop":
                 is_held_back = has_skipped and not is_scaled and self.recipe.accumulation == "gradient"
+                is_held_back = is_held_back and self.exchange is None  # error feedback has it, or workers differ
                 failure = self._describe_nonfinite(line, places, micro_batches, micro_batch_sums), is_held_back
                 break
             if has_skipped:

@@ -8,12 +8,14 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
@@ -30,13 +32,16 @@ from samestep.planner.batch_size import Measurement
 from samestep.planner.ramp import NoiseFollower
 from samestep.planner.step_plan import describe_sizes, plan_steps
 from samestep.printing import fold
-from samestep.recipe import run_settings
+from samestep.recipe import communication, run_settings
 from samestep.recipe.batch_schedule import parse
 from samestep.recipe.launches import find_refusal
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.rehearsal import NUM_STEPS
 from samestep.step import accumulate, batch_norm, losses, noise, optim
+from samestep.step.compression import PowerSgd, TopK
 from samestep.step.exact_sum import ExactSum
+from samestep.step.exchange import Exchange
+from samestep.step.local_workers import LocalWorkers
 from samestep.step.noise_scale import NoiseMeter, TermMeter
 from samestep.training import card, checkpoint, digest, host_memory, kernels, launch, micro_batch_size, report
 from samestep.training.checkpoint_store import CheckpointStore
@@ -81,8 +86,17 @@ class Run:
         self.output_dir = Path(self.settings.output_dir)
         self.accelerator = launch.create_accelerator(**self.settings.accelerator_options)
         self._say(*notes)
-        self.layout = solve_layout(
+        exchange, mixed_precision = self.recipe.exchange, self.accelerator.mixed_precision
+        if refusal := find_refusal(
+            communication=exchange,
+            mixed_precision=mixed_precision,
+            is_sharded=launch.is_sharded(self.accelerator),
             num_processes=self.accelerator.num_processes,
+        ):
+            raise UsageError(str(refusal))
+        num_workers = None if exchange is None else exchange.num_workers
+        self.layout = solve_layout(
+            num_processes=num_workers or self.accelerator.num_processes,
             global_batch_size=self.recipe.global_batch_size,
             per_device_train_batch_size=host_memory.choose_batch_size(self.accelerator, self.recipe, self.settings),
             gradient_accumulation_steps=self.settings.gradient_accumulation_steps,
@@ -203,7 +217,13 @@ class Run:
             if getattr(recipe, name) != getattr(earlier, name)
         )
         numbers = (dataclasses.replace(each.scaled_hyperparameters(), learning_rate=0.0) for each in (recipe, earlier))
-        is_same = len(set(numbers)) == 1
+        is_same, found = len(set(numbers)) == 1, recipe.exchange
+        if found is not None and found.is_local and done == num_steps != self.num_steps and done % found.num_steps:
+            raise UsageError(
+                f"checkpoint {self.checkpoint} is the end of a training of {num_steps} steps, at which workers exchanged "
+                f"their parameters, but in a training of {self.num_steps} steps they do so every {found.num_steps} steps: resume from "
+                "an earlier one"
+            )
         pairs = (order.spans.find, self.order.spans.find), (schedule, self.schedule)
         parting = next((step for step in range(done) if any(a(step) != b(step) for a, b in pairs)), done)
         if not is_same or parting < done:
@@ -282,7 +302,11 @@ class Run:
         fingerprints = train.fingerprints | checkpoint.fingerprint_frozen(model)
         optimizer = optim.from_recipe(model, recipe)
         is_reproducible = settings.reproducible is not None
-        self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, is_reproducible)
+        names = checkpoint.name_parameters(self.bare_model)
+        has_own_sum = is_reproducible or recipe.exchange is not None
+        self.model, self.optimizer = model, optimizer = launch.prepare(accelerator, model, optimizer, has_own_sum)
+        self.exchange = make_exchange(accelerator, recipe, names, optimizer.optimizer, self.start.step)
+        self.is_local = self.exchange is not None and self.exchange.communication.is_local
         self.parameters = list(model.parameters())
         self.exact_sum = ExactSum(model) if is_reproducible else None
         if self.exact_sum is not None and self.start.exact_sum is not None:
@@ -298,9 +322,12 @@ class Run:
             same_num_micro_batches=launch.waits_in_forward(accelerator, model),
             deals_whole=is_reproducible,
             noise_scale_steps=settings.noise_scale_steps,
+            workers=() if self.exchange is None else self.exchange.own,
         )
         if self.checkpoint is not None:
             checkpoint.load(accelerator, self.checkpoint, self.start, model, optimizer, fingerprints)
+            if self.exchange is not None:
+                checkpoint.load_exchange(self.checkpoint, self.exchange)
         tokenizer = getattr(train, "tokenizer", None)
         saver = checkpoint.Saver(
             accelerator,
@@ -315,10 +342,10 @@ class Run:
             lambda: None if self.follower is None else self.follower.record,
             self.store,
             self.peer_copies,
+            self.exchange,
         )
         spans = self.order.spans if self.order.stages else None
         self.log = report.RunLog(accelerator, recipe, settings, self.start, self.num_steps, saver, spans, self.folder)
-        names = checkpoint.name_parameters(self.bare_model)
         self.step_clock = StepClock(accelerator, self.bare_model)
         self.digests = digest.Digests(accelerator, names, optimizer, settings.digest_steps)
         self.noise_meter = self.term_meter = None
@@ -327,7 +354,9 @@ class Run:
             if sum(weight > 0 for weight in weights) > 1:
                 dtype = torch.float64 if is_reproducible else None
                 self.term_meter = TermMeter(list(names.values()), len(weights), dtype)
-        self.recovery = Recovery(accelerator, cut, model, optimizer, self.log, self.exact_sum, self.replicas)
+        self.recovery = Recovery(
+            accelerator, cut, model, optimizer, self.log, self.exact_sum, self.replicas, self.exchange
+        )
         if self.replicas is not None:
             self.replicas.attach(model, optimizer, cut, self.log, self.exact_sum, self.start, fingerprints)
         return model, optimizer
@@ -403,11 +432,18 @@ class Run:
             micro_batch_size.measure_batch_norm(recovery, self.bare_model, self.compute_loss)
         weights = getattr(self.recipe, "model_name_or_path", None)
         cut = recovery.steps.layout if self.replicas is None else f"a replica of those at {settings.lighthouse}"
+        if self.exchange is not None and self.exchange.own:
+            cut = f"{cut}".replace("process(es)", f"workers on {accelerator.num_processes} process(es)")
         self._say(
             f"{train}; {f'weights of {weights}' if weights else 'random weights'}; {cut}"
             f"{self._describe_growth()}; on {accelerator.device}, mixed precision {accelerator.mixed_precision}; steps "
             f"{self.completed_steps} to {self.last_step} of {self.num_steps}{self._describe_reproducible()}"
         )
+        if self.exchange is not None:
+            text = communication.describe(self.exchange.communication)
+            self.log.add_event(self.completed_steps + 1, text, **self.exchange.count_bytes())
+        elif settings.reduce_dtype != "own":
+            accelerator.print(communication.describe_reduce_dtype(settings.reduce_dtype, accelerator.num_processes))
         self.log.start()
         self.model.train()
         is_at_end = False
@@ -462,6 +498,8 @@ class Run:
             return has_grown
         every = settings.checkpointing_steps
         is_due = self.completed_steps % every == 0 if every else recovery.should_save
+        if self.is_local and not self.exchange.is_exchange(step.index, self.num_steps):
+            is_due = False  # workers differ; what the last exchange agreed on was done then
         if is_due and self.completed_steps < self.last_step:
             if self.replicas is None or self.accelerator.is_main_process:
                 self.log.save(self.completed_steps, is_routine=every is None)
@@ -588,6 +626,9 @@ class Run:
             UsageError: `publish` was told of a problem.
         """
         status = self.recovery.close(self.is_finished)
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
         if self.replicas is not None:
             self.replicas.close()
         torch_distributed.release(self.model)
@@ -619,6 +660,31 @@ class Run:
         self.accelerator.backward(loss * accumulate.loss_scale(self.accelerator))
 
 
+def make_exchange(
+    accelerator: Accelerator,
+    recipe: Recipe,
+    named_parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    step: int,
+) -> Exchange | None:
+    """Make what a recipe's `communication` names; None: it names nothing.
+
+    Args:
+        accelerator: the run's.
+        named_parameters: of the model without wrapping.
+        optimizer: without wrapping.
+        step: steps so far.
+    """
+    found = recipe.exchange
+    if found is None:
+        return None
+    if found.kind == "power_sgd":
+        return PowerSgd(accelerator, found, named_parameters, recipe.seed, step)
+    if found.kind == "top_k":
+        return TopK(accelerator, found, named_parameters)
+    return LocalWorkers(accelerator, found, named_parameters, optimizer)
+
+
 class Step:
     """One optimizer step, a context manager around the code that computes it from its `micro_batches`.
 
@@ -636,6 +702,8 @@ class Step:
         self.index = attempt.data.step
         self.learning_rate = run.schedule(self.index)
         self.is_entered = self.is_scaled = False
+        self.worker_counts: torch.Tensor | None = None  # of the worker that takes a step of its own
+        self.grad_norms: list[torch.Tensor] = []
         self.noise: torch.Tensor | None = None
         self.noise_of_terms: torch.Tensor | None = None
 
@@ -657,24 +725,62 @@ class Step:
         With --reproducible gradients are divided by a power of two alone, so that no cut rounds them differently.
         """
         self.is_scaled = True
-        accelerator = self.run.accelerator
+        accelerator, exchange = self.run.accelerator, self.run.exchange
+        if exchange is not None:
+            return accelerator.gradient_accumulation_steps * exchange.loss_factor
         return accelerator.gradient_accumulation_steps if self.run.exact_sum else accumulate.loss_scale(accelerator)
 
     @property
     def num_targets(self) -> torch.Tensor:
-        """n_j: targets of each loss term in the whole step, all processes and micro-batches; int64 [terms], at least 1 each."""
-        return self.attempt.counts.clamp(min=1)
+        """n_j: targets of each loss term in the whole step, all processes and micro-batches; int64 [terms], at least 1 each.
+
+        Of a worker that takes steps of its own, those of its share.
+        """
+        counts = self.attempt.counts if self.worker_counts is None else self.worker_counts
+        return counts.clamp(min=1)
 
     @property
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Tensors of each micro-batch on the device; `accelerator.accumulate` synchronises at the last one."""
         run, data, is_exact = self.run, self.data, self.run.exact_sum is not None
+        if data.micro_batches_by_worker:
+            yield from self._iterate_workers()
+            return
         device, parts = run.accelerator.device, list(zip(data.micro_batches, data.samples, data.numbers, strict=True))
         for micro_batch, samples, number in accumulate.iterate_micro_batches(run.accelerator, parts, is_exact):
             run.noise.set_samples(samples, device)
             if is_exact:
                 accumulate.seed_noise(run.accelerator, run.recipe.seed, self.index, number or 0)
             yield to_device(micro_batch, device)
+
+    def _iterate_workers(self) -> Iterator[MicroBatch]:
+        """Iterate over the micro-batches of the workers that this process computes, one worker after the other.
+
+        Where workers take steps of their own, `accelerator.accumulate` synchronises at the last micro-batch of each, so that a
+        script clips and steps for each; after the last one the workers exchange their parameters if it is time.
+        """
+        run, data, exchange = self.run, self.data, self.run.exchange
+        device, accelerator = run.accelerator.device, run.accelerator
+        parts = zip(data.micro_batches, data.samples, strict=True)
+        turns = [list(itertools.islice(parts, number)) for number in data.micro_batches_by_worker]
+        whole = list(itertools.chain(*turns))
+        stream = None if run.is_local else accumulate.iterate_micro_batches(accelerator, whole)
+        first = 0
+        for place, (worker, turn) in enumerate(zip(exchange.own, turns, strict=True)):
+            exchange.begin_worker(worker)
+            accumulate.seed_noise(accelerator, run.recipe.seed, self.index, process_index=worker)
+            if run.is_local:
+                self.worker_counts = data.micro_batch_counts[first : first + len(turn)].sum(0).to(device)
+                first += len(turn)
+                stream = accumulate.iterate_micro_batches(accelerator, turn)
+            for micro_batch, samples in itertools.islice(stream, len(turn)):
+                run.noise.set_samples(samples, device)
+                yield to_device(micro_batch, device)
+            if place + 1 < len(turns):
+                exchange.end_worker()
+        if run.is_local and exchange.is_exchange(self.index, run.num_steps):
+            self.attempt.confirm_gradient()
+            exchange.exchange()
 
     def find_statistics(self, whole_step: batch_norm.WholeStep) -> None:
         """Find the statistics of batch normalisation over the whole step, in passes over its micro-batches.
@@ -703,6 +809,11 @@ class Step:
                 "reproducible is given, but the loss was multiplied by other factors than step.loss_scale: write "
                 "accelerator.backward(loss * step.loss_scale)"
             )
+        if run.is_local:
+            self.grad_norms.append(accumulate.clip(run.accelerator, run.optimizer, run.parameters, max_norm))
+            run.recovery.skip_update_if_not_finite(self.grad_norms[-1])
+            self.grad_norm = torch.stack(self.grad_norms).square().sum().sqrt()
+            return
         scaler = run.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and self.data.is_measured else 1.0
         if self.data.is_measured and run.term_meter is not None:
