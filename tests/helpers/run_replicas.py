@@ -230,7 +230,9 @@ def main(folder: str, program: str, argv: str) -> None:
     scene.wait_until(lambda: Path(f"/proc/{second}/stat").read_text().split()[2] == "T", 60, "stop in step 14")
     scene.kill_lighthouse()
     scene.send(2, signal.SIGCONT)
-    scene.wait_until(lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death")
+    scene.wait_until(
+        lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death"
+    )
     scene.start_lighthouse()
     codes = scene.finish()
     if any(codes.values()):
