@@ -26,9 +26,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
+import torch
 from blank import draw_nothing
 from common import ROOT, TINIES, fresh_accelerator, launch_environment, load_script, tiny_argv, write_corpus
-from forked import Server
+from forked import AUDITED, Server
 
 from samestep import interrupt
 from samestep.models import cpu_matmul as products
@@ -40,6 +41,9 @@ pytest.register_assert_rewrite("compare")
 collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, which importing would run
 
 
+FORKS = pytest.StashKey[Server]()
+FORK_SERVER = os.environ.setdefault("TESTS_FORK_SERVER", f"{_HOME.name}/forks")
+"""Address of the fork server: the first process's, which workers of pytest-xdist inherit."""
 TOOLS = {"hypothesis", "lightning", "psutil", "sentence_transformers", "tensorboard", "trl"}
 MISSING = sorted(name for name in TOOLS.union(*EXTRAS.values()) if find_spec(name) is None)
 """What a bare installation (`pip install . pytest`) lacks: tests that need it are skipped there."""
@@ -146,18 +150,42 @@ def train(scripts, corpus, tmp_path):
     return run
 
 
-@pytest.fixture(scope="session")
-def server():
-    """Start a server that records programs as the audit does, without the wait for their imports."""
-    with Server() as started:
-        yield started
+def connect(config: pytest.Config) -> Server:
+    """Connect to the fork server of all workers; the first one starts it, and nobody waits for its imports yet."""
+    if FORKS not in config.stash:
+        forks = Server("run_layouts", libraries=("stepaudit.program", *AUDITED, "torch._dynamo"), address=FORK_SERVER)
+        config.stash[FORKS] = forks.__enter__()
+        config.add_cleanup(lambda: forks.__exit__())
+    return config.stash[FORKS]
+
+
+def pytest_collection_finish(session):
+    if any({"server", "trainings"} & set(getattr(item, "fixturenames", ())) for item in session.items):
+        connect(session.config)
 
 
 @pytest.fixture(scope="session")
-def trainings():
-    """Start a server of trainings on several processes: imports are waited for once, and not in every launch."""
-    with Server("run_layouts", libraries=(), is_cpu=False) as server:
-        yield server
+def server(pytestconfig):
+    """Give a server that records programs as the audit does, without the wait for their imports."""
+    return connect(pytestconfig).beside("stepaudit.program", is_cpu=True)
+
+
+@pytest.fixture(scope="session")
+def trainings(pytestconfig):
+    """Give a server of trainings on several processes: imports are waited for once, and not in every launch."""
+    return connect(pytestconfig).beside("run_layouts", is_cpu=False)
+
+
+@pytest.fixture(scope="session")
+def run_processes(trainings, tmp_path_factory):
+    """Run `main` of a module of helpers/ on N processes over gloo: run_processes("run_x", 2) -> what each left in RANK.pt."""
+
+    def run(module: str, num_processes: int) -> list:
+        folder = tmp_path_factory.mktemp(module)
+        trainings.run([str(folder)], num_processes, timeout=100, module=module)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
+
+    return run
 
 
 @pytest.fixture

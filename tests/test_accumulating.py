@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from common import run_processes
 from run_accumulating import OPTIMIZERS, STEPS, build, groups, micro_batch_losses, peak_bytes
 from torch import nn
 
@@ -120,9 +119,9 @@ def test_of_one_micro_batch_it_is_torchs_adamw(name):
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def processes(request, tmp_path_factory):
+def processes(request, run_processes):
     """Run the processes of `run_accumulating.py`; the results of each."""
-    return run_processes("run_accumulating.py", request.param, tmp_path_factory.mktemp("processes"))
+    return run_processes("run_accumulating", request.param)
 
 
 @pytest.mark.distributed

@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import run_processes
 from run_batch_norm import (
     CANONICAL,
     LAYER_SIZES,
@@ -61,9 +60,9 @@ def assert_same_state(ours: dict[str, torch.Tensor], true: dict[str, torch.Tenso
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def processes(request, tmp_path_factory):
+def processes(request, run_processes):
     """Run the processes of `run_batch_norm.py`; the results of each."""
-    return run_processes("run_batch_norm.py", request.param, tmp_path_factory.mktemp("processes"))
+    return run_processes("run_batch_norm", request.param)
 
 
 def test_on_one_process_it_is_batch_norm_bit_for_bit():

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from common import fresh_accelerator
-from forked import Server
 from run_own_loop import POINTS, Stream, squares, stack
 from small_models import tiny_tokenizer
 from torch import nn
@@ -36,13 +35,12 @@ def build(accelerator):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_steps_are_the_same_on_any_number_of_processes(tmp_path):
+def test_steps_are_the_same_on_any_number_of_processes(server, tmp_path):
     results = {}
-    with Server("run_own_loop") as server:
-        for size in (1, 2, 3):
-            (folder := tmp_path / str(size)).mkdir()
-            server.run([str(folder)], size)
-            results[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    for size in (1, 2, 3):
+        (folder := tmp_path / str(size)).mkdir()
+        server.run([str(folder)], size, module="run_own_loop")
+        results[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     (alone,) = results[1]
     for size in (2, 3):
         for process in results[size]:

@@ -3,7 +3,6 @@
 import pytest
 from common import ROOT
 from corpus import variation
-from forked import Server
 from own_loops import page
 
 from stepaudit.causes import HARMLESS
@@ -25,12 +24,6 @@ FAULTS = {
 EXACT_STEPS = {(15, 1, 1): [(4, 1, 1), (1, 1, 1), (8, 1, 2), (3, 1, 2), (5, 1, 3), (2, 1, 3)]}
 WINDOWS = {(15, 1, 1): [(5, 3, 1), (1, 15, 1), (5, 1, 3), (1, 5, 3)], (14, 1, 1): [(7, 1, 2), (1, 7, 2)]}
 """Layouts b x k x N by the one that they are compared with: 77 samples leave a step of 2 or 7, in which a process is idle."""
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Server() as started:
-        yield started
 
 
 @pytest.mark.parametrize("name", FAULTS)

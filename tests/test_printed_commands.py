@@ -27,7 +27,6 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
-from forked import Server
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
 
@@ -183,13 +182,6 @@ def checkout(files, tmp_path, monkeypatch) -> Path:
         (folder / path.name).symlink_to(path)
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def recorder():
-    """Start a server that records programs for audits, with what optimizers import when they are made."""
-    with Server(libraries=("torch._dynamo",)) as server:
-        yield server
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -362,7 +354,7 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_works(command, checkout, monkeypatch, capsys, request):
     is_audit = {"audit-script", "stepaudit"} & set(command.words)
-    check(command, monkeypatch, capsys, request.getfixturevalue("recorder") if is_audit else None)
+    check(command, monkeypatch, capsys, request.getfixturevalue("server") if is_audit else None)
 
 
 def test_nothing_escapes(tmp_path, checkout, monkeypatch, capsys):

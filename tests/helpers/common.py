@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_multi_gpu_env
-from forked import CRASHES
 
 from samestep.recipe.recipe import TASKS, catalog_names, load
 
@@ -177,29 +175,3 @@ def samples_of_steps(output_dir: Path) -> dict[int, list[tuple[int, int]]]:
     for line in map(json.loads, (output_dir / "samples.jsonl").read_text().splitlines()):
         steps.setdefault(line["step"], []).extend(zip(line["epochs"], line["samples"], strict=True))
     return {step: sorted(samples) for step, samples in steps.items()}
-
-
-def run_processes(program: str, num_processes: int, folder: Path) -> list:
-    """Run a program of this folder on N processes, called with rank, N and `folder`; return what each left in RANK.pt.
-
-    A run that ends by one of `forked.CRASHES` is done again once.
-    """
-    import torch  # here: launched programs set their environment first
-
-    command = [sys.executable, str(Path(__file__).with_name(program))]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    for attempt in range(2):
-        results = folder / f"attempt-{attempt}"  # of its own, for processes meet there
-        results.mkdir()
-        words = [[*command, str(rank), str(num_processes), str(results)] for rank in range(num_processes)]
-        running = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True, env=env) for each in words]
-        try:
-            errors = [process.communicate(timeout=100)[1] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        codes = {process.returncode for process in running}
-        if attempt or not codes & CRASHES:
-            break
-    assert codes == {0}, "\n".join(errors)[-3000:]
-    return [torch.load(results / f"{rank}.pt") for rank in range(num_processes)]

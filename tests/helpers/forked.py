@@ -1,15 +1,17 @@
 """Runs many programs without the wait for imports: forked from a process that has imported all and computed nothing.
 
 `Server` is the caller's end: it runs `main` of a module, by default the audit's, which records as `stepaudit.script.record`
-does. Run as a program, this file is the other end.
+does. Run as a program, this file is the other end, which several callers may share.
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -26,6 +28,8 @@ CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
 AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
 """Libraries that programs of audited/ import."""
+NO_GPU = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+FIRST_CALL = 60  # seconds after which a server ends to which nobody has connected
 
 
 class Server:
@@ -35,35 +39,36 @@ class Server:
         module: module whose `main(folder, *words)` each process calls, and which ends it.
         libraries: what else to import before any process is forked.
         is_cpu: whether Accelerate is told that there is no GPU; launch files tell it in `run`'s environment.
+        address: socket of a process that is shared by all that name it, started by the first of them; what it has imported is
+            what that one named. None: a process of its own.
     """
 
-    def __init__(self, module: str = "stepaudit.program", libraries: tuple[str, ...] = AUDITED, is_cpu: bool = True):
-        self.module, self.libraries, self.is_cpu = module, libraries, is_cpu
+    def __init__(
+        self,
+        module: str = "stepaudit.program",
+        libraries: tuple[str, ...] = AUDITED,
+        is_cpu: bool = True,
+        address: str | None = None,
+    ):
+        self.module, self.libraries, self.is_cpu, self.address = module, libraries, is_cpu, address
 
     def __enter__(self) -> "Server":
-        audited = ROOT / "tests" / "audited"
-        environment = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(audited)]),
-            "PYTHONWARNINGS": "ignore",
-        }
-        if self.is_cpu:
-            environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, self.module, *self.libraries],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self.folder = None if self.address else tempfile.TemporaryDirectory(prefix="fork-server-")
+        self.socket = _connect(self.address or f"{self.folder.name}/socket", [self.module, *self.libraries])
+        self.answers = self.socket.makefile()
         return self
 
     def __exit__(self, *_) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+        self.answers.close()
+        self.socket.close()
+        if self.folder:
+            self.folder.cleanup()
+
+    def beside(self, module: str, is_cpu: bool) -> "Server":
+        """Make a server of another module through the same connection, to be closed by this one."""
+        other = Server(module, self.libraries, is_cpu, self.address)
+        other.socket, other.answers = self.socket, self.answers
+        return other
 
     def record(
         self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT, mode: str = ""
@@ -98,7 +103,8 @@ class Server:
             module: whose `main` is called, if not the server's.
             can_repeat: whether a run that crashed can be done again, whatever it left.
         """
-        request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment or {}}
+        environment = (NO_GPU if self.is_cpu else {}) | (environment or {})
+        request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment}
         request["module"] = module or self.module
         codes = self._ask(request)
         if can_repeat and num_processes > 1 and CRASHES & set(codes):
@@ -111,26 +117,82 @@ class Server:
             )
 
     def _ask(self, request: dict) -> list[int]:
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        if not (answer := self.process.stdout.readline()):
+        self.socket.sendall(f"{json.dumps(request)}\n".encode())
+        if not (answer := self.answers.readline()):
             raise RuntimeError("the fork server has ended")
         return json.loads(answer)
+
+
+def _connect(address: str, modules: list[str]) -> socket.socket:
+    """Connect to the server at an address; start it, if there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    with open(f"{address}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            connection.connect(address)
+            return connection
+        _start(address, modules)
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                connection.connect(address)
+                return connection
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(TICK)
+
+
+def _start(address: str, modules: list[str]) -> None:
+    home = Path(address).with_name("home")  # outlives that of the caller, who may end before others
+    environment = os.environ | {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "audited")]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    subprocess.Popen([sys.executable, __file__, address, *modules], stdin=subprocess.DEVNULL, env=environment)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The other end
 
 
-def serve(module: str, *libraries: str) -> None:
-    for library in libraries:
-        importlib.import_module(library)
-    importlib.import_module(module)
+def serve(address: str, *modules: str) -> None:
+    """Serve each caller in a process of its own, which is forked when it connects; end when none is left."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    os.dup2(2, 1)
+    for module in modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the recorder looks for modules and optimizers among all objects
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in iter(sys.stdin.readline, ""):
-        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
+    pids: set[int] = set()
+    while True:
+        if select.select([listener], [], [], 1 if pids else FIRST_CALL)[0]:
+            connection = listener.accept()[0]
+            if not (pid := os.fork()):
+                listener.close()
+                _answer(connection)
+                os._exit(0)
+            connection.close()
+            pids.add(pid)
+        while pids and (ended := os.waitpid(-1, os.WNOHANG)[0]):
+            pids.remove(ended)
+        if not pids:
+            return
+
+
+def _answer(connection: socket.socket) -> None:
+    with connection, connection.makefile() as requests:
+        for line in requests:
+            connection.sendall(f"{json.dumps(_run(**json.loads(line)))}\n".encode())
 
 
 def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:

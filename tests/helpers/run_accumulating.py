@@ -1,8 +1,8 @@
-"""Optimizers that accumulate, on one of several processes over gloo: run as a program; the micro-batches that all of them
-share."""
+"""Optimizers that accumulate, on one of several processes over gloo, which forked.Server starts; the micro-batches that
+all of them share."""
 
 import contextlib
-import sys
+import os
 from pathlib import Path
 
 import torch
@@ -57,8 +57,9 @@ def micro_batch_losses(network: nn.Module, step: int):
         yield size, lambda x=x: network(x).square().sum() / sum(sizes)
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+def main(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
     folding.BUCKET = 1000  # so that there are several
     sizes, results = MICRO_BATCHES[size][rank], {}
     for name, make in OPTIMIZERS.items():
@@ -84,8 +85,9 @@ def main(rank: int, size: int, folder: Path) -> None:
             "buckets": len(optimizer._buckets),
         }
     results["bytes"] = peak_bytes(size, is_traced=rank == 0)
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    os._exit(0)
 
 
 def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
@@ -107,7 +109,3 @@ def peak_bytes(num_processes: int, is_traced: bool = True) -> tuple[int, int]:
             optimizer.step()
             peak = tracer.peak() if is_traced else 0
     return sum(parameter.nbytes for parameter in network.parameters()), peak
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
