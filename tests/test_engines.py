@@ -111,15 +111,23 @@ def test_the_driver_of_ray(capsys):
     assert {k.arg: ast.literal_eval(k.value) for k in scaling.keywords} == {"num_workers": (1, 24), "use_gpu": True}
 
 
-def test_the_environment_is_that_of_the_launch_file():
+@pytest.mark.parametrize("hardware", ["8x3090", "2x8x3090"])
+def test_the_environment_is_that_of_the_launch_file(hardware):
     """Engines that start the script by themselves tell it what `accelerate launch` would, weights that are sharded included."""
     workload = from_recipe(load("gpt2_xl_8xa100"), source="gpt2_xl_8xa100")
-    placement = place(workload, parse("8x3090"))
+    placement = place(workload, parse(hardware))
     assert placement.sharded
-    variables = engines._list_environment(placement)
+    variables, has_copies = engines._list_environment(placement), placement.num_shards is not None
+    assert has_copies == (hardware == "2x8x3090")
     assert variables.keys() == {
         *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_AUTO_WRAP_POLICY"),
         *("FSDP_RESHARD_AFTER_FORWARD", "FSDP_CPU_RAM_EFFICIENT_LOADING"),
+        *(
+            "ACCELERATE_USE_PARALLELISM_CONFIG",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        )
+        * has_copies,
     }
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(placement.config())
