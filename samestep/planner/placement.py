@@ -314,7 +314,7 @@ def place(
         largest = _find_largest(lambda b: any(fits(b, *options) for options in candidates), share)
         raise UsageError(f"{problem}. Leave --per_device_train_batch_size out, or set it to {largest} or less")
 
-    def find_fastest(*options: Any) -> tuple[Layout, Memory, StepTime, tuple, float]:
+    def find_fastest(*options: Any) -> tuple[Layout, Memory, StepTime, tuple[Any, ...], float]:
         """Find the largest micro-batch, with activations computed again where that saves time; what it saves."""
         b, recomputed = min_batch, (True, *options[1:])
         if is_free:
@@ -339,16 +339,16 @@ def place(
         "gradient checkpointing": options[0] > gradient_checkpointing,
         "sharded weights (FSDP2)": options[1] > sharded,
     }
-    layout, memory, time, options, gained = find_fastest(*options, None)
-    whole, saved = try_batch(share, *options)[1], 0.0
+    layout, memory, time, chosen, gained = find_fastest(*options, None)
+    whole, saved = try_batch(share, *chosen)[1], 0.0
     if options[1] and 1 < hardware.num_devices < num_processes:
         groups = [(recomputed, True, hardware.num_devices) for recomputed, is_sharded in candidates if is_sharded]
         if fitting := next((group for group in groups if fits(min_batch, *group)), None):
             found = find_fastest(*fitting)
             if found[2].total < (1 - WORTH) * time.total:
                 saved = 1 - found[2].total / time.total
-                layout, memory, time, options, gained = found
-    checkpointing, is_sharded, num_shards = options
+                layout, memory, time, chosen, gained = found
+    checkpointing, is_sharded, num_shards = chosen
     strategy, reason = _choose_strategy(layout, whole, hardware)
     if gained:
         reason += f"; gradient checkpointing allows micro-batches large enough to save {gained:.0%} of the time"
