@@ -65,8 +65,7 @@ def train_seconds(folder: Path) -> float:
     """Sum the seconds of a run's steps; those that a stop interrupted count as the mean of the others."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if "loss" in line]
-    longest = 10 * statistics.median(seconds)
-    return len(seconds) * statistics.mean(second for second in seconds if second < longest)
+    return len(seconds) * harness.mean_step_seconds(seconds)
 
 
 def last_loss(folder: Path) -> float:
