@@ -91,7 +91,7 @@ def measure(program: str, precision: str, work: Path) -> list[dict]:
     if refused := re.search(rf"^kernels: not {other}: (.*)$", printed, re.MULTILINE):
         runs["other"] = None, f"{other}: refused, {refused[1]}"
     else:
-        force(work / "cache" / "accelerate-recipes" / "capacity.json", other, batch // 8)
+        force(work / "cache" / "samestep" / "capacity.json", other, batch // 8)
         losses, printed = run(program, precision, "--speed auto", work)
         runs["other"] = losses, choice(printed)
     rows = []

@@ -291,11 +291,10 @@ def overhead(work: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = harness.flags("fault_tolerance", __doc__, rounds=7, only=("chaos", "overhead"))
+    parser = harness.flags("fault_tolerance", __doc__, rounds=7, only=("chaos", "overhead"), work=True)
     parser.add_argument("--runs", type=harness.positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="forget the results so far")
-    parser.add_argument("--work", type=Path, help="an empty folder, to keep what the runs leave; none: a temporary one")
     arguments = parser.parse_args()
     load_scripts()
     file = arguments.output.with_suffix(".json")
@@ -312,10 +311,7 @@ def main() -> int:
         if arguments.output == harness.RESULTS / "fault_tolerance":
             harness.write_part(ROOT / "docs" / "fault-tolerance.md", "fault-tolerance", part(results))
 
-    with contextlib.ExitStack() as stack:
-        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.mkdir(parents=True, exist_ok=True)
-        work = work.resolve()
+    with harness.open_work_folder(arguments.work) as work:
         if "chaos" in arguments.only:
             chaos(work, arguments.runs, arguments.seed, results["runs"], write)
         if "overhead" in arguments.only:

@@ -14,8 +14,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def flags(
     only: Iterable[str] | None = None,
     precisions: bool = False,
     threads: bool = False,
+    work: bool = False,
 ) -> argparse.ArgumentParser:
     """Make a parser with --output and the usual flags that a benchmark has.
 
@@ -58,6 +60,7 @@ def flags(
         only: what --only can choose from; None: it has none. The default is all.
         precisions: whether it has --precisions.
         threads: whether it has --threads; the default is torch's.
+        work: whether it has --work, for `open_work_folder`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS / name, help="results, without a suffix")
@@ -70,11 +73,22 @@ def flags(
         parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     if precisions:
         parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    if work:
+        parser.add_argument("--work", type=Path, help="an empty folder, to keep what runs leave; none: a temporary one")
     if threads:
         import torch
 
         parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of every program")
     return parser
+
+
+@contextlib.contextmanager
+def open_work_folder(folder: Path | None) -> Iterator[Path]:
+    """Make the folder of --work, or a temporary one; give its absolute path."""
+    with contextlib.ExitStack() as stack:
+        path = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        path.mkdir(parents=True, exist_ok=True)
+        yield path.resolve()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,6 +100,12 @@ def seconds(call: Callable[[], object]) -> float:
     start = clock()
     call()
     return clock() - start
+
+
+def mean_step_seconds(seconds: Sequence[float]) -> float:
+    """Compute the mean seconds of a step, without steps that a stop interrupted."""
+    longest = 10 * statistics.median(seconds)
+    return statistics.mean(second for second in seconds if second < longest)
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
@@ -185,8 +205,7 @@ def train_seconds(folder: Path) -> float:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     seconds = [line["seconds"] for line in steps if "grad_signal" not in line]
-    longest = 10 * statistics.median(seconds)
-    return len(steps) * statistics.mean(second for second in seconds if second < longest)
+    return len(steps) * mean_step_seconds(seconds)
 
 
 def running_time(turns: list[tuple[float, float]], moment: float) -> float:

@@ -32,7 +32,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -385,15 +384,11 @@ def run_once(work: Path, number: int, kind: str, mode: str, corpus: Path, refere
 
 
 def main() -> int:
-    parser = harness.flags("machines", __doc__, only=KINDS)
+    parser = harness.flags("machines", __doc__, only=KINDS, work=True)
     parser.add_argument("--runs", type=harness.positive, default=24, help="in turns over the kinds [24]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="an empty folder, to keep what the runs leave; none: a temporary one")
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.mkdir(parents=True, exist_ok=True)
-        work = work.resolve()
+    with harness.open_work_folder(arguments.work) as work:
         os.environ["HF_HOME"] = str(work / "cache")
         corpus = write_corpus(work)
         references = {mode: make_reference(work / mode, corpus, flags) for mode, flags in MODES.items()}

@@ -23,7 +23,6 @@ import random
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -459,19 +458,15 @@ def costs(server: Server, work: Path) -> dict:
 
 
 def main() -> int:
-    parser = harness.flags("reliability", __doc__, threads=True)
+    parser = harness.flags("reliability", __doc__, threads=True, work=True)
     parser.add_argument("--kills", type=harness.positive, default=60)
     parser.add_argument("--damages", type=harness.positive, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="an empty folder, to keep what the runs leave; none: a temporary one")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     begin = harness.clock()
 
-    with contextlib.ExitStack() as stack:
-        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work.mkdir(parents=True, exist_ok=True)
-        work = work.resolve()
+    with harness.open_work_folder(arguments.work) as work:
         with Server(work / "cache") as server:
             server.session("corpus", str(work), log=work / "corpus.log")
             corpus = work / "corpus.jsonl"

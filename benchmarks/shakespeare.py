@@ -75,8 +75,7 @@ def train_seconds(work: Path, name: str) -> float:
         seconds = [float(ms) / 1e3 for number, ms in matches if int(number) % 250]  # the others hold an evaluation
     else:
         seconds = [line["seconds"] for line in read_steps(work, name)]
-    longest = 10 * statistics.median(seconds)
-    return STEPS * statistics.mean(second for second in seconds if second < longest)
+    return STEPS * harness.mean_step_seconds(seconds)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import tables
 import samestep
 import stepaudit
 from samestep import cli
+from samestep._internals.library_output import quiet_libraries
 from samestep.errors import exit_code
 from samestep.planner.hardware import load_device, names_by_memory
 from samestep.recipe.recipe import TASKS, Recipe
@@ -223,6 +224,7 @@ def write(document: str, name: str) -> str:
 
 
 if __name__ == "__main__":
+    quiet_libraries()
     for document, name in PARTS:
         (DOCS.parent / document).write_text(write(document, name), encoding="utf-8")
         print(f"wrote {document}, {name}", file=sys.stderr)

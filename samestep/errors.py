@@ -82,12 +82,18 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def _wait_for_launcher() -> None:
+    """Give the launcher, which ends all processes after one has failed, the time to end this one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step to finish
+    time.sleep(PROCESS_0_SECONDS)
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run a program and return its exit code; write a `UsageError` or `RunError` to stderr, a line for each problem.
 
     Process 0 reports for all. The other processes wait until the launcher ends them, and report only if it does not, because
-    then the mistake is theirs alone (a file that one machine lacks). Torchrun's report of the failure has the lines, too. Where
-    other processes have gone, and the launcher starts all again, none waits.
+    then the mistake is theirs alone (a file that one machine lacks). So they do when process 0 has gone in the middle of a
+    collective. Torchrun's report of the failure has the lines, too. Where the launcher starts all again, none waits.
 
     Args:
         main: the program; it returns its exit code, or None for 0.
@@ -99,9 +105,13 @@ def exit_code(main: Callable[[], int | None]) -> int:
         try:
             code = main() or 0
         except RuntimeError as error:
-            if isinstance(error, RunError) or not (will_be_restarted() and is_lost_connection(error)):
+            if isinstance(error, RunError) or not is_lost_connection(error):
                 raise
-            raise LostProcessError(LOST_PROCESS) from None
+            if will_be_restarted():
+                raise LostProcessError(LOST_PROCESS) from None
+            if "RANK" in os.environ:  # what has ended the other process stands in its own message
+                _wait_for_launcher()
+            raise
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
@@ -119,8 +129,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         problems, code = (error.problems, 2) if isinstance(error, UsageError) else ([str(error)], 1)
         rank = int(os.environ.get("RANK", "0"))
         if rank and not isinstance(error, LostProcessError):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end it: there is no step to finish
-            time.sleep(PROCESS_0_SECONDS)
+            _wait_for_launcher()
         if isinstance(error, RunError):
             print(file=sys.stderr)  # a progress bar may be on the line
         lines = [f"ERROR: {f'process {rank}: ' if rank else ''}{_printable(problem)}" for problem in problems]

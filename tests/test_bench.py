@@ -199,7 +199,11 @@ def test_loaders_are_compared_with_their_models(module, corpus, tmp_path, monkey
 def test_workloads_are_recipes(bench, tmp_path, task):
     """Of every task, and endless."""
     (tmp_path / "resnet18_photographs.yaml").write_text("extends: resnet50_imagenet_4xt4\nnum_labels: 2\n")
-    recipes = [load(str(bench.write_recipe(name, tmp_path) / "recipe.yaml")) for name in bench.WORKLOADS]
+    folders = [
+        bench.harness.write_recipe(tmp_path / name, workload.values | bench.ENDLESS)
+        for name, workload in bench.WORKLOADS.items()
+    ]
+    recipes = [load(str(folder / "recipe.yaml")) for folder in folders]
     task_recipes = [recipe for recipe in recipes if recipe.task == task]
     assert task_recipes
     assert all(recipe.max_train_steps == 10**6 and recipe.num_warmup_steps == 20 for recipe in task_recipes)
@@ -318,7 +322,7 @@ def chat_folder(module, tmp_path, monkeypatch):
     tiny = chats.SHAPE | shape | {"global_batch_size": 4}
     monkeypatch.setitem(chats.WORKLOADS, "tiny", chats.Workload(tiny))
     chats.write_data(tmp_path)
-    return chats.write_recipe("tiny", tmp_path)
+    return chats.harness.write_recipe(tmp_path / "tiny", chats.WORKLOADS["tiny"].values)
 
 
 @pytest.mark.parametrize("num_micro_batches", ["1", "2"])

@@ -92,9 +92,18 @@ def test_who_loses_another_process_ends_at_once(restarted, monkeypatch, capfd, e
 def test_other_errors_are_not_taken_for_that(restarted, monkeypatch):
     with pytest.raises(RuntimeError, match="shapes"):
         exit_code(lambda: (_ for _ in ()).throw(RuntimeError("shapes do not fit")))
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        exit_code(lambda: (_ for _ in ()).throw(RuntimeError(CLOSED)))
+
+
+def test_without_restarts_the_launcher_ends_it_before_there_is_a_traceback(monkeypatch):
+    """A process that only knows that another one is gone leaves the report to that one; without launcher nothing waits."""
+    waits = []
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
+    for is_launched in (False, True):
+        if is_launched:
+            monkeypatch.setenv("RANK", "1")
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            exit_code(lambda: (_ for _ in ()).throw(RuntimeError(CLOSED)))
+        assert waits == [errors.PROCESS_0_SECONDS] * is_launched
 
 
 WORKER = """

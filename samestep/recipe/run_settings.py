@@ -102,7 +102,7 @@ class RunSettings:
         "steps between digests of parameters, moments and gradient; none: no digests", POSITIVE, default=None
     )
     noise_scale_steps: int | None = setting(
-        "steps between measurements of the gradient noise scale, from which `recipes advise` finds the batch; none: it is not "
+        "steps between measurements of the gradient noise scale, from which `samestep advise` finds the batch; none: it is not "
         "measured",
         POSITIVE,
         default=None,

@@ -15,7 +15,7 @@ from huggingface_hub.constants import HF_HOME
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 
-FILE = Path(HF_HOME) / "accelerate-recipes" / "capacity.json"
+FILE = Path(HF_HOME) / "samestep" / "capacity.json"
 
 
 @dataclasses.dataclass

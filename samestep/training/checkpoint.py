@@ -562,7 +562,7 @@ class Saver:
 
     def _tell(self, step: int, files: dict[str, dict] | str) -> None:
         store = torch_distributed.default_store()
-        store.set(f"recipes/saved/{step}/{self.accelerator.process_index}", json.dumps(files))
+        store.set(f"samestep/saved/{step}/{self.accelerator.process_index}", json.dumps(files))
 
     def _collect_files(self, step: int) -> dict[str, dict]:
         """Collect sizes and hashes of the files that the other processes wrote."""
@@ -571,7 +571,7 @@ class Saver:
             return files
         store, deadline = torch_distributed.default_store(), time.monotonic() + self.settings.ddp_timeout
         for rank in range(1, self._num_owners):
-            key = f"recipes/saved/{step}/{rank}"
+            key = f"samestep/saved/{step}/{rank}"
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise OSError(f"process {rank} has not written its part for {self.settings.ddp_timeout:.0f} s")

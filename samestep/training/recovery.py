@@ -348,7 +348,7 @@ class Attempt:
     def _describe_missing_processes(self) -> str:
         """Say which processes do not answer: every process that waits writes so into the common store, the others do not."""
         rank, size = self.recovery.accelerator.process_index, self.recovery.accelerator.num_processes
-        store, key = torch_distributed.default_store(), f"recipes/waiting/{self.data.step}/"
+        store, key = torch_distributed.default_store(), f"samestep/waiting/{self.data.step}/"
         try:
             store.set(f"{key}{rank}", "")
             time.sleep(SECONDS_TO_REPORT)
