@@ -62,6 +62,7 @@ def test_a_rule_that_is_broken_is_named(text, rule):
         ("gpt2_small_cpu", {"batch_schedule": "4, 16 at 0.5", "lr_scaling_rule": "none"}, "batch_schedule"),
         ("gpt2_small_cpu", {"accumulation": "optimizer", "second_moment": "unbiased"}, "accumulation is optimizer"),
         ("resnet_digits_cpu", {"normalization": "batch"}, "normalization is batch"),
+        ("gpt_modern_small_cpu", {"optimizer": "muon"}, "optimizer is muon"),
     ],
 )
 def test_fields_that_exclude_it(name, changes, field):
@@ -307,3 +308,16 @@ def test_what_excludes_gradients_in_16_bits(flags, field):
     with pytest.raises(UsageError, match=f"{field} is .*reduce_dtype is '?bf16|reduce_dtype is bf16.*{field} is"):
         run_settings.parse(argv, "gpt2_pretraining", "")
     assert "reduce_dtype is bf16" in str(find_refusal(is_sharded=True, reduce_dtype="bf16"))
+
+
+def test_a_longer_training_has_another_last_exchange(train, tmp_path):
+    """After 3 steps, which a training of 6 steps in rounds of 2 has not."""
+    argv = "--global_batch_size 4 --dtype float64 --lr_scheduler_type constant"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({"extends": "gpt2_small_cpu", "communication": KINDS["local_sgd"]}), encoding="utf-8")
+    argv += f" --recipe {file}"
+    short = train("short", f"{argv} --max_train_steps 3", program="pretrain_gpt2")
+    with pytest.raises(UsageError, match="workers exchanged their parameters"):
+        train(
+            "no", f"{argv} --max_train_steps 6 --resume_from_checkpoint {short}/checkpoint-3", program="pretrain_gpt2"
+        )

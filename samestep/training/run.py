@@ -215,7 +215,7 @@ class Run:
         if found is not None and found.is_local and done == num_steps != self.num_steps and done % found.num_steps:
             raise UsageError(
                 f"checkpoint {self.checkpoint} is the end of a training of {num_steps} steps, at which workers exchanged their "
-                f"parameters, but in a training of {self.num_steps} steps they do so every {found.num_steps} steps: resume from "
+                f"parameters, but one of {self.num_steps} steps has no exchange there: resume from "
                 "an earlier one"
             )
         pairs = (order.spans.find, self.order.spans.find), (schedule, self.schedule)
