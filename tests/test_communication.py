@@ -253,22 +253,20 @@ SHORT = "--global_batch_size 7 --max_train_steps 4 --dtype float64 --per_device_
 # Program -> flags
 OTHERS = {
     "pretrain_bert": "--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1",
-    "finetune_classifier": "--hidden_dropout_prob 0.1 --layerwise_lr_decay 0.8",
     "finetune_causal_lm": "--lora_rank 2 --lora_alpha 4",
     "train_image_classifier": "--normalization group",
-    "train_captcha": "--normalization group",
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_other_programs(train, train_on, tmp_path):
-    """Two loss terms, adapters, SGD, channels last: 3 workers on 1 process and on 2."""
+    """Two loss terms, adapters, SGD and channels last: 3 workers on 1 process and on 2."""
     alone, runs = {}, {}
     for program, more in OTHERS.items():
         name = TINIES[program][1]
         file = tmp_path / f"{program}.yaml"
-        kind = KINDS["diloco" if program != "train_captcha" else "top_k"].replace("4 workers", "3 workers")
+        kind = KINDS["top_k" if program == "finetune_causal_lm" else "diloco"].replace("4 workers", "3 workers")
         file.write_text(json.dumps({"extends": name, "communication": kind}), encoding="utf-8")
         flags = f" --recipe {file} {SHORT} {more}"
         alone[program] = train(program, flags, program=program)
