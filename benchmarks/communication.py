@@ -17,6 +17,7 @@ What these compute is the same on any number of processes (tests/test_communicat
 A run that is finished is not done again: WORK/WAY-SEED holds it. Remove the folder to measure anew.
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -103,7 +104,7 @@ def trace(file: Path, script: str, argv: list[str]) -> None:
         """Adds up the bytes of the tensors that operations of `c10d` send."""
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.namespace in ("c10d", "_c10d_functional"):
+            if function.namespace == "c10d":
                 name = function._schema.name.partition("::")[2]
                 # Gathering operations have their outputs first
                 inputs = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
@@ -117,12 +118,11 @@ def trace(file: Path, script: str, argv: list[str]) -> None:
     steps = Run.steps
 
     def record(run: Run, train: Any) -> Iterator[Any]:
-        """Iterate over the steps, and record the second half of them."""
-        for step in steps(run, train):
-            if step.index < TRACED // 2:
-                yield step
-                continue
-            with Recorder():
+        """Iterate over the steps, and record the second half of them, and what is logged between them."""
+        with contextlib.ExitStack() as stack:
+            for step in steps(run, train):
+                if step.index == TRACED // 2:
+                    stack.enter_context(Recorder())
                 yield step
 
     Run.steps, Run.evaluate = record, lambda *_: None

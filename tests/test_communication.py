@@ -62,6 +62,7 @@ def test_a_rule_that_is_broken_is_named(text, rule):
         ("gpt2_small_cpu", {"batch_schedule": "4, 16 at 0.5", "lr_scaling_rule": "none"}, "batch_schedule"),
         ("gpt2_small_cpu", {"accumulation": "optimizer", "second_moment": "unbiased"}, "accumulation is optimizer"),
         ("resnet_digits_cpu", {"normalization": "batch"}, "normalization is batch"),
+        ("gpt_modern_small_cpu", {"optimizer": "muon"}, "optimizer is muon"),
     ],
 )
 def test_fields_that_exclude_it(name, changes, field):
@@ -252,22 +253,20 @@ SHORT = "--global_batch_size 7 --max_train_steps 4 --dtype float64 --per_device_
 # Program -> flags
 OTHERS = {
     "pretrain_bert": "--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1",
-    "finetune_classifier": "--hidden_dropout_prob 0.1 --layerwise_lr_decay 0.8",
     "finetune_causal_lm": "--lora_rank 2 --lora_alpha 4",
     "train_image_classifier": "--normalization group",
-    "train_captcha": "--normalization group",
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_other_programs(train, train_on, tmp_path):
-    """Two loss terms, adapters, SGD, channels last: 3 workers on 1 process and on 2."""
+    """Two loss terms, adapters, SGD and channels last: 3 workers on 1 process and on 2."""
     alone, runs = {}, {}
     for program, more in OTHERS.items():
         name = TINIES[program][1]
         file = tmp_path / f"{program}.yaml"
-        kind = KINDS["diloco" if program != "train_captcha" else "top_k"].replace("4 workers", "3 workers")
+        kind = KINDS["top_k" if program == "finetune_causal_lm" else "diloco"].replace("4 workers", "3 workers")
         file.write_text(json.dumps({"extends": name, "communication": kind}), encoding="utf-8")
         flags = f" --recipe {file} {SHORT} {more}"
         alone[program] = train(program, flags, program=program)
@@ -307,3 +306,16 @@ def test_what_excludes_gradients_in_16_bits(flags, field):
     with pytest.raises(UsageError, match=f"{field} is .*reduce_dtype is '?bf16|reduce_dtype is bf16.*{field} is"):
         run_settings.parse(argv, "gpt2_pretraining", "")
     assert "reduce_dtype is bf16" in str(find_refusal(is_sharded=True, reduce_dtype="bf16"))
+
+
+def test_a_longer_training_has_another_last_exchange(train, tmp_path):
+    """After 3 steps, which a training of 6 steps in rounds of 2 has not."""
+    argv = "--global_batch_size 4 --dtype float64 --lr_scheduler_type constant"
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({"extends": "gpt2_small_cpu", "communication": KINDS["local_sgd"]}), encoding="utf-8")
+    argv += f" --recipe {file}"
+    short = train("short", f"{argv} --max_train_steps 3", program="pretrain_gpt2")
+    with pytest.raises(UsageError, match="workers exchanged their parameters"):
+        train(
+            "no", f"{argv} --max_train_steps 6 --resume_from_checkpoint {short}/checkpoint-3", program="pretrain_gpt2"
+        )

@@ -115,6 +115,31 @@ def test_the_grid_of_chat_models_is_whole_and_holds(programs):
     assert [name for _, name in grid.find_breaks(wrong)] == ["gradient", "parameters"]
 
 
+def test_a_page_of_less_communication():
+    """The bytes are over those of the exact step, flags apart; a way costs loss if all seeds say so."""
+    communication = load_benchmark("communication")
+    sent = {
+        "exact": {"allreduce_ float32": 800.0, "control": 5.0},
+        "top_k": {"allgather_ float32": 4.0, "allgather_ int32": 4.0},
+    }
+    losses = {"exact": [5.0, 5.2, 5.1], "top_k": [5.1, 5.3, 5.21]}
+    results = {"steps": 60, "bytes": sent, "losses": losses, "about": {"command": "make some"}}
+    lines = communication.markdown(results).splitlines()
+    assert "| the exact step |  | 800 | 1.0 | 5 | 5.1000 (5.0000 to 5.2000) | +0.0000 |  |" in lines
+    assert [cell.strip() for cell in lines[-1].split("|")][3:8] == [
+        "8",
+        "100.0",
+        "0",
+        "5.2100 (5.1000 to 5.3000)",
+        "+0.1033",
+    ]
+    assert lines[-1].endswith("| yes |")
+    assert {communication.make_recipe(way, 60).communication for way in communication.WAYS} >= {
+        None,
+        "top_k 0.01 of 4 workers",
+    }
+
+
 def test_turns_rotate_and_warm_up_is_not_listed():
     order, numbers = [], iter(range(100))
     calls = {name: lambda name=name: order.append(name) or next(numbers) for name in "abc"}

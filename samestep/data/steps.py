@@ -150,7 +150,8 @@ class Steps(Dataset):
         epochs, ids, samples, lengths = self._draw(step)
         parts, numbers_of_all = self._partition(step, lengths)
         own = self.workers or [self.process_index]
-        places, numbers = ([item for part in own for item in group[part]] for group in (parts, numbers_of_all))
+        places = [micro_batch for part in own for micro_batch in parts[part]]
+        numbers = [number for part in own for number in numbers_of_all[part]]
         if self.same_num_micro_batches:
             num_missing = max(map(len, parts)) - len(places)
             places, numbers = places + [places[0][:0]] * num_missing, numbers + [None] * num_missing

@@ -227,6 +227,11 @@ class Recipe:
                 f"{subject}, but accumulation is optimizer, whose gradients are in the moments before workers exchange them: "
                 "set it to gradient"
             )
+        if found.is_local and self.optimizer_name == "muon":
+            problems.append(
+                f"{subject}, but optimizer is muon, whose matrices are shared out over processes, so that all take a step "
+                "together: set it to adamw"
+            )
         if getattr(self, "normalization", None) == "batch":
             problems.append(
                 f"{subject}, but normalization is batch, whose statistics are of all workers: set it to group or frozen"

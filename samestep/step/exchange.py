@@ -48,6 +48,14 @@ class Exchange:
     def reduce(self) -> None:
         """Make the gradient whole, between the last backward and the optimizer's step. Called by all processes."""
 
+    def is_exchange(self, step: int, num_steps: int) -> bool:
+        """Tell whether workers that take steps of their own exchange parameters after a step (0 is the first) of a training of
+        `num_steps`."""
+        return False
+
+    def exchange(self) -> None:
+        """Exchange parameters: all workers go on from the same ones. Called by all processes."""
+
     def get_state(self) -> dict[str, torch.Tensor]:
         """Gather what a checkpoint lacks on process 0; {} elsewhere. Called by all processes."""
         return {}

@@ -76,12 +76,10 @@ class LocalWorkers(Exchange):
         self.current = worker
 
     def is_exchange(self, step: int, num_steps: int) -> bool:
-        """Tell whether the workers exchange parameters after a step (0 is the first) of a training of `num_steps`."""
         return (step + 1) % self.communication.num_steps == 0 or step + 1 == num_steps
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchange parameters: all workers go on from the same ones. Called by all processes."""
         parameters_of_workers = [self.parameters, *self.held_parameters.values()]
         differences = []
         for place, start in enumerate(self.start):

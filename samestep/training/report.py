@@ -391,14 +391,14 @@ class RunLog:
         sums = [sums.tolist() for _, _, _, sums, _, _ in pending]  # waits for the device
         all_counts = torch.stack([counts for *_, counts, _ in pending]).cpu()
         norms = torch.stack([norm for *_, norm in pending]).double().cpu()
-        own = (all_counts, norms) if self.is_local else None
-        gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times], own)])
+        parts_here = (all_counts, norms) if self.is_local else None
+        gathered = gather_object([(sums, [stragglers.read(*times) for times in pending_times], parts_here)])
         all_sums, all_times, parts_of_processes = zip(*gathered, strict=True)
         if self.is_local:
             all_counts = sum(counts for counts, _ in parts_of_processes)
             squares = zip(*(norms.square().tolist() for _, norms in parts_of_processes), strict=True)
-            squares = [add_exactly(values) / self.exchange.num_workers for values in squares]
-            norms = torch.tensor(squares, dtype=torch.float64).sqrt()
+            means = [add_exactly(values) / self.exchange.num_workers for values in squares]
+            norms = torch.tensor(means, dtype=torch.float64).sqrt()
         totals = [
             [add_exactly(values) for values in zip(*itertools.chain(*parts), strict=True)]
             for parts in zip(*all_sums, strict=True)

@@ -221,8 +221,7 @@ class Run:
         if found is not None and found.is_local and done == num_steps != self.num_steps and done % found.num_steps:
             raise UsageError(
                 f"checkpoint {self.checkpoint} is the end of a training of {num_steps} steps, at which workers exchanged "
-                f"their parameters, but in a training of {self.num_steps} steps they do so every {found.num_steps} steps: "
-                "resume from an earlier one"
+                f"their parameters, but one of {self.num_steps} steps has no exchange there: resume from an earlier one"
             )
         pairs = (order.spans.find, self.order.spans.find), (schedule, self.schedule)
         parting = next((step for step in range(done) if any(a(step) != b(step) for a, b in pairs)), done)
