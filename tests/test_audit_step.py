@@ -502,8 +502,16 @@ def test_a_fault_of_the_model_is_named_inside_a_loop_too(has_loss, samples):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_two_processes(samples):
-    """Send a model, and functions of a module that cannot be imported. Audit loops that wrap the model, and one without."""
+def test_two_processes(samples, server, monkeypatch):
+    """Send a model, and functions of a module that cannot be imported. Audit loops that wrap the model, and one without.
+
+    The processes are forked; those of other tests of this file are launched.
+    """
+
+    def run_forked(command, num_processes, title, timeout):
+        server.run([command[-1], command[-1]], num_processes, timeout, module="run_audit_step")
+
+    monkeypatch.setattr(process_runner, "run", run_forked)
     module = types.ModuleType("cannot_be_imported")
     module.__file__ = "somewhere"
     exec("import torch\ndef loss(model, batch):\n    return inner_loss(model, batch)", module.__dict__)
@@ -548,8 +556,8 @@ def test_processes_that_fail_or_wait(samples, monkeypatch):
             torch.distributed.barrier()
         return loss(model, batch)
 
-    monkeypatch.setattr(process_runner, "TIMEOUT", 8)
-    with pytest.raises(UsageError, match="2 processes took longer than 8 seconds"):
+    monkeypatch.setattr(process_runner, "TIMEOUT", 4)
+    with pytest.raises(UsageError, match="2 processes took longer than 4 seconds"):
         audit_step(Tagger(), samples, collate, waiting_loss, cuts=[Cut(4, num_processes=2)])
 
 

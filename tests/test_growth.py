@@ -49,7 +49,7 @@ def test_where_the_batch_passes_the_critical_size():
 
 
 @given(name=st.sampled_from(PLANNED), device=st.sampled_from(device_names()), up_to=st.integers(1, 300))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_more_devices_compute_no_slower_but_for_waiting(name, device, up_to):
     try:
         rows = grow(from_recipe(load(name)), load_device(device), up_to)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,23 +117,31 @@ def launch_command(name: str) -> dict[str, str]:
     return {"script": script} | dict(zip(words[::2], words[1::2], strict=True))
 
 
-def run(
-    config: Path, tmp_path: Path, flags: Sequence[str] = (), **changes: str | None
-) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Launch PROGRAM; its result and what each of its processes saw. None removes a variable of the environment."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path)} | changes
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *flags, str(program)],
-        env={key: value for key, value in env.items() if value is not None},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return done, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+@pytest.fixture
+def launched(trainings, tmp_path):
+    """Launch PROGRAM: launched(config, (FLAGS OF A MACHINE, ...), VARIABLE=VALUE) -> exit codes, output, what processes saw.
+
+    None removes a variable of the environment. The launcher is forked, what it launches is not; test_recovery.py and
+    test_plan_commands.py launch by the command.
+    """
+
+    def run(
+        config: Path, machines: Sequence[Sequence[str]] = ((),), **changes: str | None
+    ) -> tuple[list[int], str, list[dict]]:
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM)
+        env = {key: value for key, value in os.environ.items() if not OURS.match(key)}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SEEN": str(tmp_path)} | changes
+        env = {key: value for key, value in env.items() if value is not None}
+        commands = [["--config_file", str(config), *flags, str(program)] for flags in machines]
+        words = [str(tmp_path), json.dumps(env), *map(json.dumps, commands)]
+        trainings.run(words, len(machines), timeout=100, module="run_launcher", can_repeat=False)
+        ranks = range(len(machines))
+        codes = [int((tmp_path / f"code-{rank}").read_text()) for rank in ranks]
+        output = "".join((tmp_path / f"log-{rank}").read_text() for rank in ranks)
+        return codes, output, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+
+    return run
 
 
 @pytest.fixture
@@ -191,47 +198,45 @@ def test_header_command_gives_the_layout_it_names(name):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_2xcpu_is_two_processes_that_agree(tmp_path):
-    done, reports = run(CONFIGS / "2xcpu.yaml", tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_2xcpu_is_two_processes_that_agree(launched):
+    codes, output, reports = launched(CONFIGS / "2xcpu.yaml")
+    assert codes == [0], output
     common = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [True, False]}
     common |= {"sharded": False}
     assert reports == [common | {"process_index": 0}, common | {"process_index": 1}]
-    assert "broadcast_buffers" not in done.stderr
+    assert "broadcast_buffers" not in output
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_fsdp2_2xcpu_is_two_processes_that_shard(tmp_path):
-    done, reports = run(CONFIGS / "fsdp2_2xcpu.yaml", tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_fsdp2_2xcpu_is_two_processes_that_shard(launched):
+    codes, output, reports = launched(CONFIGS / "fsdp2_2xcpu.yaml")
+    assert codes == [0], output
     common = {"num_processes": 2, "device": "cpu", "backend": "gloo", "threads": 1, "sum": 11.0, "ddp": [None, None]}
     assert reports == [common | {"process_index": 0, "sharded": True}, common | {"process_index": 1, "sharded": True}]
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-def test_two_machines_are_two_launches_that_agree(tmp_path):
+def test_two_machines_are_two_launches_that_agree(launched, tmp_path):
     """As docs/multi-node.md prints it: one launch file, whose rank and address the command of each machine replaces."""
     config = tmp_path / "nodes.yaml"
     values = yaml.safe_load((CONFIGS / "2xcpu.yaml").read_text())
     with socket.create_server(("127.0.0.1", 0)) as free:
         values |= {"num_machines": 2, "machine_rank": 0, "main_process_port": free.getsockname()[1]}
     config.write_text(yaml.safe_dump(values | {"main_process_ip": "127.0.0.9"}))
-    with ThreadPoolExecutor(2) as pool:
-        flags = [("--machine_rank", str(rank), "--main_process_ip", "127.0.0.1") for rank in (0, 1)]
-        results = list(pool.map(lambda words: run(config, tmp_path, words), flags))
-    assert [done.returncode for done, _ in results] == [0, 0], results[0][0].stderr
-    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    flags = [("--machine_rank", str(rank), "--main_process_ip", "127.0.0.1") for rank in (0, 1)]
+    codes, output, reports = launched(config, flags)
+    assert codes == [0, 0], output
     assert [(report["process_index"], report["num_processes"], report["sum"]) for report in reports] == [
         (0, 2, 11.0),
         (1, 2, 11.0),
     ]
 
 
-def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
-    done, reports = run(CONFIGS / "cpu.yaml", tmp_path, FAKE_GPU="1", OMP_NUM_THREADS=None)
-    assert done.returncode == 0, done.stderr
+def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(launched):
+    codes, output, reports = launched(CONFIGS / "cpu.yaml", FAKE_GPU="1", OMP_NUM_THREADS=None)
+    assert codes == [0], output
     cores = psutil.cpu_count(logical=False)
     actual = [(report["num_processes"], report["device"], report["backend"], report["threads"]) for report in reports]
     assert actual == [(1, "cpu", None, cores)]
@@ -240,24 +245,24 @@ def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would share the GPU")
-def test_processes_that_would_each_train_alone_are_refused(tmp_path):
+def test_processes_that_would_each_train_alone_are_refused(launched, tmp_path):
     config = tmp_path / "alone.yaml"
     config.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmain_process_port: 0\n")
-    done, reports = run(config, tmp_path)
-    assert done.returncode != 0
+    codes, output, reports = launched(config)
+    assert codes != [0]
     assert reports == []
     start = "ERROR: 2 processes were launched, but each would train alone, on cpu"
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith(start)]
-    assert f"traceback : {line}" in done.stderr, "the launcher's report has it, too"
+    (line,) = [line for line in output.splitlines() if line.startswith(start)]
+    assert f"traceback : {line}" in output, "the launcher's report has it, too"
 
 
-def test_launch_file_for_two_that_starts_one_is_refused(tmp_path):
+def test_launch_file_for_two_that_starts_one_is_refused(launched, tmp_path):
     config = tmp_path / "one.yaml"
     config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
-    done, reports = run(config, tmp_path)
-    assert done.returncode != 0
+    codes, output, reports = launched(config)
+    assert codes != [0]
     assert reports == []
-    assert "ERROR: the launch file has num_processes above 1" in done.stderr
+    assert "ERROR: the launch file has num_processes above 1" in output
 
 
 def problems(**kwargs) -> list[str]:

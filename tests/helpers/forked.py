@@ -105,7 +105,7 @@ class Server:
         """
         environment = (NO_GPU if self.is_cpu else {}) | (environment or {})
         request = {"words": words, "num_processes": num_processes, "timeout": timeout, "environment": environment}
-        request["module"] = module or self.module
+        request |= {"module": module or self.module, "cwd": os.getcwd()}  # which relative paths among the words mean
         codes = self._ask(request)
         if can_repeat and num_processes > 1 and CRASHES & set(codes):
             codes = self._ask(request)
@@ -195,10 +195,12 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall(f"{json.dumps(_run(**json.loads(line)))}\n".encode())
 
 
-def _run(module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str]) -> list[int]:
+def _run(
+    module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str], cwd: str
+) -> list[int]:
     """Run processes and return their exit codes by rank; the first failure ends all."""
     main = importlib.import_module(module).main
-    pids = [_fork(main, words, rank, environment | env) for rank, env in enumerate(_environments(num_processes))]
+    pids = [_fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(_environments(num_processes))]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < num_processes:
@@ -233,7 +235,7 @@ def _environments(num_processes: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
 
 
-def _fork(main, words: list[str], rank: int, environment: dict[str, str]) -> int:
+def _fork(main, words: list[str], rank: int, environment: dict[str, str], cwd: str) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -244,6 +246,7 @@ def _fork(main, words: list[str], rank: int, environment: dict[str, str]) -> int
         for opened, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(opened, target)
         os.environ.update(environment)
+        os.chdir(cwd)
         main(*words)
     except BaseException:
         traceback.print_exc()
