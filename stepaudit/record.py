@@ -684,7 +684,9 @@ def _find_denominators(first_tensor: torch.Tensor, batch: Any) -> dict[str, int]
             padding = -100 if "label" in name or (leaf < 0).any() else 0
             denominators[f"values other than {padding} in {name}"] = int((leaf != padding).sum())
             if leaf.ndim > 1:
-                denominators[f"values other than {padding} after the first in {name}"] = int((leaf[:, 1:] != padding).sum())
+                denominators[f"values other than {padding} after the first in {name}"] = int(
+                    (leaf[:, 1:] != padding).sum()
+                )
     return denominators
 
 
