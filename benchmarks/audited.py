@@ -336,7 +336,7 @@ def guide(results: dict) -> str:
         f"{resuming(results)}\n"
         "## By hand\n\n"
         "A loop, from the repository:\n\n"
-        f"```text\npython -m recipes audit-script {vary} \\\n  -- benchmarks/packages/trl_dpo.py\n```\n\n"
+        f"```text\nsamestep audit-script {vary} \\\n  -- benchmarks/packages/trl_dpo.py\n```\n\n"
         "Models are tiny, and samples are drawn: the size of an error is an example, its cause is not. A library's newer\n"
         "version may have mended what is said of an older one. A plain computation of the same gradients, without the audit,\n"
         "confirms many of these verdicts: [packages.md](../benchmarks/results/packages.md). Every number and place:\n"

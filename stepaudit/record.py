@@ -678,12 +678,15 @@ def _find_denominators(first_tensor: torch.Tensor, batch: Any) -> dict[str, int]
     if first_tensor.ndim in (2, 3) and (first_tensor.ndim == 3 or not first_tensor.is_floating_point()):
         denominators["positions, padding included"] = first_tensor.shape[0] * first_tensor.shape[1]
     leaves = batch.items() if hasattr(batch, "items") else enumerate(batch) if isinstance(batch, (list, tuple)) else ()
-    for name, leaf in leaves:
+    for key, leaf in leaves:
+        name = key if isinstance(key, str) else f"batch[{key}]"
         if isinstance(leaf, torch.Tensor) and leaf.ndim >= 1 and not leaf.is_floating_point():
-            padding = -100 if "label" in str(name) or (leaf < 0).any() else 0
-            denominators[f"{name} that are not {padding}"] = int((leaf != padding).sum())
+            padding = -100 if "label" in name or (leaf < 0).any() else 0
+            denominators[f"values other than {padding} in {name}"] = int((leaf != padding).sum())
             if leaf.ndim > 1:
-                denominators[f"{name} after the first that are not {padding}"] = int((leaf[:, 1:] != padding).sum())
+                denominators[f"values other than {padding} after the first in {name}"] = int(
+                    (leaf[:, 1:] != padding).sum()
+                )
     return denominators
 
 

@@ -17,18 +17,17 @@ def table(labels: Sequence[object], reference_findings: list[Finding], compariso
         comparisons: of the other layouts with the reference.
     """
     width = max(len(str(label)) for label in ["layout", *labels])
+    findings_by_row = [reference_findings, *(comparison.findings for comparison in comparisons)]
     findings: dict[str, Finding] = {}  # cause -> its first finding
-    for finding in (finding for comparison in comparisons for finding in comparison.findings):
+    for finding in (finding for row_findings in findings_by_row for finding in row_findings):
         findings.setdefault(finding.cause, finding)
     causes = list(findings)
+    row_marks = ["".join(f" [{causes.index(finding.cause) + 1}]" for finding in row) for row in findings_by_row]
     lines = [
         f"{'layout':{width}}  steps   error of the first, last step   |g|/|r|   cosine  loss error  worst parameter",
-        f"{labels[0]!s:{width}}  the reference",
+        f"{labels[0]!s:{width}}  the reference{row_marks[0]}",
     ]
-    for finding in reference_findings:
-        lines += [f"  {finding}", f"    do: {finding.remedy}"]
-    for label, comparison in zip(labels[1:], comparisons, strict=True):
-        marks = "".join(f" [{causes.index(finding.cause) + 1}]" for finding in comparison.findings)
+    for label, comparison, marks in zip(labels[1:], comparisons, row_marks[1:], strict=True):
         compared_steps = [t for t, error in enumerate(comparison.errors) if error == error]
         if compared_steps:
             first_step, last_step = compared_steps[0], compared_steps[-1]

@@ -278,8 +278,9 @@ def test_faulty_paths_are_collected(tmp_path):
     (tmp_path / "folder").mkdir()
     write(tmp_path / "fine.txt", TEXTS)
     with pytest.raises(UsageError) as raised:
-        load("fine.txt", "gone.txt", "none/*.txt", "folder")
-    missing, none, folder = raised.value.problems
+        load("fine.txt", "gone.txt", "none/*.txt", "folder", "/nowhere/gone.txt")
+    missing, none, folder, elsewhere = raised.value.problems
+    assert elsewhere == "data file /nowhere/gone.txt: no such file. Check the path."
     assert missing.startswith("data file gone.txt: no such file in ")
     assert missing.endswith(". Check the path.")
     assert none.startswith("data file none/*.txt: no file matches it in ")

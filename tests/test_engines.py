@@ -1,6 +1,7 @@
 """Jobs for clusters: the plan, the launch file and the command in what Slurm, SkyPilot, Kubeflow, torchrun and Ray read."""
 
 import ast
+import os
 import shlex
 import subprocess
 import tempfile
@@ -159,6 +160,19 @@ def test_the_file_is_written_and_handed_over(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="needs sbatch, which is not installed"):
         launch(["bert_large_phase1", *words, "--submit", *OUTPUT])
+
+
+def test_torchruns_job_asks_for_the_machine_where_others_meet(capsys, tmp_path):
+    """Once, and not in each round of its loop."""
+    file = tmp_path / "job.sh"
+    cli.launch("bert_large_phase1", ["--on", "torchrun:2x8xa100-80", "--write", str(file), *OUTPUT])
+    assert "first lines" in capsys.readouterr().out
+    run = subprocess.run(
+        ["bash", str(file)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20
+    )
+    assert run.returncode != 0
+    assert f"MAIN=10.0.0.1 bash {file}" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

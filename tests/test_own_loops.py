@@ -50,7 +50,7 @@ def test_the_audit_names_the_fault_before(server, name):
         printed = [*table(variations, [], [comparison]).splitlines(), f"NOT exact (tolerance {TOLERANCE:g})"]
         text = (ROOT / "README.md").read_text(encoding="utf-8")
         shown = text.partition(f"-- tests/own_loops/before/{name}.py\n")[2].partition("\n```")[0]
-        assert shown.replace("of the\nmicro-batches", "of the micro-batches").splitlines() == [
+        assert shown.replace("batch[1]\nof the", "batch[1] of the").splitlines() == [
             line for line in printed if not line.startswith("    do: ") and "the reference" not in line
         ]
     assert not comparison.is_exact

@@ -44,6 +44,7 @@ def test_a_rehearsal_goes_through_a_whole_run(tmp_path, corpus):
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("rehearsed: ")
+    assert f" in {tmp_path}/mine-rehearsal, " in last
     words = shlex.split(last.split("the real run is: ")[1])
     assert words[-len(flags.split()) :] == flags.split()
     assert "from_pretrained" not in done.stdout

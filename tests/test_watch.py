@@ -70,6 +70,16 @@ def test_the_time_left_knows_that_the_batch_grows(folder):
     assert read(folder)[1]["seconds_left"] == 0.5 * (3 + 5 * 4)
 
 
+def test_a_folder_without_a_run_is_no_run(folder, tmp_path):
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(UsageError, match=r"texts is no run: give the output_dir"):
+        watch.make_readers([str(folder), str(tmp_path / "texts")])
+    with pytest.raises(UsageError, match=rf"{tmp_path} is no run: name one of {folder}$"):
+        watch.make_readers([str(tmp_path)])
+    (folder / "settings.json").rename(folder / ".lock")  # the first second of a run
+    assert len(watch.make_readers([str(folder)])) == 1
+
+
 @pytest.mark.parametrize("way", ["shorter", "replaced"])
 def test_it_reads_all_again_when_a_resumed_run_writes_its_lines_again(folder, way):
     append(folder, *(step_line(step) for step in range(1, 6)))

@@ -54,7 +54,9 @@ def launch(argv: list[str]) -> None:
     write_file("write", settings.write, job)
     command = [*engines.ENGINES[engine].submit, settings.write]
     if not settings.submit:
-        print(f"{settings.write} is written. Hand it over: {shlex.join(command)}")
+        is_for_each = engine == "torchrun"  # on one machine the store, on each other one an agent
+        how = "Its first lines say how to start it" if is_for_each else f"Hand it over: {shlex.join(command)}"
+        print(f"{settings.write} is written. {how}")
         return
     try:
         subprocess.run(command, check=True)

@@ -397,7 +397,7 @@ class Conversations:
             num_samples: at most; see `choose_samples`.
             colour: mark by escape sequences of a terminal instead of `[[...]]`.
         """
-        before, after = ("\x1b[1;4m", "\x1b[0m") if colour else ("[[", "]]")
+        before, after, marks = ("\x1b[1;4m", "\x1b[0m", "") if colour else ("[[", "]]", ": in [[ ]]")
         lines = []
         for sample_id in self.choose_samples(num_samples):
             lines.append(f"--- sample {sample_id} ({self.find_place(sample_id)})")
@@ -405,7 +405,7 @@ class Conversations:
                 heading = f"{sequence.name}: " if sequence.name else ""
                 text = "".join(f"{before}{part}{after}" if is_trained else part for part, is_trained in sequence.parts)
                 lines += [
-                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained",
+                    f"{heading}{sequence.length} tokens, {sequence.num_trained} trained{marks}",
                     text.rstrip("\n"),
                 ]
         return [*lines, "---", str(self), str(self.mask_report)]

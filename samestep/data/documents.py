@@ -362,7 +362,8 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
             matches = sorted(file for file in glob.glob(pattern, recursive=True) if not os.path.isdir(file))
             if not matches:
                 rule = "no file matches it" if glob.has_magic(pattern) else "no such file"
-                problems.append(f"data file {pattern}: {rule} in {os.getcwd()}. Check the path.")
+                place = "" if os.path.isabs(pattern) else f" in {os.getcwd()}"
+                problems.append(f"data file {pattern}: {rule}{place}. Check the path.")
         for file in matches:
             kind = Path(file).suffix.lower()
             if kind not in kinds:

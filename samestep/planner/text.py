@@ -485,7 +485,8 @@ def explain_band(answers: list[dict[str, Any]]) -> str:
 
 def _explain_missing(answer: dict[str, Any]) -> str:
     needs = {
-        "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N",
+        "num_train_samples": "the length is in epochs, of samples that are not counted yet: add --num_train_samples N, "
+        "which a run prints before its first step, also with --rehearse",
         "max_train_steps": "no length is given: add --max_train_steps N"
         + " or --num_train_tokens N" * bool(answer["tokens_per_second"]),
     }

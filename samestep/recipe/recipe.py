@@ -398,8 +398,8 @@ class Recipe:
                 rule = f"--lr_scaling_rule {self.lr_scaling_rule} asks for it"
                 remedy = f"{rule}: give --lr_scaling_rule none --num_warmup_steps {steps}, or train longer"
             raise UsageError(
-                f"the warm-up takes {num_warmup_steps} steps, more than the {longest} of {num_steps} that it may"
-                f"{' before the decay' if is_decayed else ''}: {remedy}"
+                f"the warm-up takes {num_warmup_steps} steps, but the training has {num_steps}"
+                f"{f', {longest} of them before the decay' if is_decayed else ''}: {remedy}"
             )
         return dataclasses.replace(base, num_warmup_steps=num_warmup_steps)
 

@@ -53,10 +53,11 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
             more = [*EVERY_SESSION.split(), *flags.split(), "--output_dir", folder]
             if code := _run_session([sys.executable, sys.argv[0], *argv, *more], number):
                 return code
+        place = "" if output_dir is None else f" in {folder}"
     if os.environ.get("RANK", "0") == "0":
         print(
             f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
-            f"going on from it, in {time.monotonic() - start:.0f} s, with {describe_changes(recipe, small)}; the real run is: "
+            f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {describe_changes(recipe, small)}; the real run is: "
             f"{shlex.join(_without_flag(_find_command(argv)))}",
             flush=True,
         )

@@ -46,7 +46,7 @@ class RunSettings:
 
     may_shard: ClassVar[bool] = False
 
-    recipe: str = setting("name in the catalog (`python -m recipes list` shows it), or a .yaml file")
+    recipe: str = setting("name in the catalog (`samestep list` shows it), or a .yaml file")
     output_dir: str | None = setting("folder for all results; none: runs/RECIPE", default=None)
     overwrite_output_dir: bool = setting("delete an earlier run in output_dir", default=False)
     rehearse: bool = setting(
@@ -244,7 +244,7 @@ class RunSettings:
         if self.report_to != "none":
             problems.append(
                 f"fault_tolerance is step, and report_to is {self.report_to}, which wants one writer from begin to end: leave "
-                "it out, and look at metrics.jsonl with `python -m recipes watch`"
+                "it out, and look at metrics.jsonl with `samestep watch`"
             )
         address = urlsplit(self.lighthouse)
         if address.scheme != "http" or not address.hostname or not re.search(r":[0-9]+/?$", address.netloc):

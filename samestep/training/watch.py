@@ -201,11 +201,17 @@ def make_readers(folders: Sequence[str]) -> list[RunReader]:
     """Make readers of output folders.
 
     Raises:
-        UsageError: one is no folder.
+        UsageError: one is no folder, or no run has written to it.
     """
     for folder in folders:
         if not Path(folder).is_dir():
             raise UsageError(f"{format_name(folder)} is no folder: give the output_dir of a training")
+        if not _is_run(Path(folder)):
+            inside = [
+                format_name(str(path)) for path in sorted(Path(folder).iterdir()) if path.is_dir() and _is_run(path)
+            ]
+            remedy = f"name one of {', '.join(inside[:5])}" if inside else "give the output_dir of a training"
+            raise UsageError(f"{format_name(folder)} is no run: {remedy}")
     return [RunReader(Path(folder)) for folder in folders]
 
 
@@ -265,6 +271,11 @@ def make_server(runs: Sequence[RunReader], port: int) -> http.server.ThreadingHT
         return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
         raise UsageError(f"port {port} cannot be used ({error.strerror}): give another, --port {port + 1}") from None
+
+
+def _is_run(folder: Path) -> bool:
+    """Tell whether a run has written to a folder: the lock is its first file."""
+    return any((folder / name).is_file() for name in (".lock", "settings.json", "metrics.jsonl"))
 
 
 def _round(value: float) -> float | None:
