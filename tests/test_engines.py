@@ -165,7 +165,7 @@ def test_the_file_is_written_and_handed_over(capsys, tmp_path, monkeypatch):
 def test_torchruns_job_asks_for_the_machine_where_others_meet(capsys, tmp_path):
     """Once, and not in each round of its loop."""
     file = tmp_path / "job.sh"
-    cli.launch("bert_large_phase1", ["--on", "torchrun:2x8xa100-80", "--write", str(file), *OUTPUT])
+    launch(["bert_large_phase1", "--on", "torchrun:2x8xa100-80", "--write", str(file), *OUTPUT])
     assert "first lines" in capsys.readouterr().out
     run = subprocess.run(
         ["bash", str(file)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20
