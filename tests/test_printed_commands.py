@@ -305,7 +305,7 @@ def check_pip(options: list[str]) -> None:
     for option in options:
         if match := re.fullmatch(r"(?:\.|samestep)\[([\w,]+)\]", option):
             assert set(match[1].split(",")) <= extras.keys()
-        elif option not in ("-r", "-e", "--quiet", ".", "git+https://github.com/OWNER/NAME"):
+        elif option not in ("-r", "-e", "--quiet", "."):
             assert Path(option).is_file() or find_spec(option), option
 
 
