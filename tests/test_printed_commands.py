@@ -297,14 +297,7 @@ def check_pip(options: list[str]) -> None:
     for option in options:
         if match := re.fullmatch(r"\.\[([\w,]+)\]", option):
             assert set(match[1].split(",")) <= extras.keys()
-        elif option not in (
-            "-r",
-            "-e",
-            "--quiet",
-            "--no-deps",
-            ".",
-            "git+https://github.com/OWNER/NAME",
-        ):  # it is on no index
+        elif option not in ("-r", "-e", "--quiet", "--no-deps", "."):  # samestep itself is on no index
             assert Path(option).is_file() or (option != "samestep" and distribution(option)), option
 
 

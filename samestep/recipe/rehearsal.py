@@ -57,8 +57,8 @@ def rehearse(argv: Sequence[str], recipe: Recipe, small: Recipe, output_dir: str
     if os.environ.get("RANK", "0") == "0":
         print(
             f"rehearsed: data, tokenizer, schedule, {NUM_STEPS} steps of {small.global_batch_size} samples, a checkpoint and "
-            f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {describe_changes(recipe, small)}; the real run "
-            f"is: {shlex.join(_without_flag(_find_command(argv)))}",
+            f"going on from it, in {time.monotonic() - start:.0f} s{place}, with {describe_changes(recipe, small)}; "
+            f"the real run is: {shlex.join(_without_flag(_find_command(argv)))}",
             flush=True,
         )
     return 0
