@@ -120,7 +120,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
             if error.code:
                 raise
             code = 0  # argparse has printed the help
-        sys.stdout.flush()
+        if sys.stdout is not None:  # where it was closed before the program began
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader has closed the pipe: `recipes list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

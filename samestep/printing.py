@@ -17,12 +17,12 @@ def format_count(number: int, noun: str) -> str:
 
 def line_width(most: int) -> int:
     """Return how many columns a line may have: `most`, or what a narrower terminal has."""
-    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+    return min(most, shutil.get_terminal_size().columns) if _is_terminal() else most
 
 
 def fold(text: str, indent: int = 2) -> str:
     """Fold the lines of a text between words if standard output is a terminal; what follows is indented further."""
-    if not sys.stdout.isatty():
+    if not _is_terminal():
         return text
     width = shutil.get_terminal_size().columns
     lines = [wrap(line, width, " " * (len(line) - len(line.lstrip()) + indent)) for line in text.split("\n")]
@@ -51,3 +51,7 @@ def wrap(line: str, width: int, indent: str = "") -> list[str]:
     if len(line) <= width:
         return [line]
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()  # None: closed before the program began

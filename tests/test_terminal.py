@@ -13,7 +13,7 @@ import pytest
 from common import metrics, tiny_argv
 from tqdm import tqdm
 
-from samestep import cli, interrupt, printing
+from samestep import cli, errors, interrupt, printing
 from samestep._internals import library_output
 from samestep.training import checkpoint, report
 
@@ -105,6 +105,13 @@ def test_lines_fit_a_terminal(monkeypatch):
         "  capitals: loss 5.3792,",
         "    accuracy 0.3077",
     ]
+
+
+def test_a_closed_output(monkeypatch):
+    """As of `samestep list >&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "argv", ["samestep", "list", "bert"])
+    assert errors.exit_code(cli.main) == 0
 
 
 def test_the_next_command_is_one(monkeypatch, tmp_path):
