@@ -62,7 +62,9 @@ def test_batches_that_nothing_divides():
 
 
 def test_a_contradiction_shows_the_arithmetic():
-    with pytest.raises(UsageError, match=r"need 4 micro-batch\(s\) \(1 x 8 x 3 = 24\).*--global_batch_size 24"):
+    with pytest.raises(
+        UsageError, match=r"4 micro-batches of at most 8 are needed \(1 x 8 x 3 = 24\).*--global_batch_size 24"
+    ):
         solve_layout(
             num_processes=1, global_batch_size=32, per_device_train_batch_size=8, gradient_accumulation_steps=3
         )

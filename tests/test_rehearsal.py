@@ -67,7 +67,7 @@ class _Cpu:
     """As much of an Accelerator as the check of memory looks at."""
 
     num_processes, mixed_precision, distributed_type = 1, "bf16", "NO"
-    device = type("Device", (), {"type": "cpu"})
+    device, torch_device_mesh = type("Device", (), {"type": "cpu"}), None
 
     def print(self, text: str) -> None:
         print(text)

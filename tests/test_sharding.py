@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -170,20 +171,15 @@ def test_groups_take_the_same_steps_and_go_on_elsewhere(train, train_on, tmp_pat
     file = tmp_path / "groups.yaml"
     file.write_text(yaml.safe_dump(config | {"parallelism_config": sizes, "num_processes": 4}))
     flags = "--global_batch_size 10 --per_device_train_batch_size 1 --dtype float64"
+    muon = flags + " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1"
     stop, resume = " --stop_after_step 5", " --resume_from_checkpoint latest"
-    optimizers = {
-        "adamw": "",
-        "muon": " --optimizer muon --muon_learning_rate 0.02 --muon_momentum 0.9 --muon_weight_decay 0.1",
-    }
-    runs = {}
-    for name, more in optimizers.items():
-        train(f"pretrain_gpt2/{name}-resumed", flags + more + stop, program="pretrain_gpt2")
-        runs[f"pretrain_gpt2/{name}-resumed"] = flags + more + resume
-        runs[f"pretrain_gpt2/{name}-stopped"] = flags + more + stop
-    folder = train_on(4, runs, file) / "pretrain_gpt2"
-    for name, more in optimizers.items():
-        whole = train(f"whole-{name}", flags + more, program="pretrain_gpt2")
-        check(folder / f"{name}-resumed", whole, "float64")
-        saved = [path.name for path in (folder / f"{name}-stopped" / "checkpoint-5").glob("model-*")]
-        assert sorted(saved) == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-        check(train(f"pretrain_gpt2/{name}-stopped", flags + more + resume, program="pretrain_gpt2"), whole, "float64")
+    train = partial(train, program="pretrain_gpt2")
+    train("pretrain_gpt2/resumed", flags + stop)
+    runs = {"resumed": flags + resume, "stopped": flags + stop, "muon": muon}
+    folder = train_on(4, {f"pretrain_gpt2/{name}": words for name, words in runs.items()}, file) / "pretrain_gpt2"
+    whole = train("whole", flags)
+    check(folder / "resumed", whole, "float64")
+    check(folder / "muon", train("whole-muon", muon), "float64")
+    saved = [path.name for path in (folder / "stopped" / "checkpoint-5").glob("model-*")]
+    assert sorted(saved) == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    check(train("pretrain_gpt2/stopped", flags + resume), whole, "float64")

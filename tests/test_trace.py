@@ -247,10 +247,9 @@ def test_the_formula_meets_the_trace(name, tmp_path):
     shallow = berts | {"gpt2_pretraining": {"n_layer": 3}}
     if recipe.task == "image_classification":
         shallow = {recipe.task: {"depths": (1,) * len(recipe.depths)}}
-    if recipe.task == "causal_lm_finetuning" and recipe.model_name_or_path is not None:
-        write(
-            tmp_path, **find_base_model(recipe.model_name_or_path) | {"num_hidden_layers": 8}
-        )  # 32 are traced in 20 s
+    base = None if recipe.task != "causal_lm_finetuning" else find_base_model(recipe.model_name_or_path or "")
+    if base is not None:
+        write(tmp_path, **base | {"num_hidden_layers": 8})  # 32 are traced in 20 s
         shallow = {recipe.task: {"model_name_or_path": str(tmp_path)}}
     recipe = load(name, shallow.get(recipe.task))
     workload = from_recipe(recipe)

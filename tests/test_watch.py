@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from samestep import cli
+from samestep.cli import runs
 from samestep.errors import UsageError
 from samestep.training import watch
 
@@ -157,7 +157,7 @@ def test_the_server_answers_this_machine_only_with_what_is_new(folder):
 
 def test_the_command_writes_the_page(folder, tmp_path):
     append(folder, step_line(1))
-    cli.watch_runs([str(folder), "--html", str(tmp_path / "page.html")])
+    runs.watch([str(folder), "--html", str(tmp_path / "page.html")])
     assert '"step": 1' in (tmp_path / "page.html").read_text()
 
 
@@ -167,4 +167,4 @@ def test_the_command_writes_the_page(folder, tmp_path):
 )
 def test_folders_that_cannot_be_shown(words, message):
     with contextlib.chdir("/"), pytest.raises(UsageError, match=message):
-        cli.watch_runs(words)
+        runs.watch(words)
