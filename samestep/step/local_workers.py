@@ -39,8 +39,6 @@ class LocalWorkers(Exchange):
         current: number of the worker whose parameters the model has.
     """
 
-    loss_factor = 1
-
     def __init__(
         self,
         accelerator: Accelerator,
