@@ -70,7 +70,8 @@ def run(
                 )
             time.sleep(0.02)
         if any(codes):
-            rank = next(rank for rank, code in enumerate(codes) if code)
+            failed = [rank for rank, code in enumerate(codes) if code]
+            rank = min(failed, key=lambda rank: logs[rank].stat().st_mtime_ns)  # the others lost their connection to it
             place = f" (process {rank} of {num_processes})" if num_processes > 1 else ""
             last = "\n  ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-12:])
             raise UsageError(f"{title} failed{place}:\n  {last}")
