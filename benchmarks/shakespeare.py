@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from harness import Program, ratios, spread
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # nanoGPT's README, "I only have a macbook", and the last weights saved whether or not they are the best.
 NANOGPT_FLAGS = (
@@ -106,7 +106,8 @@ def nanogpt_validation(work: Path) -> tuple[float, int]:
 
 
 def our_validation(work: Path, name: str) -> tuple[float, int]:
-    model, tokenizer = GPT2LMHeadModel.from_pretrained(work / name).eval(), AutoTokenizer.from_pretrained(work / name)
+    model = AutoModelForCausalLM.from_pretrained(work / name).eval()
+    tokenizer = AutoTokenizer.from_pretrained(work / name)
     data = work / "nanogpt" / "data" / "shakespeare_char"
     with (data / "meta.pkl").open("rb") as file:
         characters = pickle.load(file)["itos"]
