@@ -84,7 +84,7 @@ def race(
             words = [*command(files[kind], seed, folder / f"race-{kind}", flags[kind]), "--overwrite_output_dir"]
             programs[kind] = harness.Program(words, harness.ROOT, folder / f"race-{kind}.log", threads)
         harness.run_in_turns(programs.values(), TURN)
-        file.write_text(json.dumps({kind: harness.train_seconds(folder / f"race-{kind}") for kind in programs}))
+        file.write_text(json.dumps({kind: harness.train_seconds(folder / f"race-{kind}", TURN) for kind in programs}))
     seconds = json.loads(file.read_text())
     print(files["recipe"], "race", number, seconds, file=sys.stderr, flush=True)
     return seconds

@@ -102,10 +102,23 @@ def seconds(call: Callable[[], object]) -> float:
     return clock() - start
 
 
-def mean_step_seconds(seconds: Sequence[float]) -> float:
-    """Compute the mean seconds of a step, without steps that a stop interrupted."""
-    longest = 10 * statistics.median(seconds)
-    return statistics.mean(second for second in seconds if second < longest)
+def mean_step_seconds(seconds: Sequence[float], turn: float) -> float:
+    """Compute the mean seconds of a step, without steps that a stop interrupted, which last a turn of another program longer.
+
+    Args:
+        seconds: of each step.
+        turn: of another program, in seconds.
+
+    Raises:
+        ValueError: steps are too long for such turns: too many are interrupted.
+
+    >>> mean_step_seconds([0.4, 0.6, 2.5, 0.5], turn=2)
+    0.5
+    """
+    median = statistics.median(seconds)
+    if median > turn / 2:
+        raise ValueError(f"steps of {median:.2f} s need longer turns than {turn:g} s")
+    return statistics.mean(second for second in seconds if second < median + turn / 2)
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[Any]]:
@@ -200,12 +213,17 @@ def run_in_turns(programs: Iterable[Program], seconds: float) -> None:
         running = [program for program in running if not program.done]
 
 
-def train_seconds(folder: Path) -> float:
-    """Sum the seconds of a run's steps; those that a stop interrupted, or that measured noise, count as the mean of others."""
+def train_seconds(folder: Path, turn: float) -> float:
+    """Sum the seconds of a run's steps; those that a stop interrupted, or that measured noise, count as the mean of others.
+
+    Args:
+        folder: of the run, whose metrics.jsonl is read.
+        turn: see `mean_step_seconds`.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     seconds = [line["seconds"] for line in steps if "grad_signal" not in line]
-    return len(steps) * mean_step_seconds(seconds)
+    return len(steps) * mean_step_seconds(seconds, turn)
 
 
 def running_time(turns: list[tuple[float, float]], moment: float) -> float:

@@ -7,7 +7,7 @@ shakespeare     nanoGPT's own train.py at its settings for a CPU, and gpt_modern
 gpt             gpt2_small_cpu and gpt_modern_small_cpu, on Python's documentation
 bert            bert_small_cpu and bert_modern_small_cpu, likewise
 
-Of each seed both programs are trained to their ends, in turns of two seconds, in processes of their own that are stopped
+Of each seed both programs are trained to their ends, in turns of five seconds, in processes of their own that are stopped
 (SIGSTOP) while the other one runs, so that a machine whose speed changes is the same for both.
 
 - Time: of training alone, the number of steps times the mean step of a program's own log, without steps that a stop
@@ -39,6 +39,7 @@ PAIRS = {
     "bert": ("bert_small_cpu", "bert_modern_small_cpu", 0.6),
 }
 """Name -> the classic, the modern recipe, and the part of the classic's time that should do."""
+TURN = 5.0  # seconds: most steps, of up to a second, are in one turn
 
 
 def start(recipe: str, seed: int, work: Path, precision: str, threads: int, flags: list[str]) -> Program:
@@ -111,17 +112,17 @@ def race(name: str, seed: int, arguments: Any) -> dict[str, Any]:
             }
         else:
             programs = {name: start(name, seed, work, precision, threads, flags) for name in (classic, modern)}
-        harness.run_in_turns(programs.values(), shakespeare.TURN)
+        harness.run_in_turns(programs.values(), TURN)
         folders = {name: work / name for name in programs}
         if name == "shakespeare":
             seconds = {
-                classic: shakespeare.train_seconds(work, "nanoGPT"),
-                modern: harness.train_seconds(folders[modern]),
+                classic: shakespeare.train_seconds(work, "nanoGPT", TURN),
+                modern: harness.train_seconds(folders[modern], TURN),
             }
             losses = {classic: shakespeare.nanogpt_validation(work)[0]}
             losses[modern] = shakespeare.our_validation(work, modern)[0]
         else:
-            seconds = {name: harness.train_seconds(folder) for name, folder in folders.items()}
+            seconds = {name: harness.train_seconds(folder, TURN) for name, folder in folders.items()}
             is_bert = name == "bert"
             losses = masked_losses(folders, seed) if is_bert else {name: last_loss(folders[name]) for name in folders}
     return {program: [seconds[program], losses[program]] for program in programs}

@@ -69,13 +69,13 @@ def read_steps(work: Path, name: str) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
-def train_seconds(work: Path, name: str) -> float:
+def train_seconds(work: Path, name: str, turn: float = TURN) -> float:
     if name == "nanoGPT":
         matches = re.findall(r"iter (\d+): loss \S+, time ([\d.]+)ms", (work / "nanogpt.log").read_text())
         seconds = [float(ms) / 1e3 for number, ms in matches if int(number) % 250]  # the others hold an evaluation
     else:
         seconds = [line["seconds"] for line in read_steps(work, name)]
-    return STEPS * harness.mean_step_seconds(seconds)
+    return STEPS * harness.mean_step_seconds(seconds, turn)
 
 
 @torch.no_grad()
