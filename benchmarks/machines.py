@@ -387,13 +387,21 @@ def main() -> int:
     parser = harness.flags("machines", __doc__, only=KINDS, work=True)
     parser.add_argument("--runs", type=harness.positive, default=24, help="in turns over the kinds [24]")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--go_on", action="store_true", help="after the runs that the results hold already, of the same seed"
+    )
     arguments = parser.parse_args()
     with harness.open_work_folder(arguments.work) as work:
         os.environ["HF_HOME"] = str(work / "cache")
         corpus = write_corpus(work)
         references = {mode: make_reference(work / mode, corpus, flags) for mode, flags in MODES.items()}
         rows = []
-        for number in range(arguments.runs):
+        if arguments.go_on:
+            before = json.loads(arguments.output.with_suffix(".json").read_text())
+            if before["about"]["seed"] != arguments.seed:
+                sys.exit(f"the results are of seed {before['about']['seed']}: give --seed {before['about']['seed']}")
+            rows = before["rows"]
+        for number in range(len(rows), arguments.runs):
             kind, mode = arguments.only[number % len(arguments.only)], list(MODES)[number // len(arguments.only) % 2]
             rng = random.Random(f"{arguments.seed} {number}")
             rows.append(run_once(work, number, kind, mode, corpus, references[mode], rng))
