@@ -163,9 +163,12 @@ def main() -> None:
         rows.append(row)
         results = {"about": about, "rows": rows}
         harness.write(arguments.output, results, markdown(results), is_last=name == arguments.only[-1])
+        if arguments.output == harness.RESULTS / "modern":
+            harness.write_part(harness.ROOT / "docs" / "optimizers.md", "modern", part(results))
 
 
-def markdown(results: dict[str, Any]) -> str:
+def describe(results: dict[str, Any]) -> str:
+    """Write the table, and what is compared."""
     rows, about = [], results["about"]
     for row in results["rows"]:
         classic, modern = row["classic"], row["modern"]
@@ -183,14 +186,19 @@ def markdown(results: dict[str, Any]) -> str:
             rows.append([*cells, reached if is_modern else ""])
     count = max(len(row["losses"][row["classic"]]) for row in results["rows"])
     flags = f" Shortened: {about['flags']}." if about["flags"] else ""
-    return harness.page(
-        "Recipes of today beside the classics",
-        "modern.py",
-        about,
+    return (
         f"{harness.table('program | held-out loss | training, s | / the classic | goal | reaches its loss', rows)}\n"
         f"Medians of {count} seeds (smallest to largest); ours in {'float32' if about['precision'] == 'no' else 'bf16'}."
-        f"{flags}\n",
+        f"{flags}\n"
     )
+
+
+def part(results: dict[str, Any]) -> str:
+    return harness.part("modern.py", results["about"], describe(results))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    return harness.page("Recipes of today beside the classics", "modern.py", results["about"], describe(results))
 
 
 if __name__ == "__main__":

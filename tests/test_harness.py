@@ -23,6 +23,7 @@ PARTS = {
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),
+    "modern": ("docs/optimizers.md", "modern", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
     "stability": ("docs/first-runs.md", "stability", "part"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
