@@ -645,9 +645,15 @@ def test_a_replica_alone():
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
     port, groups = lighthouse.address().rpartition(":")[2], []
-    manager, store = torchft_replica.make_manager(
-        f"http://127.0.0.1:{port}",
+    url = f"http://127.0.0.1:{port}"
+    store, address = torchft_replica.open_store(url)
+    assert address == ("127.0.0.1", store.port)
+    manager = torchft_replica.make_manager(
+        url,
         torch.device("cpu"),
+        0,
+        1,
+        address,
         timeout=5,
         connect_timeout=5,
         quorum_timeout=5,
@@ -674,4 +680,4 @@ def test_a_replica_alone():
     while torchft_replica.is_reachable(f"http://127.0.0.1:{port}"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert torchft_replica.find_local_address("127.0.0.1", 9) == "127.0.0.1"
+    assert torchft_replica.find_local_address("http://127.0.0.1:9") == "127.0.0.1"

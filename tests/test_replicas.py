@@ -230,7 +230,7 @@ def test_batch_normalisation_changes_before_the_commit(monkeypatch):
 @pytest.mark.parametrize(
     ("launch", "field"),
     [
-        ({"is_sharded": True}, "FSDP"),
+        ({"is_sharded": True, "num_processes": 4, "num_copies": 2}, "HSDP"),
         ({"num_processes": 2}, "the launch has 2"),
         ({"mixed_precision": "fp16"}, "mixed_precision is fp16"),
     ],
@@ -250,6 +250,32 @@ def test_accelerate_takes_a_replica_for_the_main_process_where_it_is_told_so():
 
 
 # ----------------------------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
+    """Two replicas of two processes each. One process is killed in a step, its replica ends, is started again, and healed."""
+    flags = (
+        "--global_batch_size 16 --per_device_train_batch_size 2 --max_train_steps 10 --logging_steps 1 --record_samples "
+        "--dtype float64 --eval_steps 5"
+    )
+    reference = train("reference", flags)
+    replicas = f"{flags} --fault_tolerance step --min_replicas 2 --replica_timeout 20 --checkpointing_steps 4"
+    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "replicas", replicas)
+    words = [str(tmp_path), "pretrain_bert", json.dumps(argv), "sharded"]
+    trainings.run(words, 1, timeout=110, module="run_replicas", can_repeat=False)
+    ours, theirs = metrics(tmp_path / "replicas"), metrics(reference)
+    assert [line["step"] for line in ours] == list(range(1, 11))
+    assert np.allclose([line["loss"] for line in ours], [line["loss"] for line in theirs], rtol=1e-11)
+    assert np.allclose([line["grad_norm"] for line in ours], [line["grad_norm"] for line in theirs], rtol=1e-11)
+    assert samples_of_steps(tmp_path / "replicas") == samples_of_steps(reference)
+    assert relative(parameters(tmp_path / "replicas", ""), parameters(reference, "")) < 1e-11
+    assert "a replica was lost or late: the step is done again" in (tmp_path / "scene" / "log-2").read_text()
+    parts = [path.read_text() for path in (tmp_path / "scene").iterdir() if path.name.isdigit()]
+    assert sorted(map(parts.count, set(parts))) == [2, 2], "each process of a replica has the part of its fellow"
+    evaluated = [line["step"] for line in all_metrics(tmp_path / "replicas") if "eval_loss" in line]
+    assert evaluated == [0, 5, 10]
 
 
 @pytest.mark.distributed

@@ -15,6 +15,9 @@ import torch.distributed as dist
 def make_manager(
     lighthouse: str,
     device: torch.device,
+    process_index: int,
+    num_processes: int,
+    store_address: tuple[str, int],
     timeout: float,
     connect_timeout: float,
     quorum_timeout: float,
@@ -22,8 +25,8 @@ def make_manager(
     get_state: Callable[[], Any],
     set_state: Callable[[Any], None],
     on_new_group: Callable[[], None],
-) -> tuple[Any, dist.TCPStore]:
-    """Make torchft's `Manager` of a replica of one process.
+) -> Any:
+    """Make torchft's `Manager` of one of the processes of a replica.
 
     torchft 0.2.0: `HTTPTransport` unpickles what a replica sends, and so would run its code; its class method
     `_load_from_address` is replaced by one that reads tensors and plain values only. It tells other replicas the host's name as
@@ -33,15 +36,14 @@ def make_manager(
     Args:
         lighthouse: http://HOST:PORT.
         device: of the gradients: gloo reduces those on a CPU, NCCL others.
+        process_index, num_processes: of the replica.
+        store_address: host and port of the replica's store; see `open_store`.
         timeout: seconds that a collective, or a state on its way, may take.
         connect_timeout: seconds to connect to the lighthouse or a replica.
         quorum_timeout: seconds to wait for a quorum.
         min_replicas: see `Manager`.
         get_state, set_state: of the training, for replicas that are behind.
         on_new_group: called when the replicas are others.
-
-    Returns:
-        The manager, and the store by which replicas find each other, which must live as long.
 
     Raises:
         RuntimeError: the lighthouse does not answer.
@@ -59,8 +61,7 @@ def make_manager(
             on_new_group()
             super().configure(*arguments, **keywords)
 
-    host, port = urlsplit(lighthouse).hostname, urlsplit(lighthouse).port
-    local_address = find_local_address(host or "", port or 0)
+    local_address = find_local_address(lighthouse)
 
     class Transport(HTTPTransport):
         @classmethod
@@ -74,9 +75,8 @@ def make_manager(
         def address(self) -> str:
             return f"http://{local_address}:{urlsplit(super().address()).port}/checkpoint/"
 
-    store = dist.TCPStore(local_address, 0, is_master=True, wait_for_workers=False)
     seconds = timedelta(seconds=timeout)
-    manager = torchft.Manager(
+    return torchft.Manager(
         pg=Group(timeout=seconds),
         state_dict=get_state,
         load_state_dict=set_state,
@@ -85,20 +85,31 @@ def make_manager(
         timeout=seconds,
         quorum_timeout=timedelta(seconds=quorum_timeout),
         connect_timeout=timedelta(seconds=connect_timeout),
-        rank=0,
-        world_size=1,
-        store_addr=local_address,
-        store_port=store.port,
+        rank=process_index,
+        world_size=num_processes,
+        store_addr=store_address[0],
+        store_port=store_address[1],
         lighthouse_addr=lighthouse,
         replica_id=f"{socket.gethostname()}-{os.getpid()}",
         hostname=local_address,
         checkpoint_transport=Transport(timeout=seconds, num_chunks=0),
     )
-    return manager, store
 
 
-def find_local_address(host: str, port: int) -> str:
-    """Find the address of this machine from which `host` is reached; nothing is sent."""
+def open_store(lighthouse: str) -> tuple[dist.TCPStore, tuple[str, int]]:
+    """Open the store of a replica, by which its processes and other replicas find each other; it must live as long.
+
+    Returns:
+        The store; its host and port.
+    """
+    host = find_local_address(lighthouse)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, (host, store.port)
+
+
+def find_local_address(lighthouse: str) -> str:
+    """Find the address of this machine from which a lighthouse http://HOST:PORT is reached; nothing is sent."""
+    host, port = urlsplit(lighthouse).hostname or "", urlsplit(lighthouse).port or 0
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

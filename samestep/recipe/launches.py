@@ -33,6 +33,7 @@ def find_refusal(
     base_quantization: str | None = None,
     fault_tolerance: str = "none",
     num_processes: int = 1,
+    num_copies: int = 1,
     communication: Communication | None = None,
     reduce_dtype: str = "own",
 ) -> Refusal | None:
@@ -49,21 +50,22 @@ def find_refusal(
         base_quantization: the recipe's, of the weights below adapters.
         fault_tolerance: the run's setting.
         num_processes: processes of the launch.
+        num_copies: groups of these that each hold the whole model (HSDP).
         communication: the recipe's, read.
         reduce_dtype: the run's setting.
 
     >>> print(find_refusal(mixed_precision="fp16", is_sharded=True))
     mixed_precision is fp16, whose loss scale is not supported with FSDP: set it to bf16 or no
     """
-    if fault_tolerance == "step" and is_sharded:
+    if fault_tolerance == "step" and num_copies > 1:
         return Refusal(
-            "fault_tolerance is step, but the launch file shards weights (FSDP), so that a lost process takes its part away",
-            "launch each replica with one process, or leave it out",
+            f"fault_tolerance is step, where a replica is one copy of the model, but the launch has {num_copies} (HSDP)",
+            "start each copy by a launch of its own, without parallelism_config",
         )
-    if fault_tolerance == "step" and num_processes > 1:
+    if fault_tolerance == "step" and num_processes > 1 and not is_sharded:
         return Refusal(
-            f"fault_tolerance is step, where each replica is one process, but the launch has {num_processes}",
-            "start each replica by a launch of its own with --num_processes 1",
+            f"fault_tolerance is step, where a replica is one copy of the model, but the launch has {num_processes}",
+            "start each by a launch of its own with --num_processes 1, or shard weights over its processes (FSDP2)",
         )
     if fault_tolerance == "step" and mixed_precision == "fp16":
         return Refusal(

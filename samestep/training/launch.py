@@ -37,9 +37,10 @@ ONEDNN_KERNELS = "8192"
 
 
 class ReplicaAccelerator(Accelerator):
-    """Accelerate's `Accelerator` of one process that is a replica of several (--fault_tolerance step).
+    """Accelerate's `Accelerator` of a replica of several (--fault_tolerance step).
 
-    To Accelerate it is the only process, so that nothing is divided by a number of processes: replicas add their gradients up.
+    Accelerate knows the processes of this replica only, so that nothing is divided by the number of replicas, which add their
+    gradients up.
 
     Attributes:
         is_main_process: whether it writes what a run writes; set from step to step.
@@ -88,7 +89,7 @@ def create_accelerator(
         is_reproducible: whether only kernels are used whose result is the same to the bit each time: on a CPU by one thread.
         digest_steps: steps between digests, which sharded weights do not have; None: no digests.
         noise_scale_steps: steps between measurements of noise, which sharded weights do not have; None: none.
-        fault_tolerance: `step`: the process is a replica, which is launched alone; `restart`: the launcher starts workers
+        fault_tolerance: `step`: the launch is one of several replicas; `restart`: the launcher starts workers
             again, on the machines that are there; `none`.
         reduce_dtype: type in which DistributedDataParallel sends gradients: bf16, fp16, or own.
         kwargs: further arguments of `Accelerator`, such as log_with and project_dir.
@@ -145,6 +146,8 @@ def create_accelerator(
         ],
         **kwargs,
     )
+    if isinstance(accelerator, ReplicaAccelerator):
+        accelerator.is_main_process = accelerator.process_index == 0  # until replicas have met
     if problems := _find_accelerator_problems(accelerator, is_reproducible, fault_tolerance):
         raise UsageError(problems)
     if accelerator.device.type == "cpu":
@@ -310,6 +313,7 @@ def _find_accelerator_problems(accelerator: Accelerator, is_reproducible: bool, 
         is_reproducible=is_reproducible,
         fault_tolerance=fault_tolerance,
         num_processes=accelerator.num_processes,
+        num_copies=count_copies(accelerator),
     ):
         problems.append(str(refusal))
     is_emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)

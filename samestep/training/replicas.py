@@ -1,27 +1,34 @@
-"""Replicas of one process each that train together while any of them may die, hang, leave or join (torchft).
+"""Replicas that train together while any of them may die, hang, leave or join (torchft).
 
 In every step the replicas that are there agree on who they are: the quorum. The step is cut for them, so that k grows when a
 replica is lost; samples, rates and noise are functions of the step, so that the cut changes nothing. One reduction adds up the
 counts and one the gradients, both over cells of the whole step. Nothing lasting is done before the step is committed: when a
 replica is lost on the way, the step is done again by those that are left. A replica that is behind, because it has just been
 started or has slept, gets from another one all that a checkpoint holds before it computes anything.
+
+A replica is one process, or one launch whose processes divide the weights between them (FSDP2). Each process of such a replica
+reduces and heals its own part, with the processes of the same number in the other replicas; what is decided, all of them decide
+together, so that they stay one replica. It lives and dies as a whole.
 """
 
 import concurrent.futures
+import contextlib
+import datetime
 import hashlib
 import json
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from samestep._internals import torchft_replica
@@ -42,6 +49,9 @@ LARGEST = 2**62  # stands for no cap
 BUCKET_BYTES = 8 * 2**20
 """Gradients that are reduced at once, while the backward computes others. Of small models more are at the end than there would
 be with the 25 MiB of DistributedDataParallel."""
+
+
+Answer = TypeVar("Answer")
 
 
 class HasEnded(Exception):
@@ -117,6 +127,9 @@ class GradientBuffer:
         self.is_active = False
         return self.works
 
+    def take(self) -> None:
+        """Take the sums: they are the parameters' gradients already."""
+
     def close(self) -> None:
         """Let go of the parameters."""
         for hook in self.hooks:
@@ -124,23 +137,74 @@ class GradientBuffer:
         self.parameters, self.parts, self.bucket = [], [], {}
 
 
-class Replicas:
-    """This process as one replica of a run.
+class GradientParts:
+    """Gradients of this process's part of a model whose weights are divided, added up in one tensor after the last backward.
 
     Args:
-        accelerator: the run's, of one process; its `is_main_process` is set: the first replica writes.
+        parameters: those that require gradients.
+        begin_to_add_up: begins to add a tensor of all replicas up, and returns what has to be waited for.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], begin_to_add_up: Callable[[torch.Tensor], Any]):
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.begin_to_add_up = begin_to_add_up
+
+    def begin(self) -> None:
+        """Begin a step, or an attempt of it, without gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self) -> list[Any]:
+        """Begin to add up the gradients; what has to be waited for."""
+        self.used = [parameter for parameter in self.parameters if parameter.grad is not None]
+        self.flat = torch.cat([to_local(parameter.grad).reshape(-1) for parameter in self.used])
+        return [self.begin_to_add_up(self.flat)]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Make the sums the parameters' gradients."""
+        gradients = [to_local(parameter.grad) for parameter in self.used]
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, part in zip(gradients, self.flat.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self.parameters = self.used = []
+
+
+def to_local(value: Any) -> Any:
+    """Take this process's parts of tensors that are divided, in nested dictionaries and lists; all else stays as it is."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, dict):
+        return {key: to_local(item) for key, item in value.items()}
+    return [to_local(item) for item in value] if isinstance(value, list) else value
+
+
+class Replicas:
+    """This process as one replica of a run, or as one process of a replica.
+
+    Args:
+        accelerator: the replica's; its `is_main_process` is set: process 0 of the first replica writes.
         settings: `lighthouse`, `min_replicas`, `replica_timeout`, `ddp_timeout` are used.
         folder: the output folder.
 
     Attributes:
         step: number of steps that this replica has committed.
-        rank, size: number of this replica in the quorum of this step, and how many they are.
+        rank, size: number of this process among those of all replicas in the quorum of this step, and how many they are.
+        replica, num_replicas: the same of this replica.
         everybody_stops: whether all replicas of the last committed step were asked to stop.
     """
 
     def __init__(self, accelerator: Accelerator, settings: RunSettings, folder: SharedFolder):
         self.accelerator, self.settings, self.folder = accelerator, settings, folder
-        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = accelerator.process_index, accelerator.num_processes
+        self.rank, self.size, self.replica, self.num_replicas = self.local_rank, self.local_size, 0, 1
+        self.local_group = None
+        if self.local_size > 1:
+            timeout = datetime.timedelta(seconds=settings.ddp_timeout)
+            self.local_group = dist.new_group(backend="gloo", timeout=timeout)
         self.everybody_stops = False
         self.manager: Any = None
         self.store: dist.TCPStore | None = None
@@ -172,13 +236,45 @@ class Replicas:
         self.model, self.optimizer, self.steps, self.log, self.exact_sum = model, optimizer, steps, log, exact_sum
         self.step = start.step
         self.frozen = checkpoint.find_frozen(model)
-        settings = (self.settings.reproducible, self.settings.dtype, self.accelerator.mixed_precision)
+        settings = (self.settings.reproducible, self.settings.dtype, self.accelerator.mixed_precision, self.local_size)
         text = repr((log.recipe.fingerprint, sorted(fingerprints.items()), settings))
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        self.buffer = None
-        if exact_sum is None:
-            parameters = list(model.parameters())
+        self.buffer: GradientBuffer | GradientParts | None = None
+        parameters = list(model.parameters())
+        if self.local_size > 1:
+            self.buffer = GradientParts(parameters, self._begin_to_add_up)
+        elif exact_sum is None:
             self.buffer = GradientBuffer(parameters, lambda: self.accelerator.sync_gradients, self._begin_to_add_up)
+
+    # ------------------------------------------------------------------------------------ processes of this replica
+
+    def _find_largest(self, number: int) -> int:
+        """Find the largest of the numbers that the processes of this replica give."""
+        if self.local_group is None:
+            return number
+        largest = torch.tensor(number)
+        with self._waiting_for_processes():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.local_group)
+        return int(largest)
+
+    def _ask_first(self, call: Callable[[], Answer]) -> Answer:
+        """Let process 0 of this replica call a function, and tell all of them what it returns."""
+        if self.local_group is None:
+            return call()
+        answer: list[Any] = [call() if self.local_rank == 0 else None]
+        with self._waiting_for_processes():
+            dist.broadcast_object_list(answer, 0, group=self.local_group)
+        return answer[0]
+
+    @contextlib.contextmanager
+    def _waiting_for_processes(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RunError(
+                f"step {self.step + 1}: another process of this replica has ended, or does not answer; its own output may say "
+                "why. Start the replica again"
+            ) from error
 
     # ------------------------------------------------------------------------------------------------- the quorum
 
@@ -217,31 +313,36 @@ class Replicas:
         """Wait until enough replicas are there, and this one is where they are; set `step`, `rank`, `size`."""
         deadline = time.monotonic() + self.settings.ddp_timeout
         while True:
+            reason, is_manager_lost = "", False
             try:
                 if self.manager is None:
                     self._make_manager()
                 self._start_quorum()
-                size, rank = self.manager.num_participants(), self.manager.participating_rank()
-                has_failed = self.manager.errored() is not None
-                if not has_failed and size >= self.settings.min_replicas:
-                    break
-                reason = f"{size} of at least {self.settings.min_replicas} replicas are there"
-                if has_failed:
-                    reason = f"replicas do not reach each other ({_shorten(self.manager.errored())})"
-                self.give_up()
+                num_replicas, replica = self.manager.num_participants(), self.manager.participating_rank()
+                if (error := self.manager.errored()) is not None:
+                    reason = f"replicas do not reach each other ({_shorten(error)})"
+                elif num_replicas < self.settings.min_replicas:
+                    reason = f"{num_replicas} of at least {self.settings.min_replicas} replicas are there"
             except (RuntimeError, TimeoutError, OSError) as error:
                 if isinstance(error, RunError | UsageError):
                     raise
-                lighthouse = self.settings.lighthouse
-                # A lighthouse that was started again at once looks like the one before, of which this manager is
-                self._let_go_of_manager()
+                lighthouse, is_manager_lost = self.settings.lighthouse, True
                 reason = f"replicas that live do not come to the lighthouse {lighthouse}"
                 if not isinstance(error, TimeoutError) or not torchft_replica.is_reachable(lighthouse):
                     reason = f"the lighthouse {lighthouse} gives no quorum ({_shorten(error)})"
-            self._wait(reason, deadline)
-        self.step, self.rank, self.size = self.manager.current_step(), rank, size
-        self.steps.set_process(rank, size)
-        self.accelerator.is_main_process = rank == 0
+            worst = self._find_largest(2 if is_manager_lost else bool(reason))
+            if worst == 0:
+                break
+            if worst == 2:
+                # A lighthouse that was started again at once looks like the one before, of which this manager is
+                self._let_go_of_manager()
+            else:
+                self.give_up()
+            self._wait(reason or "another process of this replica waits", deadline)
+        self.step, self.replica, self.num_replicas = self.manager.current_step(), replica, num_replicas
+        self.rank, self.size = replica * self.local_size + self.local_rank, num_replicas * self.local_size
+        self.steps.set_process(self.rank, self.size)
+        self.accelerator.is_main_process = self.rank == 0
 
     def _start_quorum(self) -> None:
         """Wait for a quorum, and be healed if need be, as long as the lighthouse is there.
@@ -269,10 +370,11 @@ class Replicas:
             HasEnded: there is nothing to wait for any more.
             RunError: it took too long.
         """
-        if self.folder.is_done:
+        is_done, is_late = self._ask_first(lambda: (self.folder.is_done, time.monotonic() > deadline))
+        if is_done:
             raise HasEnded
-        if time.monotonic() > deadline:
-            if self.accelerator.is_main_process and self.has_begun:
+        if is_late:
+            if self.is_first and self.has_begun:
                 self.log.save(self.step)
             raise RunError(
                 f"step {self.step + 1}: {reason}, for {self.settings.ddp_timeout:.0f} s (--ddp_timeout). Start the lighthouse "
@@ -283,8 +385,14 @@ class Replicas:
             self._say(f"step {self.step + 1} waits: {reason}")
         time.sleep(SECONDS_BETWEEN_TRIES)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first replica, which writes."""
+        return self.replica == 0
+
     def _make_manager(self) -> None:
-        if not torchft_replica.is_reachable(self.settings.lighthouse):
+        address = self._ask_first(self._open_store)
+        if address is None:
             raise ConnectionError("it does not answer")
         self.is_group_new, self.num_managers = False, self.num_managers + 1
         number = self.num_managers
@@ -293,9 +401,12 @@ class Replicas:
             if number == self.num_managers:  # none of a manager that was let go of
                 self._set_state(state)
 
-        self.manager, self.store = torchft_replica.make_manager(
+        self.manager = torchft_replica.make_manager(
             self.settings.lighthouse,
             self.accelerator.device,
+            self.local_rank,
+            self.local_size,
+            address,
             timeout=self.settings.replica_timeout,
             connect_timeout=SECONDS_TO_CONNECT,
             quorum_timeout=SECONDS_OF_QUORUM,
@@ -305,6 +416,13 @@ class Replicas:
             on_new_group=self._note_new_group,
         )
         torchft_replica.set_step(self.manager, self.step)
+
+    def _open_store(self) -> tuple[str, int] | None:
+        """Open the store by which replicas find each other; its address, or None: the lighthouse is not reached."""
+        if not torchft_replica.is_reachable(self.settings.lighthouse):
+            return None
+        self.store, address = torchft_replica.open_store(self.settings.lighthouse)
+        return address
 
     def _note_new_group(self) -> None:
         self.is_group_new = True
@@ -325,6 +443,7 @@ class Replicas:
         if rows is None:
             return False
         begun, sizes, token_caps, fingerprints, digests = rows.T
+        differs = (digests.reshape(-1, self.local_size) != digests[: self.local_size]).any(1)  # of each replica
         if len(set(fingerprints.tolist())) > 1:
             if not self.has_begun:
                 raise UsageError(
@@ -332,11 +451,11 @@ class Replicas:
                     "with the same recipe, data, precision and --reproducible, and each run with a lighthouse of its own"
                 )
             return False
-        if digests[self.rank] != digests[0]:
+        if differs[self.replica]:
             # A new lighthouse, which knew nobody, has let replicas take this step apart from each other: the same step, rounded
             # differently. Whoever is not as the first replica is goes back, and so gets its state from the others.
             torchft_replica.set_step(self.manager, max(0, self.step - 1))
-        if (digests != digests[0]).any():
+        if differs.any():
             return False
         if (smallest := (int(sizes.min()), int(token_caps.min()))) != caps:
             self.steps.set_caps(smallest[0], None if smallest[1] == LARGEST else smallest[1])
@@ -377,13 +496,15 @@ class Replicas:
     def _tell_changes(self) -> None:
         """Write and print that the step is done again, or that the replicas are others."""
         if self.failed_step == self.step:
-            self.log.add_event(self.step + 1, "a replica was lost or late: the step is done again", replicas=self.size)
+            message = "a replica was lost or late: the step is done again"
+            self.log.add_event(self.step + 1, message, replicas=self.num_replicas)
         elif self.size != self.last_size:
-            self.log.add_event(self.step + 1, "the number of replicas has changed", replicas=self.size)
+            self.log.add_event(self.step + 1, "the number of replicas has changed", replicas=self.num_replicas)
         self.failed_step, self.last_size = None, self.size
 
     def _say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
+        if self.local_rank == 0:
+            tqdm.write(text, file=sys.stderr)
 
     # --------------------------------------------------------------------------------------------------- the step
 
@@ -391,17 +512,20 @@ class Replicas:
         return self.manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
 
     def _add_up(self, tensor: torch.Tensor, *works: Any) -> bool:
-        """Add up a tensor of all replicas in place, and wait for `works`, which began before.
+        """Add up a tensor of all processes of all replicas in place, and wait for `works`, which began before.
 
         Returns:
             False where that failed; nobody knows then what is in the tensors.
         """
+        if self.local_size > 1:
+            with self._waiting_for_processes():
+                dist.all_reduce(tensor)
         for work in (*works, self._begin_to_add_up(tensor)):
             work.wait()
-        return self.manager.errored() is None
+        return not self._find_largest(self.manager.errored() is not None)
 
     def _gather(self, numbers: list[int]) -> np.ndarray | None:
-        """Gather the same number of whole numbers from each replica, int64 [replicas, numbers]; None: a replica was lost."""
+        """Gather the same number of whole numbers from each process, int64 [processes, numbers]; None: a replica was lost."""
         rows = torch.zeros((self.size, len(numbers)), dtype=torch.int64, device=self.accelerator.device)
         rows[self.rank] = torch.tensor(numbers)
         return rows.cpu().numpy() if self._add_up(rows) else None
@@ -455,7 +579,8 @@ class Replicas:
         if not has_failed:
             if len(sums) != len(data.micro_batches):
                 raise UsageError("call step.add_to_log(sums) for each micro-batch before step.clip_grad_norm_")
-            rows[offset : offset + len(sums)] = torch.stack(list(sums)).double()
+            num_own = len(sizes[self.rank])  # the others are empty, as processes that divide weights need as many
+            rows[offset : offset + num_own] = torch.stack(list(sums)[:num_own]).double()
         if not self._add_up(table, *([] if self.buffer is None else self.buffer.finish())):
             return self.give_up()
         said = says.cpu()
@@ -471,7 +596,9 @@ class Replicas:
             return self._note_failure()
         self.step += 1  # where the next manager begins, if the lighthouse has gone
         self.everybody_stops = bool(said[:, STOPS].all())
-        self.all_sums = list(rows)
+        self.all_sums = list(rows) if self.local_rank == 0 else []
+        if self.buffer is not None:
+            self.buffer.take()
         return None
 
     def give_up(self) -> str:
@@ -483,18 +610,27 @@ class Replicas:
 
     def _should_commit(self) -> bool:
         """Ask whether nothing failed here. A state that is stuck on its way to another replica is a failure, too."""
+        is_lost = commits = False
         try:
-            return self.manager.should_commit()
+            commits = self.manager.should_commit()
         except (RuntimeError, TimeoutError):
+            is_lost = True
+        if self._find_largest(is_lost):
             self._let_go_of_manager()
             return False
+        return commits
 
     def _note_failure(self) -> str:
         self.failed_step = self.step if self.has_begun else None
         return "replica"
 
     def list_parts(self, data: StepData) -> tuple[list[tuple[int, int]], list[list[tuple[int, int]]]]:
-        """List (process, number) and the samples of each micro-batch of all replicas, as they told them before the step."""
+        """List (process, number) and the samples of each micro-batch of all replicas, as they told them before the step.
+
+        Of a replica of several processes the first one lists them for all.
+        """
+        if self.local_rank > 0:
+            return [], []
         places = [(process, number) for process, sizes in enumerate(data.sizes) for number in range(len(sizes))]
         ends = np.cumsum([size for sizes in data.sizes for size in sizes])
         return places, [[tuple(pair) for pair in part.tolist()] for part in np.split(self.pairs, ends)[:-1]]
@@ -503,7 +639,7 @@ class Replicas:
 
     def _list_tensors(self) -> dict[str, torch.Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named if name not in self.frozen}
+        return {name: to_local(tensor.detach()) for name, tensor in named if name not in self.frozen}
 
     def _get_state(self) -> dict[str, Any]:
         """Return all that a replica needs that is behind: what a checkpoint holds, and what is not in the files yet."""
@@ -512,7 +648,7 @@ class Replicas:
             "log": self.log.get_state(),
             "exponent": None if self.exact_sum is None else self.exact_sum.last_exponent,
         }
-        optimizer = self.optimizer.optimizer.state_dict()
+        optimizer = to_local(self.optimizer.optimizer.state_dict())
         return {"tensors": self._list_tensors(), "optimizer": optimizer, "record": json.dumps(record)}
 
     @torch.no_grad()
@@ -530,11 +666,29 @@ class Replicas:
             )
         for name, tensor in tensors.items():
             tensor.copy_(state["tensors"][name])
-        self.optimizer.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.optimizer.load_state_dict(self._divide(state["optimizer"]))
         checkpoint.lay_out_as_parameters(self.optimizer)
         if self.exact_sum is not None:
             self.exact_sum.last_exponent = record["exponent"]
         self.log.set_state(record["log"], self.manager.current_step())
+
+    def _divide(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make moments that are this process's parts into parts of divided tensors, as their parameters are."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        moments_of_all = {}
+        for number, moments in state["state"].items():
+            parameter = parameters[number]
+            if isinstance(parameter, DTensor):
+                part, layout = parameter.to_local(), (parameter.device_mesh, parameter.placements)
+                whole = {"shape": parameter.shape, "stride": parameter.stride()}
+                moments = {
+                    name: DTensor.from_local(value.to(part.device), *layout, **whole)
+                    if value.shape == part.shape
+                    else value
+                    for name, value in moments.items()
+                }
+            moments_of_all[number] = moments
+        return state | {"state": moments_of_all}
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -546,16 +700,19 @@ class Replicas:
         """
         self._let_go_of_manager()
         deadline = time.monotonic() + self.settings.ddp_timeout
-        while not self.folder.try_to_end():
-            if time.monotonic() > deadline:
+        while True:
+            may_end, is_late = self._ask_first(lambda: (self.folder.try_to_end(), time.monotonic() > deadline))
+            if may_end:
+                break
+            if is_late:
                 raise RunError(
                     f"another replica has been ending the run in {self.folder.output_dir} for "
                     f"{self.settings.ddp_timeout:.0f} s (--ddp_timeout): see whether it hangs"
                 )
             time.sleep(0.1)
-        self.is_in_charge = not self.folder.is_done
-        self.accelerator.is_main_process = self.is_in_charge
-        return self.is_in_charge
+        is_in_charge = self._ask_first(lambda: not self.folder.is_done)
+        self.accelerator.is_main_process = self.is_in_charge = is_in_charge and self.local_rank == 0
+        return is_in_charge
 
     def leave(self) -> None:
         """Leave the run to the other replicas."""

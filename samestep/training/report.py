@@ -64,9 +64,11 @@ def open_output_dir(accelerator: Accelerator, settings: RunSettings) -> SharedFo
                 "with --overwrite_output_dir, or choose another folder"
             )
 
-    if accelerator.is_main_process or (settings.replicate_checkpoints and accelerator.is_local_main_process):
+    is_shared = settings.fault_tolerance == "step"
+    is_copied = settings.replicate_checkpoints and accelerator.is_local_main_process
+    if accelerator.is_main_process or is_copied or is_shared:
         try:
-            if settings.fault_tolerance == "step":
+            if is_shared:
                 output_dir.mkdir(parents=True, exist_ok=True)
                 folder = SharedFolder(output_dir, LINES)
                 folder.join(settings.lighthouse, check_alone)
@@ -272,7 +274,7 @@ class RunLog:
             initial=initial,
             desc="Training",
             unit=unit,
-            disable=not self.accelerator.is_main_process and self.folder is None,
+            disable=not self._speaks,
         )
         self.clock = time.perf_counter()
 
@@ -292,7 +294,7 @@ class RunLog:
         Args:
             data: this process's part of the step.
             sums: summed losses of each of this process's micro-batches, floating [terms] on the device; where `parts` is given,
-                of all micro-batches.
+                of all micro-batches on process 0, and of none on others.
             counts: targets of the whole step, int64 [terms] on the device; of workers that take steps of their own, those of
                 this process.
             grad_norm: norm of the whole gradient before clipping, scalar on the device; of such workers, the root of the sum
@@ -321,7 +323,8 @@ class RunLog:
         self.pending_times.append(times)
         if parts is None:
             parts = [(self.accelerator.process_index, number) for number in range(len(data.samples))], data.samples
-        self.pending.append((line, *parts, torch.stack(list(sums)).double(), counts, grad_norm))
+        table = torch.stack(list(sums)) if sums else counts.new_zeros(0, len(counts))
+        self.pending.append((line, *parts, table.double(), counts, grad_norm))
         self.bar.update(1 if self.spans is None else data.num_samples)
         is_due = line["step"] % self.settings.logging_steps == 0
         if is_due or self.folder is not None:  # a replica may die, and the others have to know the step's line
@@ -502,9 +505,14 @@ class RunLog:
         if self.accelerator.is_main_process:  # other replicas may have seen something else
             self._append("metrics.jsonl", [{"step": step, "event": message} | values])
             self._write_lines()
-        if self.accelerator.is_main_process or self.folder is not None:
+        if self._speaks:
             details = ", ".join(f"{name} {value}" for name, value in values.items())
             tqdm.write(f"step {step}: {message} ({details})", file=sys.stderr)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process prints what a run prints: process 0, of each replica."""
+        return self.accelerator.is_main_process or (self.folder is not None and self.accelerator.process_index == 0)
 
     def compute_losses(self, sums: torch.Tensor, counts: torch.Tensor, prefix: str = "") -> dict[str, float]:
         """Compute the loss, and each of its terms if there are several, from total sums and counts, [terms] on the host."""

@@ -500,7 +500,7 @@ class Run:
         if self.is_local and not self.exchange.is_exchange(step.index, self.num_steps):
             is_due = False  # workers differ; what the last exchange agreed on was done then
         if is_due and self.completed_steps < self.last_step:
-            if self.replicas is None or self.accelerator.is_main_process:
+            if self.replicas is None or self.replicas.is_first:
                 self.log.save(self.completed_steps, is_routine=every is None)
             recovery.restart_save_clock()
         return has_grown

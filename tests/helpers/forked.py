@@ -200,7 +200,9 @@ def _run(
 ) -> list[int]:
     """Run processes and return their exit codes by rank; the first failure ends all."""
     main = importlib.import_module(module).main
-    pids = [_fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(_environments(num_processes))]
+    pids = [
+        _fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(make_environments(num_processes))
+    ]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < num_processes:
@@ -225,7 +227,7 @@ def _find_free_port() -> int:
             return port
 
 
-def _environments(num_processes: int) -> list[dict[str, str]]:
+def make_environments(num_processes: int) -> list[dict[str, str]]:
     """Make the environment variables that torchrun gives each process: none, if it is the only one."""
     if num_processes == 1:
         return [{}]

@@ -5,6 +5,7 @@ Tests call `main` through a fork server; a benchmark uses `Scene` in a process t
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -18,11 +19,14 @@ from typing import Any
 
 import lost_connections
 from blank import draw_nothing
+from common import ROOT, launch_environment
+from forked import make_environments
 
 from samestep.errors import exit_code
 
 SIGNAL_IN_STEP = "SIGNAL_IN_STEP"
-"""Variable that holds a step and a signal, which a replica sends itself there: after its backwards, before the reduction."""
+"""Variable that holds a step and a signal, which a replica sends itself there: after its backwards, before the reduction. Of
+several processes the last one does."""
 TICK = 0.005
 
 
@@ -104,6 +108,32 @@ def train(program: str, argv: list[str], digests: Path) -> int:
     return load_scripts()[program].main(argv)
 
 
+def train_together(
+    num_processes: int, launch: dict[str, str], call: Callable[[], Any], log: Path, environment: dict[str, str]
+) -> int:
+    """Be the launcher of a replica of several processes: when one of them ends badly, all end, as with torchrun.
+
+    Args:
+        num_processes: of the replica.
+        launch: variables that the launch file brings.
+        call: what each process does.
+        log: for what they print.
+        environment: of the last one; SIGNAL_IN_STEP is not for the others.
+    """
+    others = environment | {SIGNAL_IN_STEP: "0 0"}
+    pids = []
+    for rank, variables in enumerate(make_environments(num_processes)):
+        own = environment if rank + 1 == num_processes else others
+        pids.append(fork(call, log, own | launch | variables))
+    codes: dict[int, int] = {}
+    while len(codes) < num_processes:
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        for other in set(pids) - codes.keys() if codes[pid] else ():
+            os.kill(other, signal.SIGKILL)
+    return max(map(abs, codes.values()))
+
+
 class Scene:
     """One run: a lighthouse and its replicas, each a process that can be killed, stopped, and started again.
 
@@ -113,10 +143,22 @@ class Scene:
         folder: of the logs, and of the digests.
         output_dir: of the run.
         join_timeout: seconds for which the lighthouse waits for replicas that live and do not come.
+        num_processes: of a replica; those of several are children of its process.
+        launch: variables that the launch file of a replica of several processes brings.
     """
 
-    def __init__(self, program: str, argv: list[str], folder: Path, output_dir: Path, join_timeout: float = 3.0):
+    def __init__(
+        self,
+        program: str,
+        argv: list[str],
+        folder: Path,
+        output_dir: Path,
+        join_timeout: float = 3.0,
+        num_processes: int = 1,
+        launch: dict[str, str] | None = None,
+    ):
         self.program, self.argv, self.folder, self.output_dir = program, argv, folder, output_dir
+        self.num_processes, self.launch = num_processes, launch or {}
         self.join_timeout = join_timeout
         folder.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -138,10 +180,15 @@ class Scene:
         """Start a replica, or start it again."""
         lighthouse = f"http://127.0.0.1:{self.port}"
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "CUDA_VISIBLE_DEVICES": "-1", SIGNAL_IN_STEP: signal_in_step}
-        argv = [*self.argv, *flags.split()]
-        self.replicas[number] = fork(
-            lambda: train(self.program, argv, self.folder), self.folder / f"log-{number}", environment
-        )
+        argv, log = [*self.argv, *flags.split()], self.folder / f"log-{number}"
+
+        def call() -> int:
+            return train(self.program, argv, self.folder)
+
+        def call_together() -> int:
+            return train_together(self.num_processes, self.launch, call, log, environment)
+
+        self.replicas[number] = fork(call if self.num_processes == 1 else call_together, log, environment)
 
     def send(self, number: int, signal_number: int) -> None:
         """Send a signal to a replica, and wait for its end if that kills it."""
@@ -198,16 +245,47 @@ class Scene:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}" for log in logs)
 
 
-def main(folder: str, program: str, argv: str) -> None:
-    """Let two replicas train, kill the first one in the middle of a step, and start it again; then the lighthouse.
+def main(folder: str, program: str, argv: str, is_sharded: str = "") -> None:
+    """Let two replicas train, for test_replicas.py. --min_replicas is 2, so that one waits for the other and the run is short.
 
-    It is for test_replicas.py. --min_replicas is 2, so that the other one waits and the run is short.
+    Args:
+        folder: of logs and digests.
+        program: script.
+        argv: its arguments, in JSON.
+        is_sharded: not empty: each replica is two processes that divide the weights.
     """
-    argv, folder = json.loads(argv), Path(folder)
     from samestep.training import replicas
 
     replicas.SECONDS_OF_QUORUM = 3.0
-    scene = Scene(program, argv, folder / "scene", Path(argv[argv.index("--output_dir") + 1]))
+    words = json.loads(argv)
+    scene_of = functools.partial(
+        Scene, program, words, Path(folder) / "scene", Path(words[words.index("--output_dir") + 1])
+    )
+    if is_sharded:
+        launch = launch_environment(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml")
+        scene = scene_of(num_processes=2, launch=launch)
+        lose_a_process(scene)
+    else:
+        scene = scene_of()
+        lose_a_replica_and_the_lighthouse(scene)
+    codes = scene.finish()
+    if any(codes.values()):
+        print(codes, scene.tail())
+        os._exit(1)
+    os._exit(0)
+
+
+def lose_a_process(scene: Scene) -> None:
+    """Kill a process in the middle of a step, whose replica ends, and start the replica again."""
+    scene.start(1, signal_in_step=f"6 {signal.SIGKILL:d}")
+    scene.start(2)
+    first = scene.replicas[1]
+    scene.wait_until(lambda: scene.codes.get(first) == signal.SIGKILL, 60, "death in step 6")
+    scene.start(1)
+
+
+def lose_a_replica_and_the_lighthouse(scene: Scene) -> None:
+    """Kill the first replica in the middle of a step, and start it again; then the lighthouse."""
     scene.start(1, signal_in_step=f"6 {signal.SIGKILL:d}")
     scene.start(2, signal_in_step=f"14 {signal.SIGSTOP:d}")
     first, second = scene.replicas.values()
@@ -220,8 +298,3 @@ def main(folder: str, program: str, argv: str) -> None:
         lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death"
     )
     scene.start_lighthouse()
-    codes = scene.finish()
-    if any(codes.values()):
-        print(codes, scene.tail())
-        os._exit(1)
-    os._exit(0)
