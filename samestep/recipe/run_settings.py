@@ -144,8 +144,8 @@ class RunSettings:
     fault_tolerance: str = setting(
         "when a process dies: none: the run ends; restart: its launcher (torchrun's agents) starts it again on the machines "
         "that are there, from the newest checkpoint; it brings resume_from_checkpoint latest, async_checkpointing and "
-        "checkpointing_minutes 1, where flags do not say otherwise; step: each process is a replica of a launch of its own, "
-        "and those that are left do the step again (docs/fault-tolerance.md)",
+        "checkpointing_minutes 1, where flags do not say otherwise; step: each launch is a replica, and those that are left "
+        "do the step again (docs/fault-tolerance.md)",
         choice("none", "restart", "step"),
         default="none",
     )

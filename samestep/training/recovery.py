@@ -7,7 +7,7 @@ the failure, and none may wait for ever. Processes agree once per step, between 
 through one all-reduce of three flags on the host, which waits for no device. Before that, a process that has failed takes part,
 with zeros, in the reductions of the gradient for which the other processes wait or will wait; the sums are thrown away.
 
-With --fault_tolerance step the processes are replicas, which agree through `Replicas`: an attempt that lost one of them is
+With --fault_tolerance step the launches are replicas, which agree through `Replicas`: an attempt that lost one of them is
 repeated in the same way, by those that are there then.
 """
 
@@ -52,7 +52,7 @@ class Recovery:
         steps: cuts steps, also into smaller micro-batches.
         model, optimizer: as prepared by `accelerator`.
         exact_sum: adds the gradients up; None: Accelerate and the model do.
-        replicas: the replicas of which this process is one; None: it is no replica.
+        replicas: the replicas of which this launch is one; None: it is no replica.
         exchange: the algorithm of the recipe's `communication`; None: the exact step.
         log: writes events; its settings are used: `on_nonfinite` (`stop`: from a gradient that is not finite on, parameters
             stay as they are; `skip`: that step is left out), `ddp_timeout`, `max_train_minutes`, `checkpointing_minutes`.
