@@ -241,7 +241,7 @@ class Replicas:
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         self.buffer: GradientBuffer | GradientParts | None = None
         parameters = list(model.parameters())
-        if self.local_size > 1:
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
             self.buffer = GradientParts(parameters, self._begin_to_add_up)
         elif exact_sum is None:
             self.buffer = GradientBuffer(parameters, lambda: self.accelerator.sync_gradients, self._begin_to_add_up)
