@@ -279,8 +279,8 @@ class Run:
         """
         recipe, settings, accelerator = self.recipe, self.settings, self.accelerator
         torch.manual_seed(recipe.seed)
-        self.build = lambda: model_class.from_recipe(recipe, train)
-        self.bare_model = model = self.build().to(getattr(torch, settings.dtype))
+        self.build = lambda: model_class.from_recipe(recipe, train).to(getattr(torch, settings.dtype))
+        self.bare_model = model = self.build()
         self.noise = noise.noise_by_sample(model, recipe.seed)
         notes = [*model.notes, *self.noise.notes, *optim.find_notes(recipe)]
         self._say(*notes)
