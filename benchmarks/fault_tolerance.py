@@ -4,11 +4,13 @@
 
 - Chaos: three replicas train a tiny model with dropout, over loopback. In each run one kind of thing happens to them, several
   times at random steps: replicas are killed (SIGKILL), hang for longer than their timeout and wake up again (SIGSTOP, SIGCONT),
-  lose their connections, or start late; the lighthouse is killed and started again. Killed replicas are started again by the
-  same command. At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process to 1e-5
-  and with its samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds until
-  steps go on: from what happened to the end of the longest pause between two steps that follows. For a lighthouse that is from
-  its new start. Runs that are in the results already are not run again: `--fresh` forgets them.
+  lose their connections, or start late; the lighthouse is killed and started again. Replicas that have ended are started again
+  by the same command. At the end every step must be in metrics.jsonl once, with the loss of an undisturbed run of one process
+  to 1e-5 and with its samples, each once; the replicas must have the same parameters, bit by bit; and none may hang. Seconds
+  until steps go on: from what happened to the end of the longest pause between two steps that follows. For a lighthouse that is
+  from its new start. Runs that are in the results already are not run again: `--fresh` forgets them.
+- Sharded: the same with replicas of two processes each, which divide the weights (FSDP2). What happens to a replica happens to
+  both; when they lose their connections, the replica ends.
 - Overhead: BERT of 4 layers x 256 on two replicas, and on two processes with DistributedDataParallel, in turns: medians of a
   step.
 """
@@ -44,7 +46,7 @@ if __name__ == "__main__":  # before anything reads it; processes are forked fro
 
 import harness
 from common import launch_environment, metrics, samples_of_steps, tiny_argv, write_corpus
-from forked import _environments as make_environments
+from forked import make_environments
 from lost_connections import DROP
 from run_replicas import Scene, fork, load_scripts
 
@@ -93,13 +95,13 @@ class Watch:
 
 def first_replica(scene: Scene) -> int:
     """Find the replica that writes: torchft sorts replicas by their names, HOST-PID."""
-    return min(scene.replicas, key=lambda number: f"{scene.replicas[number]}:")
+    return min(scene.replicas, key=lambda number: f"{scene.find_first_process(number)}:")
 
 
 def kill(scene: Scene, rng: random.Random, choose: Callable[[Scene], list[int]]) -> Callable[[], object]:
     victims = choose(scene)
     for number in victims:
-        os.kill(scene.replicas[number], signal.SIGKILL)
+        scene.signal(scene.replicas[number], signal.SIGKILL)
     for number in victims:
         scene.send(number, signal.SIGKILL)
     return lambda: [scene.start(number) for number in victims]
@@ -125,7 +127,7 @@ def hang(scene: Scene, rng: random.Random) -> Callable[[], object]:
 
 def lose_connections(scene: Scene, rng: random.Random) -> Callable[[], object]:
     scene.send(rng.choice(list(scene.replicas)), DROP)
-    return lambda: None
+    return lambda: [scene.start(number) for number in scene.find_ended()]  # of several processes: they lost each other
 
 
 def kill_lighthouse(scene: Scene, rng: random.Random) -> Callable[[], object]:
@@ -151,12 +153,15 @@ KINDS: dict[str, tuple[Callable, int, int]] = {
 }
 
 
-def disturb(kind: str, program: str, work: Path, corpus: Path, reference: Path, rng: random.Random) -> dict:
+def disturb(
+    kind: str, program: str, work: Path, corpus: Path, reference: Path, rng: random.Random, num_processes: int
+) -> dict:
     """Let one run be disturbed, and compare what it leaves with the reference."""
     call, times, num_late = KINDS[kind]
     output_dir = work / "output"
     argv = tiny_argv(program, corpus, output_dir, f"{FLAGS} {PROGRAMS[program]} {REPLICA_FLAGS}")
-    scene = Scene(program, argv, work / "scene", output_dir)
+    launch = launch_environment(ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml") if num_processes > 1 else None
+    scene = Scene(program, argv, work / "scene", output_dir, num_processes=num_processes, launch=launch)
     begin, moments, problems, codes = harness.clock(), [], [], {}
     for number in range(NUM_REPLICAS - num_late):
         scene.start(number)
@@ -187,13 +192,14 @@ def disturb(kind: str, program: str, work: Path, corpus: Path, reference: Path, 
     with contextlib.suppress(OSError):
         problems += compare(output_dir, reference)
     digests = scene.digests()
-    if len(digests) < 1 or len(set(digests)) != 1:
-        problems.append(f"{len(set(digests))} different parameters of {len(digests)} replicas at the end")
+    if len(set(digests)) != num_processes:
+        problems.append(f"{len(set(digests))} different parameters of {len(digests)} processes at the end")
     events = [line for line in scene.lines() if "event" in line]
     has_pause = call is not nothing and not problems
     return {
         "kind": kind,
         "program": program,
+        "processes": num_processes,
         "happened": times if call is not nothing else num_late,
         "done_again": sum("done again" in event["event"] for event in events),
         "seconds_until_steps_go_on": [watch.seconds_until_steps_go_on(*moment) for moment in moments]
@@ -226,8 +232,14 @@ def in_a_process(call: Callable[[], object], log: Path, environment: dict[str, s
         raise RuntimeError(log.read_text(errors="replace")[-3000:])
 
 
-def chaos(work: Path, num_runs: int, seed: int, rows: list[dict], write: Callable[[], object]) -> None:
-    """Disturb `num_runs` runs, the kinds in turns, but for those that are in `rows` already; add them, and `write` each."""
+def chaos(
+    work: Path, num_runs: int, seed: int, rows: list[dict], write: Callable[[], object], num_processes: int = 1
+) -> None:
+    """Disturb `num_runs` runs, the kinds in turns, but for those that are in `rows` already; add them, and `write` each.
+
+    Args:
+        num_processes: of each replica; several divide the weights (FSDP2).
+    """
     in_a_process(lambda: write_corpus(work) and None, work / "log-corpus")
     corpus, references = work / "corpus.jsonl", {}
     for program, flags in PROGRAMS.items():
@@ -240,7 +252,8 @@ def chaos(work: Path, num_runs: int, seed: int, rows: list[dict], write: Callabl
         program = list(PROGRAMS)[number % 2]
         kind = list(KINDS)[number % len(KINDS)]
         rng = random.Random(f"{seed} {number}")
-        row = disturb(kind, program, work / f"run-{number}", corpus, references[program], rng)
+        folder = work / f"run-{num_processes}-{number}"
+        row = disturb(kind, program, folder, corpus, references[program], rng, num_processes)
         rows.append({"number": number} | row)
         write()
         shown = {name: value for name, value in row.items() if name != "problems"}
@@ -291,16 +304,17 @@ def overhead(work: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = harness.flags("fault_tolerance", __doc__, rounds=7, only=("chaos", "overhead"), work=True)
+    parser = harness.flags("fault_tolerance", __doc__, rounds=7, only=("chaos", "sharded", "overhead"), work=True)
     parser.add_argument("--runs", type=harness.positive, default=50)
+    parser.add_argument("--sharded_runs", type=harness.positive, default=14, help="of replicas of two processes [14]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="forget the results so far")
     arguments = parser.parse_args()
     load_scripts()
     file = arguments.output.with_suffix(".json")
-    results = {"runs": [], "overhead": {}}
+    results = {"runs": [], "sharded": [], "overhead": {}}
     if file.exists() and not arguments.fresh:
-        results = json.loads(file.read_text(encoding="utf-8"))
+        results |= json.loads(file.read_text(encoding="utf-8"))
 
     def write() -> None:
         results["about"] = harness.about(
@@ -314,6 +328,8 @@ def main() -> int:
     with harness.open_work_folder(arguments.work) as work:
         if "chaos" in arguments.only:
             chaos(work, arguments.runs, arguments.seed, results["runs"], write)
+        if "sharded" in arguments.only:
+            chaos(work, arguments.sharded_runs, arguments.seed, results["sharded"], write, num_processes=2)
         if "overhead" in arguments.only:
             results["overhead"] = overhead(work, arguments.rounds)
     write()
@@ -328,7 +344,8 @@ def recoveries(runs: list[dict], word: str) -> list[float]:
 
 def find_problems(results: dict) -> list[str]:
     """List what went wrong, and which bounds do not hold."""
-    problems = [f"{row['kind']}, {row['program']}: {problem}" for row in results["runs"] for problem in row["problems"]]
+    rows = results["runs"] + results.get("sharded", [])
+    problems = [f"{row['kind']}, {row['program']}: {problem}" for row in rows for problem in row["problems"]]
     seconds = [
         value for word in ("replica killed", "writes, killed", "at once") for value in recoveries(results["runs"], word)
     ]
@@ -341,10 +358,10 @@ def find_problems(results: dict) -> list[str]:
     return problems
 
 
-def body(results: dict) -> str:
+def table_of_runs(all_runs: list[dict]) -> str:
     rows = []
-    for kind in dict.fromkeys(row["kind"] for row in results["runs"]):
-        runs = [row for row in results["runs"] if row["kind"] == kind]
+    for kind in dict.fromkeys(row["kind"] for row in all_runs):
+        runs = [row for row in all_runs if row["kind"] == kind]
         seconds = recoveries(runs, kind)
         counts = [sum(row[name] for row in runs) for name in ("happened", "done_again")]
         rows.append(
@@ -353,11 +370,20 @@ def body(results: dict) -> str:
                 sum(len(row["problems"]) for row in runs),
             ]
         )
-    columns = "what happens | runs | times | steps done again | seconds until steps go on | checks failed"
+    return harness.table(
+        "what happens | runs | times | steps done again | seconds until steps go on | checks failed", rows
+    )
+
+
+def body(results: dict) -> str:
     text = (
         f"Runs of {STEPS} steps on {NUM_REPLICAS} replicas over loopback, --replica_timeout {REPLICA_TIMEOUT:.0f}; median "
-        f"(smallest to largest):\n\n{harness.table(columns, rows)}"
+        f"(smallest to largest):\n\n{table_of_runs(results['runs'])}"
     )
+    if sharded := results.get("sharded"):
+        text += (
+            f"\nThe same with replicas of two processes that divide the weights (FSDP2):\n\n{table_of_runs(sharded)}"
+        )
     if overheads := results["overhead"]:
         milliseconds = [harness.spread([1e3 * value for value in overheads[name]], ".1f") for name in overheads]
         ratio = harness.spread(harness.ratios(overheads["replicas"], overheads["plain"]), ".3f")

@@ -310,7 +310,7 @@ def test_cpu_is_taken_when_asked_for_beside_a_gpu(bare, name, value):
 def test_cpu_is_not_forced_when_not_asked_for(bare, env):
     for key, value in env.items():
         bare.setenv(key, value)
-    made = SimpleNamespace(num_processes=1, mixed_precision="no", device=torch.device("cpu"))
+    made = SimpleNamespace(num_processes=1, torch_device_mesh=None, mixed_precision="no", device=torch.device("cpu"))
     settings = {}
     bare.setattr(launch, "Accelerator", lambda **kwargs: settings.update(kwargs) or made)
     launch.create_accelerator()
@@ -399,7 +399,9 @@ def test_emulated_bf16_is_refused(bare, major, precision, refused):
     bare.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
     bare.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)  # emulated, it is
     bare.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    made = SimpleNamespace(num_processes=1, mixed_precision=precision, device=torch.device("cuda", 0))
+    made = SimpleNamespace(
+        num_processes=1, torch_device_mesh=None, mixed_precision=precision, device=torch.device("cuda", 0)
+    )
     bare.setattr(launch, "Accelerator", lambda **kwargs: made)
     if refused:
         (problem,) = problems()

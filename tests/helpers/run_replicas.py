@@ -120,11 +120,13 @@ def train_together(
         log: for what they print.
         environment: of the last one; SIGNAL_IN_STEP is not for the others.
     """
+    os.setpgid(0, 0)  # so that a signal can go to all of them
     others = environment | {SIGNAL_IN_STEP: "0 0"}
     pids = []
     for rank, variables in enumerate(make_environments(num_processes)):
         own = environment if rank + 1 == num_processes else others
         pids.append(fork(call, log, own | launch | variables))
+    signal.signal(lost_connections.DROP, signal.SIG_IGN)
     codes: dict[int, int] = {}
     while len(codes) < num_processes:
         pid, status = os.wait()
@@ -190,13 +192,29 @@ class Scene:
 
         self.replicas[number] = fork(call if self.num_processes == 1 else call_together, log, environment)
 
+    def find_first_process(self, number: int) -> int:
+        """Find process 0 of a replica."""
+        pid = self.replicas[number]
+        if self.num_processes == 1:
+            return pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def signal(self, pid: int, signal_number: int) -> None:
+        """Send a signal to all processes of a replica."""
+        (os.kill if self.num_processes == 1 else os.killpg)(pid, signal_number)
+
     def send(self, number: int, signal_number: int) -> None:
         """Send a signal to a replica, and wait for its end if that kills it."""
         pid = self.replicas[number]
-        os.kill(pid, signal_number)
+        self.signal(pid, signal_number)
         if signal_number == signal.SIGKILL:
             os.waitpid(pid, 0)
             del self.replicas[number]
+
+    def find_ended(self) -> list[int]:
+        """List the replicas that have ended."""
+        self._reap()
+        return [number for number, pid in self.replicas.items() if pid in self.codes]
 
     def wait_until(self, condition: Callable[[], Any], seconds: float, subject: str) -> Any:
         """Wait for a condition; return what it returns."""
@@ -221,7 +239,7 @@ class Scene:
         while self._reap() and time.monotonic() < deadline:
             time.sleep(TICK)
         for pid in set(self.replicas.values()) - self.codes.keys():
-            os.kill(pid, signal.SIGABRT)
+            self.signal(pid, signal.SIGABRT)
             self.codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             self.kill_lighthouse()
