@@ -2,10 +2,10 @@
 
 import json
 import time
+from importlib.metadata import version
 
 import huggingface_hub
 import pytest
-import torch
 import yaml
 from common import metrics
 from huggingface_hub import RepoUrl
@@ -108,7 +108,7 @@ def test_the_card_describes_the_users_data_and_training(train, corpus):
             "80 samples",
             "1 x CPU",
             "float32 weights",
-            f"torch: {torch.__version__}",
+            f"torch: {version('torch')}",
             "datasets: ",
         ),
         *(
