@@ -252,25 +252,28 @@ def test_accelerate_takes_a_replica_for_the_main_process_where_it_is_told_so():
 # ----------------------------------------------------------------------------------------------------------- for real
 
 
+def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int, flags: str, *words: str) -> None:
+    """Train by two replicas, into folder/replicas; each step is there once, and all is as in one undisturbed process."""
+    flags += f" --max_train_steps {num_steps} --global_batch_size 16 --logging_steps 1 --record_samples --dtype float64"
+    reference, output_dir = train("reference", flags), folder / "replicas"
+    flags += " --fault_tolerance step --min_replicas 2 --replica_timeout 20"
+    argv = tiny_argv("pretrain_bert", corpus, output_dir, flags)
+    words = (str(folder), "pretrain_bert", json.dumps(argv), *words)
+    trainings.run(list(words), 1, timeout=110, module="run_replicas", can_repeat=False)
+    ours, theirs = metrics(output_dir), metrics(reference)
+    assert [line["step"] for line in ours] == list(range(1, num_steps + 1))
+    for name in ("loss", "grad_norm"):
+        assert np.allclose([line[name] for line in ours], [line[name] for line in theirs], rtol=1e-11)
+    assert samples_of_steps(output_dir) == samples_of_steps(reference)
+    assert relative(parameters(output_dir, ""), parameters(reference, "")) < 1e-11
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
     """Two replicas of two processes each. One process is killed in a step, its replica ends, is started again, and healed."""
-    flags = (
-        "--global_batch_size 16 --per_device_train_batch_size 2 --max_train_steps 10 --logging_steps 1 --record_samples "
-        "--dtype float64 --eval_steps 5"
-    )
-    reference = train("reference", flags)
-    replicas = f"{flags} --fault_tolerance step --min_replicas 2 --replica_timeout 20 --checkpointing_steps 4"
-    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "replicas", replicas)
-    words = [str(tmp_path), "pretrain_bert", json.dumps(argv), "sharded"]
-    trainings.run(words, 1, timeout=110, module="run_replicas", can_repeat=False)
-    ours, theirs = metrics(tmp_path / "replicas"), metrics(reference)
-    assert [line["step"] for line in ours] == list(range(1, 11))
-    assert np.allclose([line["loss"] for line in ours], [line["loss"] for line in theirs], rtol=1e-11)
-    assert np.allclose([line["grad_norm"] for line in ours], [line["grad_norm"] for line in theirs], rtol=1e-11)
-    assert samples_of_steps(tmp_path / "replicas") == samples_of_steps(reference)
-    assert relative(parameters(tmp_path / "replicas", ""), parameters(reference, "")) < 1e-11
+    flags = "--per_device_train_batch_size 2 --eval_steps 5 --checkpointing_steps 4"
+    train_together(train, trainings, corpus, tmp_path, 10, flags, "sharded")
     assert "a replica was lost or late: the step is done again" in (tmp_path / "scene" / "log-2").read_text()
     parts = [path.read_text() for path in (tmp_path / "scene").iterdir() if path.name.isdigit()]
     assert sorted(map(parts.count, set(parts))) == [2, 2], "each process of a replica has the part of its fellow"
@@ -285,20 +288,8 @@ def test_a_replica_is_killed_in_the_middle_and_started_again(train, trainings, c
 
     The curve is the reference's, each step is there once, and both have the same parameters.
     """
-    flags = (
-        "--global_batch_size 16 --per_device_train_batch_size 4 --max_train_steps 24 --logging_steps 1 --record_samples "
-        "--dtype float64 --eval_steps 8"
-    )
-    reference = train("reference", flags)
-    replicas = f"{flags} --fault_tolerance step --min_replicas 2 --replica_timeout 20"
-    argv = tiny_argv("pretrain_bert", corpus, tmp_path / "replicas", replicas)
-    words = [str(tmp_path), "pretrain_bert", json.dumps(argv)]
-    trainings.run(words, 1, timeout=110, module="run_replicas", can_repeat=False)
-    ours, theirs = metrics(tmp_path / "replicas"), metrics(reference)
-    assert [line["step"] for line in ours] == list(range(1, 25))
-    assert np.allclose([line["loss"] for line in ours], [line["loss"] for line in theirs], rtol=1e-11)
-    assert samples_of_steps(tmp_path / "replicas") == samples_of_steps(reference)
-    assert relative(parameters(tmp_path / "replicas", ""), parameters(reference, "")) < 1e-11
+    flags = "--per_device_train_batch_size 4 --eval_steps 8"
+    train_together(train, trainings, corpus, tmp_path, 24, flags)
     assert {line["replicas"] for line in all_metrics(tmp_path / "replicas") if "event" in line} == {2}
     logs = {name: (tmp_path / "scene" / name).read_text() for name in ("log-1", "log-2")}
     assert "a replica was lost or late: the step is done again" in logs["log-2"]
