@@ -254,7 +254,7 @@ def test_accelerate_takes_a_replica_for_the_main_process_where_it_is_told_so():
 
 def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int, flags: str, *words: str) -> None:
     """Train by two replicas, into folder/replicas; each step is there once, and all is as in one undisturbed process."""
-    flags += f" --max_train_steps {num_steps} --global_batch_size 16 --logging_steps 1 --record_samples --dtype float64"
+    flags += f" --max_train_steps {num_steps} --logging_steps 1 --record_samples --dtype float64"
     reference, output_dir = train("reference", flags), folder / "replicas"
     flags += " --fault_tolerance step --min_replicas 2 --replica_timeout 20"
     argv = tiny_argv("pretrain_bert", corpus, output_dir, flags)
@@ -272,7 +272,9 @@ def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int,
 @pytest.mark.timeout(240)
 def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
     """Two replicas of two processes each. One process is killed in a step, its replica ends, is started again, and healed."""
-    flags = "--per_device_train_batch_size 2 --eval_steps 5 --checkpointing_steps 4"
+    flags = (
+        "--global_batch_size 14 --per_device_train_batch_size 1 --eval_steps 5 --checkpointing_steps 4"  # 4, 4, 3, 3
+    )
     train_together(train, trainings, corpus, tmp_path, 10, flags, "sharded")
     assert "a replica was lost or late: the step is done again" in (tmp_path / "scene" / "log-2").read_text()
     parts = [path.read_text() for path in (tmp_path / "scene").iterdir() if path.name.isdigit()]
@@ -288,7 +290,7 @@ def test_a_replica_is_killed_in_the_middle_and_started_again(train, trainings, c
 
     The curve is the reference's, each step is there once, and both have the same parameters.
     """
-    flags = "--per_device_train_batch_size 4 --eval_steps 8"
+    flags = "--global_batch_size 16 --per_device_train_batch_size 4 --eval_steps 8"
     train_together(train, trainings, corpus, tmp_path, 24, flags)
     assert {line["replicas"] for line in all_metrics(tmp_path / "replicas") if "event" in line} == {2}
     logs = {name: (tmp_path / "scene" / name).read_text() for name in ("log-1", "log-2")}
