@@ -60,6 +60,8 @@ def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
         with keep_modules() if is_traced else contextlib.nullcontext(), warnings.catch_warnings():
             # peft 0.21.2 asks transformers 5.23 for `is_gradient_checkpointing`, which has another name
             warnings.simplefilter("ignore", FutureWarning)
+            # and looks for ranks that it gives to experts itself among the modules, where tables of experts are not
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
             return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(

@@ -312,17 +312,22 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, is_token: torch.Tensor | None, scaling: float) -> torch.Tensor:
+def scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
     """Compute scaling q k^T, with the dtype's lowest number at padding: [S, heads, W, d], [S, heads, T, d] -> [S, heads, W, T].
 
     One product computes all of it: three passes over the scores would take a fifth of attention's time.
+
+    Args:
+        mask: bool [S, 1, 1, T], False at padding; or what is added, of q's dtype, [S or 1, 1, W, T].
     """
     bias, beta = q.new_zeros(1, 1, 1), 0
-    if is_token is not None:
-        bias = q.new_zeros(is_token.shape).masked_fill(~is_token, torch.finfo(q.dtype).min)
+    is_added = mask is not None and mask.dtype != torch.bool
+    if mask is not None and not is_added:
+        bias = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
         bias, beta = bias.expand(-1, q.shape[1], -1, -1).flatten(0, 1), 1
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=beta, alpha=scaling)
-    return scores.unflatten(0, q.shape[:2])
+    scores = scores.unflatten(0, q.shape[:2])
+    return scores.add_(mask) if is_added else scores
 
 
 def _pick(y: torch.Tensor, place: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -78,8 +78,10 @@ class PretrainingSums(SummedLosses):
         if kernel.endswith(BY_LENGTH):
             parts = make_parts(split_by_length(ends.diff().numpy()))
         tables = make_tables(parts, config.num_attention_heads if "eager" in kernel else 1)
-        masks = _narrow(tables, config.sliding_window)
         hidden = model.embeddings(input_ids)
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype  # of queries
+        masks = _narrow(tables, config.sliding_window, dtype)
         rotations = {kind: model.rotary_emb(hidden, position_ids, kind) for kind in dict.fromkeys(config.layer_types)}
         for layer in model.layers:
             rotation = rotations[layer.attention_type]
@@ -107,8 +109,9 @@ class PretrainingSums(SummedLosses):
             layer.compile(dynamic=True)  # once for micro-batches of all sizes
 
 
-def _narrow(tables: Tables, window: int) -> tuple[torch.Tensor | None, ...]:
-    """Make the masks of layers with a window: of each table bool [S', 1, T, T], None where every query sees every key.
+def _narrow(tables: Tables, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+    """Make the masks of layers with a window, once for all of them: of each table what is added to its scores, 0 or the lowest
+    number, [S', 1, T, T], and [1, 1, T, T] where nothing is padded; `is_token` where a window holds the longest sample.
 
     A query sees the keys up to `window` places before and after it that are tokens, and itself: padding must see something, for
     a softmax over nothing would be NaN.
@@ -121,8 +124,11 @@ def _narrow(tables: Tables, window: int) -> tuple[torch.Tensor | None, ...]:
             continue
         place = torch.arange(length, device=source.device)
         distance = (place - place[:, None]).abs()
-        near = (distance <= window).expand(len(source), 1, -1, -1)
-        masks.append(near if is_token is None else near & is_token | (distance == 0))
+        is_seen = (distance <= window)[None, None]
+        if is_token is not None:
+            is_seen = is_seen & is_token | (distance == 0)
+        zeros = torch.zeros(is_seen.shape, dtype=dtype, device=source.device)
+        masks.append(zeros.masked_fill_(~is_seen, torch.finfo(dtype).min))
     return tuple(masks)
 
 

@@ -216,7 +216,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> Shape:
     if kind == "mixtral":
         experts = {"num_experts": need("num_local_experts"), "expert_size": need("intermediate_size")}
     elif kind == "qwen3_moe":
-        experts = {"num_experts": need("num_experts"), "expert_size": need("moe_intermediate_size")}
+        number = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers 5 saves it
+        experts = {"num_experts": need(number), "expert_size": need("moe_intermediate_size")}
     elif kind == "deepseek_v3":
         size = need("moe_intermediate_size")
         experts = {"num_experts": need("n_routed_experts"), "expert_size": size}

@@ -97,7 +97,7 @@ class ConvNet:
     def saved_bytes(self, *, autocast: bool) -> int:
         """Count the bytes that the forward of an image saves for its backward, and the bytes of the image itself.
 
-        Under autocast the image's cast is saved, too; not its float32 original, which is counted as the input.
+        Under autocast that is the image's cast; its float32 original, which nothing saves, is alive as long.
         """
         width = 2 if autocast else 4
         return width * self.image + sum(c.saved_bytes(width, group_norm=self.group_norm) for c in self.convolutions)
@@ -105,24 +105,26 @@ class ConvNet:
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
         """Count the bytes at the end of the forward, and at the peak of the backward.
 
-        In the backward of convolution i the activations of convolutions 0 to i are alive, two gradients of the size of its
-        relu, its output, or its input, and 4 bytes for each of its weights: their gradient, before it is added. In the backward
-        of a fully connected layer all activations are alive, and such a gradient of its weights.
+        At the end of the forward the last residual sum is alive, too, which nothing saves, and under autocast always the image
+        before its cast. In the backward of convolution i the activations of convolutions 0 to i are alive, two gradients of the
+        size of its relu, its output, or its input, and 4 bytes for each of its weights: their gradient, before it is added. In
+        the backward of a fully connected layer all activations are alive, and such a gradient of its weights.
 
         Raises:
             ValueError: gradient_checkpointing, which these networks do not have.
         """
         if gradient_checkpointing:
             raise ValueError("convolutional networks are not recomputed")
-        width = 2 if autocast else 4
-        cache = width * self.num_parameters if autocast else 0
-        alive, fullest, gradient_width = num_samples * width * self.image, 0, 4 if self.group_norm else width
+        width, cast_bytes = (2, 2) if autocast else (4, 0)
+        cache = cast_bytes * self.num_parameters
+        alive, fullest, gradient_width = num_samples * (4 + cast_bytes) * self.image, 0, 4 if self.group_norm else width
         for c in self.convolutions:
             alive += num_samples * c.saved_bytes(width, group_norm=self.group_norm)
             gradients = num_samples * gradient_width * (c.elements + max(c.relu, c.elements)) + 4 * c.num_weights
             fullest = max(fullest, alive + gradients)
         largest_linear = max(n * m for n, m in zip(self.linear_widths, self.linear_widths[1:], strict=False))
-        return Peak(cache, alive, 0), Peak(cache, max(fullest, alive + 4 * largest_linear), 0)
+        last_sum = num_samples * gradient_width * self.convolutions[-1].elements
+        return Peak(cache, alive + last_sum, 0), Peak(cache, max(fullest, alive + 4 * largest_linear), 0)
 
 
 def resnet(shape: Mapping[str, Any], height: int, width: int, *, group_norm: bool = False) -> ConvNet:

@@ -565,7 +565,7 @@ class Decoder:
             return whole + b * 2 * r + self._square * pairs
         if not program.expands_keys or not repeats:
             return whole + b * 2 * r
-        return whole + b * 2 * q + (b * 2 * r if program.is_ours else 0)
+        return whole + b * 2 * q
 
     @property
     def _square(self) -> int:
@@ -588,10 +588,12 @@ class Decoder:
         """Bytes per token of gradients on their way through the feed-forward layer, traced on fake tensors."""
         shape, h = self.shape, self.shape.hidden_size
         f = max(shape.intermediate_size if self.num_layers > shape.num_mixtures else 0, shape.shared_size)
-        f = max(f, shape.experts_per_token * shape.expert_size * 2)
+        k, size = shape.experts_per_token, shape.expert_size
         post = shape.num_post_norms > 0
         if not self.program.is_ours:
-            return 6 * h + 4 * f
+            return 6 * h + 4 * max(f, k * size * 2)
+        # Of experts, gradients that are weighted and sorted; then those of gate, up and product, when the last matrix is done
+        experts = self.method.weight_bytes * k * max(3 * h, 2 * size - h) + 4 * h if k else 0
         is_full = self.method.rank is None
         # What the normalisation behind the feed-forward layer saved is gone by then, but in 16 bits its casts are not
         if is_full:
@@ -599,6 +601,7 @@ class Decoder:
             rest = 6.5 * h + 2 * f + behind * h * post if autocast else 4 * h + 8 * f + behind * h * post
         else:
             rest = 9 * h + 8 * f if autocast else 4 * h + 8 * f - 2 * h * post
+        rest = max(experts, rest if f else 0)
         if not self._stores_scores:
             return rest
         # Gradients of probabilities and of scores in float32, when what the feed-forward layer and both normalisations behind
@@ -671,8 +674,9 @@ class Decoder:
         # peft adds an adapter's product to the tables of experts before it multiplies by them
         sums, gradient = self._expert_bytes * self._adapts_experts, 0
         if shape.num_mixtures and (method.rank is None or self._adapts_experts):
-            gradient = 2 * self._expert_bytes // 3 + sums  # of one table, before it is added to what was there
-        fixed = sums * (1 if gradient_checkpointing else shape.num_mixtures)
+            gradient = 2 * self._expert_bytes // 3  # of one table, before it is added to what was there
+            gradient += 2 * sums // 3 * gradient_checkpointing  # and the table, computed again
+        fixed = 0 if gradient_checkpointing else sums * shape.num_mixtures
         if gradient_checkpointing and program.recomputed == "all":
             saved, again = inputs * (not program.offloads_inputs), largest
         elif gradient_checkpointing:  # selective: layers' inputs, every second matmul's output, attention's output

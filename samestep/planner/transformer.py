@@ -69,6 +69,8 @@ class Transformer:
         context_bytes: bytes that the last layer keeps of each other token, in float32 and under autocast.
         keeps_masks: whether dropout keeps a mask, a byte per number, as torch's does on a GPU; `samestep.step.noise` draws it
             again there, and on a CPU keeps bits, which are left out.
+        is_unpadded: whether samples lie end to end in a row, and in attention's tables, of the sizes of `samestep.data.ragged`.
+        window: number of places after a token that most layers see, for which all keep one mask; None: all places.
     """
 
     vocab_size: int
@@ -88,6 +90,8 @@ class Transformer:
     num_queries: int | None = None
     context_bytes: tuple[int, int] = (0, 0)
     keeps_masks: bool = True
+    is_unpadded: bool = False
+    window: int | None = None
 
     unit = "token"
     has_equal_layers = True  # they are recomputed and sharded one by one
@@ -134,6 +138,8 @@ class Transformer:
 
         With a = `layer_bytes`, m = b V num_predicted logits, and V h the vocabulary matrix, whose gradient waits from the head
         to the end of the backward for the embedding's. Of two numbers the first is for float32 and the second for autocast.
+        Unpadded, b T is the number of tokens rounded up, and attention's tables, 16 h (8 h) of a and the matrices of eager
+        attention, take that of their places (`_sizes`); a mask of a window takes 4 T (2 T) of each place.
 
         End of the forward
             cache           0 or 2 N, less 2 V h if the head is not tied
@@ -163,11 +169,15 @@ class Transformer:
         most 2 %, with gradient_checkpointing of at most 5 %.
         """
         h, layer = self.hidden_size, self.layer_bytes(autocast=autocast)
-        tokens, cast_bytes = num_samples * self.length, 2 if autocast else 0  # bytes per parameter
+        cast_bytes = 2 if autocast else 0  # bytes per parameter
         if self.num_queries is not None:
             return self._unpadded_peaks(num_samples, layer, autocast, gradient_checkpointing)
-        saved_bytes = tokens * self.num_layers * (4 * h if gradient_checkpointing else layer)
-        recomputed_bytes = tokens * (layer - 4 * h) if gradient_checkpointing else 0
+        tokens, places = self._sizes(num_samples)
+        full_layer = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast)
+        saved_bytes = self.num_layers * (tokens * 4 * h if gradient_checkpointing else full_layer)
+        recomputed_bytes = full_layer - tokens * 4 * h if gradient_checkpointing else 0
+        if self.window is not None and self.window < self.length - 1:
+            saved_bytes += places * (2 if autocast else 4) * round_up(self.length, 4)
         pair = 6 if autocast else 8 - 4 * self.attention_dropout
         square = self.eager_attention * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
@@ -253,16 +263,11 @@ class Transformer:
                             with at least 4 h of the layer's own output
         """
         h, length = self.hidden_size, self.length
-        # Attention's tables have [num_rows, length] places, both sizes rounded up; all else has a row per token, [tokens]
-        num_rows = round_up(num_samples, 3)
-        is_padded = num_rows > num_samples or round_up(length, 4) > length
-        tokens, rows = round_up(num_samples * length + is_padded, 6), num_rows * round_up(length, 4)
+        tokens, places = self._sizes(num_samples)
         layer -= self.eager_attention * (2 if autocast else 4) * h  # a matmul does not save its output
-        # Bytes per token of the tables: query, key, value and output, and the matrices of eager attention
-        tables = (8 if autocast else 16) * h + layer - self.layer.saved_bytes[autocast]
-        full_layer = tokens * (layer - tables) + rows * tables
+        full_layer = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast)
         # Of the last layer only the queries are computed; the other tokens leave their keys and values
-        spare = is_padded or round_up(self.num_queries, 4) > self.num_queries
+        spare = places > num_samples * length or round_up(self.num_queries, 4) > self.num_queries
         queries = round_up(num_samples * self.num_queries + spare, 6)
         last_layer = queries * layer + (tokens - queries) * self.context_bytes[autocast]
         outside_bytes, matrix, cast_bytes = 8 * tokens * h, self.vocab_size * h, 2 if autocast else 0
@@ -287,10 +292,22 @@ class Transformer:
             Peak(0, 0, (tied_bytes if self.tied_head else 4) * matrix),
         )
 
+    def _sizes(self, num_samples: int) -> tuple[int, int]:
+        """Count the tokens of b samples and the places of attention's tables, unpadded those of `samestep.data.ragged`."""
+        if not self.is_unpadded:
+            return (num_samples * self.length,) * 2
+        places = round_up(num_samples, 3) * round_up(self.length, 4)
+        is_padded = places > num_samples * self.length
+        return round_up(num_samples * self.length + is_padded, 6), places
+
+    def _table_bytes(self, layer: int, autocast: bool) -> int:
+        """Count the part of a layer's bytes per token that lies in tables: queries, keys, values, outputs, eager matrices."""
+        return (8 if autocast else 16) * self.hidden_size + layer - self.layer.saved_bytes[autocast]
+
     def _head_bytes(self, num_samples: int, autocast: bool) -> tuple[int, int]:
         """Count the bytes of the head at the end of the forward and in its backward, as in `peaks`."""
         rows, matrix = num_samples * self.num_predicted, self.vocab_size * self.hidden_size
-        if self.num_queries is not None:
+        if self.is_unpadded:
             rows = round_up(rows, 6)  # as `samestep.data.ragged` does
         logits = rows * self.vocab_size
         if not logits:
@@ -426,6 +443,7 @@ def bert(shape: Mapping[str, Any], length: int, num_predicted: int | None, *, is
         post_norm=True,
         num_queries=1 + (num_predicted or 0) if is_unpadded else None,
         keeps_masks=not is_unpadded,
+        is_unpadded=is_unpadded,
         context_bytes=(12 * h, 8 * h) if num_predicted is not None else (13 * h // 2, 11 * h),
     )
 
@@ -471,6 +489,8 @@ def modernbert(shape: Mapping[str, Any], length: int, num_predicted: int) -> Tra
         num_outside=vocab * h + 2 * h + h * h + h + vocab - h,
         flops_per_sample=3 * (products + num_predicted * (2 * h * h + 2 * h * vocab)),
         attention_dropout=False,
+        is_unpadded=True,
+        window=shape["local_attention"] // 2,
     )
 
 
