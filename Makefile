@@ -158,7 +158,7 @@ bench-advise: venv ## train what `advise` says beside the recipe and twice that 
 bench-ramp: venv ## does a batch that grows reach the loss in fewer steps, and the same curve wherever resumed: an hour
 	$(BIN)/python benchmarks/ramp.py $(FLAGS)
 
-bench-communication: venv ## loss and bytes of LocalSGD, DiLoCo, PowerSGD, top-k, 16 bits, 5 seeds: an hour and a half, resumable
+bench-communication: venv ## loss and bytes of LocalSGD, DiLoCo, PowerSGD, top-k, 16 bits, 5 seeds: an hour, resumable
 	$(BIN)/python benchmarks/communication.py $(FLAGS)
 
 bench-modern: venv ## how much sooner recipes of today reach the classics' losses, 5 seeds: an hour, resumable: NANOGPT= TRAIN_FILE=

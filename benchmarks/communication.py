@@ -1,6 +1,6 @@
 """What do algorithms that send less cost in loss, and how much less do they send?
 
-    make bench-communication                               # about an hour and a half on 2 cores, resumable
+    make bench-communication                               # about an hour on 2 cores, resumable
     python benchmarks/communication.py --seeds 1 --steps 60 --work runs/communication-short --output short
 
 A small GPT-2 on Python's documentation (`SHAPE`), batches of 32, trained with each seed in these ways (`WAYS`): the exact step;
@@ -12,7 +12,7 @@ What these compute is the same on any number of processes (tests/test_communicat
 - bytes: what one of 4 processes hands to the process group in a step. A training of 60 steps on 4 processes is traced: every
   operation of torch.distributed and of DistributedDataParallel (`c10d`), with the size and the type of its tensors, in the last
   30 steps, of which each exchanges once or more. Flags, counts and lines of the log are apart: tensors of whole numbers but the
-  places that top_k sends, and of at most 16 numbers.
+  places that top_k sends, and of at most 16 numbers. What a run says that it sends must be what was traced.
 
 A run that is finished is not done again: WORK/WAY-SEED holds it. Remove the folder to measure anew.
 """
@@ -95,6 +95,8 @@ def train(way: str, seed: int, steps: int, work: Path, threads: int) -> float:
 
 def trace(file: Path, script: str, argv: list[str]) -> None:
     """Run a script, and write what process 0 hands to its process groups in the second half of its steps; see `record`."""
+    import torch
+
     from samestep._internals.torch_tracing import TorchDispatchMode, tree_leaves
     from samestep.training.run import Run
 
@@ -115,6 +117,13 @@ def trace(file: Path, script: str, argv: list[str]) -> None:
                         sent[kind] = sent.get(kind, 0) + tensor.nbytes
             return function(*args, **kwargs or {})
 
+    def then(future: torch.Future, callback: Any) -> torch.futures.Future:
+        """Call back at once: PowerSGD's callbacks reduce, too, and other threads than this one are not recorded."""
+        future.wait()
+        result = torch.futures.Future()
+        result.set_result(callback(future))
+        return result
+
     steps = Run.steps
 
     def record(run: Run, train: Any) -> Iterator[Any]:
@@ -125,7 +134,7 @@ def trace(file: Path, script: str, argv: list[str]) -> None:
                     stack.enter_context(Recorder())
                 yield step
 
-    Run.steps, Run.evaluate = record, lambda *_: None
+    Run.steps, Run.evaluate, torch.Future.then = record, lambda *_: None, then
     sys.argv = [script, *argv]
     try:
         runpy.run_path(script, run_name="__main__")
@@ -146,7 +155,17 @@ def count_bytes(way: str, work: Path) -> dict[str, float]:
     program = harness.ROOT / "scripts" / "pretrain_gpt2.py"
     launch(Path(__file__), WORKERS, 1, ["--trace", str(file), str(program), *flags])
     sent = json.loads(file.read_text(encoding="utf-8"))
-    return {kind: num_bytes / (TRACED // 2) for kind, num_bytes in sorted(sent.items())}
+    sent = {kind: num_bytes / (TRACED // 2) for kind, num_bytes in sorted(sent.items())}
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    for said in (line["bytes_per_step"] for line in lines if "bytes_per_step" in line):
+        if round(count_gradients(sent)) != said:
+            sys.exit(f"{way}: the run says that it sends {said:,} bytes a step, traced were {sent}")
+    return sent
+
+
+def count_gradients(sent: dict[str, float]) -> float:
+    """Add up the bytes of all kinds but flags, counts and lines of the log."""
+    return sum(num_bytes for kind, num_bytes in sent.items() if kind != "control")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +195,10 @@ def main() -> None:
     harness.write(arguments.output, results, markdown(results))
 
 
-def markdown(results: dict) -> str:
+def describe(results: dict[str, Any]) -> str:
+    """Describe what each way costs and sends."""
     rows, exact = [], results["losses"].get("exact")
-    sent = {
-        way: sum(number for kind, number in kinds.items() if kind != "control")
-        for way, kinds in results["bytes"].items()
-    }
+    sent = {way: count_gradients(kinds) for way, kinds in results["bytes"].items()}
     for way, losses in results["losses"].items():
         title, communication, flags = WAYS[way]
         differences = [loss - other for loss, other in zip(losses, exact or losses, strict=True)]
@@ -194,14 +211,20 @@ def markdown(results: dict) -> str:
         "way | recipe or flag | bytes a step | times less | flags and log | held-out loss | difference | costs loss"
     )
     number = len(next(iter(results["losses"].values())))
-    return harness.page(
-        "Less communication",
-        "communication.py",
-        results["about"],
-        f"A GPT-2 of 2 x 128 on Python's documentation, {results['steps']} steps of {BATCH} samples, {number} seed(s); bytes: "
-        f"what one of {WORKERS} processes sends on average; losses: median (smallest to largest). All but the first are other "
-        f"algorithms, or round.\n\n{harness.table(columns, rows)}",
+    return (
+        f"A GPT-2 of 2 x 128 on Python's documentation, {results['steps']} steps of {BATCH} samples, {number} seed(s). Bytes: "
+        f"what one of {WORKERS} processes sends on average. Losses: median (smallest to largest); difference of the means. All "
+        "but the first are other algorithms, or round; the learning rate is the exact step's, and was tuned for none of them."
+        f"\n\n{harness.table(columns, rows)}"
     )
+
+
+def part(results: dict[str, Any]) -> str:
+    return harness.part("communication.py", results["about"], describe(results))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    return harness.page("Less communication", "communication.py", results["about"], describe(results))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ PARTS = {
     "audit": ("docs/exactness.md", "audit", "overview"),
     "fault-tolerance": ("docs/fault-tolerance.md", "fault_tolerance", "part"),
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
+    "communication": ("docs/communication.md", "communication", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
     "loops": ("docs/exactness.md", "loops", "part"),
     "modern": ("docs/optimizers.md", "modern", "part"),
