@@ -70,6 +70,7 @@ class Transformer:
         keeps_masks: whether dropout keeps a mask, a byte per number, as torch's does on a GPU; `samestep.step.noise` draws it
             again there, and on a CPU keeps bits, which are left out.
         is_unpadded: whether samples lie end to end in a row, and in attention's tables, of the sizes of `samestep.data.ragged`.
+        more_outside_bytes: bytes per sample that are saved outside the layers beyond 8 h per token, float32 and autocast.
         window: number of places after a token that most layers see, for which all keep one mask; None: all places.
     """
 
@@ -91,6 +92,7 @@ class Transformer:
     context_bytes: tuple[int, int] = (0, 0)
     keeps_masks: bool = True
     is_unpadded: bool = False
+    more_outside_bytes: tuple[int, int] = (0, 0)
     window: int | None = None
 
     unit = "token"
@@ -131,6 +133,8 @@ class Transformer:
         probabilities = 6 if autocast else 4 + 4 * self.attention_dropout
         probabilities += self.attention_dropout and self.keeps_masks
         square = self.num_heads * self.length * probabilities
+        if self.is_unpadded:  # its products do not save their output, which goes from tables into the row
+            square -= (2 if autocast else 4) * self.hidden_size
         return self.layer.saved_bytes[autocast] + self.eager_attention * square
 
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
@@ -182,7 +186,8 @@ class Transformer:
         square = self.eager_attention * pair * self.num_heads * self.length
         inputs = tokens * 4 * h * (autocast and self.post_norm) * (1 + gradient_checkpointing)
         temporary = max(self.layer.temporary_bytes[autocast], square - self.layer.feed_forward_bytes[autocast])
-        outside_bytes, matrix = 8 * tokens * h, self.vocab_size * h
+        outside_bytes = 8 * tokens * h + num_samples * self.more_outside_bytes[autocast]
+        matrix = self.vocab_size * h
         # Autocast casts what is multiplied; an embedding that is no head, too, is looked up only
         num_cast = self.num_parameters - matrix * (not self.tied_head)
         num_cached = (num_cast, num_cast)
@@ -264,7 +269,6 @@ class Transformer:
         """
         h, length = self.hidden_size, self.length
         tokens, places = self._sizes(num_samples)
-        layer -= self.eager_attention * (2 if autocast else 4) * h  # a matmul does not save its output
         full_layer = tokens * layer + (places - tokens) * self._table_bytes(layer, autocast)
         # Of the last layer only the queries are computed; the other tokens leave their keys and values
         spare = places > num_samples * length or round_up(self.num_queries, 4) > self.num_queries
@@ -458,7 +462,8 @@ def modernbert(shape: Mapping[str, Any], length: int, num_predicted: int) -> Tra
 
     Both normalisations save their inputs (8 h) and the matmuls theirs (8 h, under autocast 4 h); attention saves queries, keys
     and values as tables (12 h, 6 h) and its output, as tables and as rows (8 h, 4 h); the feed-forward layer its activation's
-    input, the gate, the activation and their product (16 f, 8 f).
+    input, the gate, the activation and their product (16 f, 8 f). Outside the layers are tables of rotations, two of each kind,
+    in float32 (16 h / a), and of each masked token what the head's transformation saves, 16 h, under autocast 10 h.
 
     Args:
         shape: as `transformers.ModernBertConfig` takes it.
@@ -468,6 +473,7 @@ def modernbert(shape: Mapping[str, Any], length: int, num_predicted: int) -> Tra
     vocab, h, f, layers = (
         shape[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     )
+    rotations = 16 * h // shape["num_attention_heads"] * length
     # Attention is counted in full: the kernels over tables compute what a window hides, too
     products = layers * length * (8 * h * h + 6 * h * f + 4 * h * length)
     layer = Layer(
@@ -490,6 +496,7 @@ def modernbert(shape: Mapping[str, Any], length: int, num_predicted: int) -> Tra
         flops_per_sample=3 * (products + num_predicted * (2 * h * h + 2 * h * vocab)),
         attention_dropout=False,
         is_unpadded=True,
+        more_outside_bytes=(rotations + 16 * h * num_predicted, rotations + 10 * h * num_predicted),
         window=shape["local_attention"] // 2,
     )
 
