@@ -12,6 +12,7 @@ from compare import check
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from samestep.data import sentence_pairs, token_blocks
+from samestep.data.ragged import make_rows, make_tables
 from samestep.errors import UsageError
 from samestep.models import causal_lm_pretraining, modernbert_pretraining
 from samestep.models.attention import KERNELS
@@ -108,6 +109,14 @@ def test_a_row_of_modernbert_is_its_samples_alone(corpus):
     assert sums.item() == pytest.approx(loss.item(), rel=1e-9)
     for gradient in gradients.values():
         assert ((gradient - expected).norm() / expected.norm()).item() < 1e-6
+
+
+def test_padding_sees_something_in_float16():
+    """Where padding saw no key, its scores would all be infinite, and its softmax and all gradients NaN."""
+    tables = make_tables([make_rows(np.array([60, 3, 2]))], 1)
+    (mask,) = modernbert_pretraining._narrow(tables, 4, torch.float16)
+    scores = torch.full_like(mask, -100.0)
+    assert (scores + mask).softmax(-1).isfinite().all()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])

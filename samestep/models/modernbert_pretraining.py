@@ -114,7 +114,7 @@ def _narrow(tables: Tables, window: int, dtype: torch.dtype) -> tuple[torch.Tens
     number, [S', 1, T, T], and [1, 1, T, T] where nothing is padded; `is_token` where a window holds the longest sample.
 
     A query sees the keys up to `window` places before and after it that are tokens, and itself: padding must see something, for
-    a softmax over nothing would be NaN.
+    in float16 the lowest number and a score can be infinite, and a softmax over nothing NaN.
     """
     masks = []
     for source, is_token in zip(tables.sources, tables.is_token, strict=True):
