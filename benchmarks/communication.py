@@ -193,6 +193,8 @@ def main() -> None:
     packages = ("torch", "transformers", "accelerate")
     results["about"] = harness.about("make bench-communication", packages, threads=arguments.threads)
     harness.write(arguments.output, results, markdown(results))
+    if arguments.output == harness.RESULTS / "communication":
+        harness.write_part(harness.ROOT / "docs" / "communication.md", "communication", part(results))
 
 
 def describe(results: dict[str, Any]) -> str:

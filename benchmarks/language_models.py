@@ -282,6 +282,18 @@ def sum_terms(terms: dict[str, float]) -> float:
     return terms.get("total") or sum(terms.values())
 
 
+def describe(results: dict[str, Any]) -> str:
+    """Say how far plans are from published trainings of language models, for docs/planner.md."""
+    (num_peaks, peaks, _), (num_speeds, speeds, _) = (
+        summarize(results[name], key)["all"] for name, key in (("memory", "error"), ("time", "without_source"))
+    )
+    return (
+        f"Of {num_peaks} published peaks of memory of language models the median error is {peaks:.1%}; of {num_speeds} speeds, "
+        f"with their source\nleft out, {speeds:.1%} "
+        "([benchmarks/results/language_models.md](../benchmarks/results/language_models.md)).\n"
+    )
+
+
 def markdown(results: dict[str, Any]) -> str:
     """Write the tables."""
     memory, time = results["memory"], results["time"]
@@ -368,6 +380,8 @@ def main() -> None:
     arguments = harness.flags("language_models", __doc__).parse_args()
     results = measure()
     harness.write(arguments.output, results, markdown(results))
+    if arguments.output == harness.RESULTS / "language_models":
+        harness.write_part(harness.ROOT / "docs" / "planner.md", "language models", describe(results))
     for name, key, limit, parts in (("memory", "error", 0.15, "items"), ("time", "without_source", 0.25, "seconds")):
         rows = results[name]
         for source, (count, middle, worst) in summarize(rows, key).items():

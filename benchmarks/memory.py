@@ -114,6 +114,17 @@ def compare(name: str, recipe: Recipe, b: int, *options) -> dict:
     }
 
 
+def describe(results: dict) -> str:
+    """Say how far plans are from traces, for docs/planner.md."""
+    errors, models = [abs(row["error"]) for row in results["rows"]], {row["recipe"] for row in results["rows"]}
+    return (
+        f"Memory is a formula. Of {len(models)} models, in {len(errors)} cases, it differs from what torch itself allocates "
+        "(`--trace`) by\n"
+        f"{statistics.median(errors):.1%} in the median, at most by {max(errors):.1%} "
+        "([benchmarks/results/memory.md](../benchmarks/results/memory.md)).\n"
+    )
+
+
 def markdown(results: dict) -> str:
     rows, lines = results["rows"], []
     worst = max(rows, key=lambda row: abs(row["error"]))
@@ -182,6 +193,8 @@ def main() -> None:
         about = harness.about("make bench-memory", ("torch", "transformers"), seconds=seconds)
         results, is_last = {"about": about, "rows": found}, name == arguments.only[-1]
         harness.write(arguments.output, results, markdown(results), is_last)
+        if arguments.output == harness.RESULTS / "memory":
+            harness.write_part(harness.ROOT / "docs" / "planner.md", "memory", describe(results))
     if missing := [name for name in models if name not in rows]:
         print(f"not traced yet: --only {' '.join(missing)}")
     for row in found:

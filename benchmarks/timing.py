@@ -229,6 +229,21 @@ def by_machine(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
     return {machine: (len(values), statistics.median(values), max(values)) for machine, values in sorted(sizes.items())}
 
 
+def describe(results: dict) -> str:
+    """Say how far predicted speeds are from published ones, for docs/planner.md."""
+    errors, others = summary(results["rows"]), [abs(row["error"]) for row in results["sharded"]]
+    row, machine, source = (errors[f"without_{kind}"] for kind in ("row", "machine", "source"))
+    return (
+        f"Speed is predicted by arithmetic with nine constants, which are fitted to {len(results['rows'])} published "
+        "throughputs of other\n"
+        f"programs. The median error is {row[0]:.1%} of one that was left out of the fit, {machine[0]:.1%} of a machine that "
+        f"was, {source[0]:.1%} of a\nsource that was; the worst is {source[1]:.1%}. "
+        f"Of {len(others)} throughputs with sharded weights, to which nothing is fitted, it is\n"
+        f"{statistics.median(others):.1%}, the worst {max(others):.1%} "
+        "([benchmarks/results/timing.md](../benchmarks/results/timing.md)).\n"
+    )
+
+
 def _label(row: dict) -> str:
     length = f", {row['length']}" if "length" in row else ""
     return f"{row['work']}{length}"
@@ -348,6 +363,8 @@ def main() -> None:
     arguments = harness.flags("timing", __doc__).parse_args()
     results = measure(read())
     harness.write(arguments.output, results, markdown(results))
+    if arguments.output == harness.RESULTS / "timing":
+        harness.write_part(harness.ROOT / "docs" / "planner.md", "time", describe(results))
     for source, (count, middle, worst) in summarize(results["rows"], "without_source").items():
         print(f"{source:16} {count:3} rows, without it: median {middle:.1%}, worst {worst:.1%}")
     for term, share, error in term_shares(results["rows"], "seconds"):

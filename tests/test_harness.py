@@ -23,10 +23,13 @@ PARTS = {
     "batch norm": ("docs/exactness.md", "batch_norm", "part"),
     "communication": ("docs/communication.md", "communication", "part"),
     "grid": ("docs/exactness.md", "reproducible", "describe_grid"),
+    "language models": ("docs/planner.md", "language_models", "describe"),
     "loops": ("docs/exactness.md", "loops", "part"),
+    "memory": ("docs/planner.md", "memory", "describe"),
     "modern": ("docs/optimizers.md", "modern", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
     "stability": ("docs/first-runs.md", "stability", "part"),
+    "time": ("docs/planner.md", "timing", "describe"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }
 
