@@ -105,7 +105,7 @@ class ConvNet:
     def peaks(self, num_samples: int, *, autocast: bool, gradient_checkpointing: bool) -> tuple[Peak, ...]:
         """Count the bytes at the end of the forward, and at the peak of the backward.
 
-        At the end of the forward the last residual sum is alive, too, which nothing saves, and under autocast always the image
+        At the end of the forward of a ResNet its last sum is alive, too, which nothing saves; under autocast always the image
         before its cast. In the backward of convolution i the activations of convolutions 0 to i are alive, two gradients of the
         size of its relu, its output, or its input, and 4 bytes for each of its weights: their gradient, before it is added. In
         the backward of a fully connected layer all activations are alive, and such a gradient of its weights.
@@ -123,7 +123,8 @@ class ConvNet:
             gradients = num_samples * gradient_width * (c.elements + max(c.relu, c.elements)) + 4 * c.num_weights
             fullest = max(fullest, alive + gradients)
         largest_linear = max(n * m for n, m in zip(self.linear_widths, self.linear_widths[1:], strict=False))
-        last_sum = num_samples * gradient_width * self.convolutions[-1].elements
+        last = self.convolutions[-1]
+        last_sum = 0 if last.pool else num_samples * gradient_width * last.elements
         return Peak(cache, alive + last_sum, 0), Peak(cache, max(fullest, alive + 4 * largest_linear), 0)
 
 
