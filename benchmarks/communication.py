@@ -208,7 +208,8 @@ def describe(results: dict[str, Any]) -> str:
         less = f"{sent['exact'] / sent[way]:,.1f}" if "exact" in sent else "-"
         control = results["bytes"][way].get("control", 0)
         rows.append([title, f"`{communication or flags}`" if communication or flags else "", f"{sent[way]:,.0f}", less])
-        rows[-1] += [f"{control:,.0f}", harness.spread(losses, ".4f"), f"{statistics.fmean(differences):+.4f}", cost]
+        difference = "-" if exact is None else f"{statistics.fmean(differences):+.4f}"
+        rows[-1] += [f"{control:,.0f}", harness.spread(losses, ".4f"), difference, cost]
     columns = (
         "way | recipe or flag | bytes a step | times less | flags and log | held-out loss | difference | costs loss"
     )

@@ -114,12 +114,17 @@ def compare(name: str, recipe: Recipe, b: int, *options) -> dict:
     }
 
 
+def count_models(results: dict) -> int:
+    """Count the models, each once, whether it is trained whole or by adapters."""
+    return len({row["recipe"].split()[0] for row in results["rows"]})
+
+
 def describe(results: dict) -> str:
     """Say how far plans are from traces, for docs/planner.md."""
-    errors, models = [abs(row["error"]) for row in results["rows"]], {row["recipe"] for row in results["rows"]}
+    errors = [abs(row["error"]) for row in results["rows"]]
     return (
-        f"Memory is a formula. Of {len(models)} models, in {len(errors)} cases, it differs from what torch itself allocates "
-        "(`--trace`) by\n"
+        f"Memory is a formula. Of {count_models(results)} models, in {len(errors)} cases, it differs from what torch itself "
+        "allocates (`--trace`) by\n"
         f"{statistics.median(errors):.1%} in the median, at most by {max(errors):.1%} "
         "([benchmarks/results/memory.md](../benchmarks/results/memory.md)).\n"
     )
@@ -142,7 +147,7 @@ def markdown(results: dict) -> str:
         "Planned beside traced memory",
         "memory.py",
         results["about"],
-        f"{len(rows)} steps of {len({row['recipe'] for row in rows})} models, traced in "
+        f"{len(rows)} steps of {count_models(results)} models, traced in "
         f"{results['about']['seconds']:.0f} s on one core.\n\n"
         f"**Error of the plan: median {statistics.median(abs(row['error']) for row in rows):.1%}, worst "
         f"{abs(worst['error']):.1%}** ({worst['recipe']}, b = {worst['b']}).\n\n"
