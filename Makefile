@@ -8,7 +8,7 @@ OUTPUT ?= mine.yaml
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device bench-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -106,8 +106,8 @@ bench-timing: venv ## predict published throughputs, fit the planner's constants
 bench-device: venv ## measure this CPU, or these GPUs; writes a device file for `plan --on`: OUTPUT=mine.yaml
 	$(BIN)/python benchmarks/device.py --output $(OUTPUT)
 
-bench-gpu: venv ## time and check training steps on one NVIDIA GPU: at most 8 minutes, no download; writes benchmarks/results/gpu.*
-	$(BIN)/python benchmarks/gpu.py
+proof-gpu: ## prove the recipes on one NVIDIA GPU: at most 25 minutes, no download, resumable; FLAGS=--tiny rehearses it; writes docs/gpu.md
+	$(if $(wildcard .venv/installed),$(BIN)/python,$(PYTHON)) benchmarks/proof_gpu.py $(FLAGS)
 
 bench-scaling: venv ## predict communication of 1 to 4 processes beside real runs; writes benchmarks/results/scaling.*
 	$(BIN)/python benchmarks/scaling.py

@@ -43,6 +43,7 @@ import chat_trainers
 import clock
 import harness
 import numpy as np
+import torch
 from clock import Stamp
 from harness import Program, peak_memory, running_time, spread, table
 
@@ -169,7 +170,10 @@ def start(title: str, folder: Path, precision: str, threads: int) -> Program:
         recipe = folder / "recipe.yaml"
         words += [str(ROOT / "scripts" / load(str(recipe)).parts.script), "--recipe", str(recipe)]
         words += ["--output_dir", str(folder / title), "--overwrite_output_dir", "--num_generations", "0"]
-        return Program([*harness.launch(file, precision), *words], folder.parent, folder / f"{title}.log", threads)
+        config = "1xh200.yaml" if torch.cuda.is_available() else "cpu.yaml"
+        return Program(
+            [*harness.launch(file, precision, config), *words], folder.parent, folder / f"{title}.log", threads
+        )
     return Program([sys.executable, str(file), *words], folder.parent, folder / f"{title}.log", threads)
 
 

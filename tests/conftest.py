@@ -52,8 +52,10 @@ BARE = {"test_audit_masks", "test_audit_script", "test_boundaries", "test_costs"
 
 
 def find_missing(text: str, path: Path) -> str:
-    """Find the package that a failure is for want of; empty: there is none, or none may be wanted."""
+    """Find the package that a failure is for want of, or that is too old; empty: there is none, or none may be wanted."""
     names = "|".join(MISSING)
+    if match := re.search("tracing needs (torch .*?) or newer, here are", text):
+        return match[1]  # `trace.OLDEST`: newer than what everything else works with
     match = re.search(rf"No module named '({names})\b|needs .*?\b({names})\b.* not installed: pip install", text)
     return (match[1] or match[2]) if MISSING and match and path.stem not in BARE else ""
 

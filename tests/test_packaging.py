@@ -176,13 +176,13 @@ AUDIT = ["stepaudit/__main__.py", "--vary", "accum=1", "--vary", "accum=2", "--"
     ("words", "missing", "packages"),
     [
         (PROGRAM, ALL_EXTRAS, EXTRAS["images"]),
-        (PROGRAM, {"torch", "tokenizers", "captcha"}, {"tokenizers": "tokenizers", "torch": "torch>=2.13"}),
+        (PROGRAM, {"torch", "tokenizers", "captcha"}, {"tokenizers": "tokenizers", "torch": "torch>=2.11"}),
         (PLOT, ALL_EXTRAS, EXTRAS["plots"]),
         (["recipes/__main__.py", "list"], {"yaml"}, {"yaml": "pyyaml"}),
         (
             ["samestep/__main__.py", "show-data", "sft_small_cpu"],
             {"torch", "tqdm"},
-            {"torch": "torch>=2.13", "tqdm": "tqdm"},
+            {"torch": "torch>=2.11", "tqdm": "tqdm"},
         ),
         (AUDIT, {"torch"}, {"torch": "torch"}),
     ],

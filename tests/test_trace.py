@@ -13,6 +13,7 @@ from small_models import NUM_SAMPLES, SMALL_CONFIGS, peak, save, small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from samestep._internals import transformers_models
 from samestep.cut.layout import solve_layout
 from samestep.errors import UsageError
 from samestep.models import trace
@@ -404,7 +405,7 @@ def test_a_llama_is_traced_as_it_is_allocated(mixed_precision, recomputed, tmp_p
 
     forward().backward()
     if recomputed:
-        model.activation_checkpointing_enable()
+        transformers_models.recompute_activations(model)
     measured = peak(lambda: forward().backward(), tmp_path)
     config.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -557,3 +558,12 @@ def test_other_mistakes(tmp_path):
         )
     with pytest.raises(UsageError, match="gradient_checkpointing is true, but ReadingSums"):
         trace_recipe(load("captcha_cpu"), 1, mixed_precision="no", gradient_checkpointing=True)
+
+
+def test_versions_that_are_too_old_are_refused(monkeypatch):
+    """And plans by formula go on with them; `None` as what is traced would be a traceback."""
+    monkeypatch.setattr(trace, "OLDEST", {torch: (2, 13), transformers: (99, 0)})
+    with pytest.raises(
+        UsageError, match=r"^tracing needs torch 2\.13 and transformers 99\.0 or newer, here are torch 2\."
+    ):
+        trace_step(None, None, 1, mixed_precision="no", gradient_checkpointing=False, make_optimizer=None)

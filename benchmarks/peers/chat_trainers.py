@@ -125,7 +125,7 @@ def settings(recipe: Recipe, precision: str, num_micro_batches: int, num_steps: 
         "max_grad_norm": recipe.max_grad_norm,
         "lr_scheduler_type": "constant",
         "bf16": precision == "bf16",
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False,
         "train_sampling_strategy": "sequential",
         "dataloader_drop_last": True,

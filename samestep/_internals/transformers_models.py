@@ -1,6 +1,7 @@
 """How models of transformers are made and which attention kernel they use."""
 
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,7 +12,8 @@ from transformers.integrations import moe
 EXPERTS_MATMUL = torch.ops.transformers.grouped_mm_fallback
 """transformers 5.23: products of tokens [S, n] with the weights [E, n, m] of their experts, of which torch's FLOP counter knows
 nothing."""
-EXPERTS_MATMUL_BACKWARD = torch.ops.transformers.grouped_mm_fallback_backward
+EXPERTS_MATMUL_BACKWARD = getattr(torch.ops.transformers, "grouped_mm_fallback_backward", None)
+"""Its backward; None: transformers is older (5.17), where nothing is traced."""
 
 
 def attention_kernel(config: PreTrainedConfig) -> str:
@@ -59,6 +61,20 @@ def assume_single_document() -> AbstractContextManager:
     and where these are fake it assumes several.
     """
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", _no_sequences)
+
+
+def recompute_activations(model: PreTrainedModel, options: dict[str, Any] | None = None) -> None:
+    """Let a model keep few activations for the backward, which computes the others again.
+
+    transformers 5.23, `activation_checkpointing_enable`: in 5.17 its name is `gradient_checkpointing_enable`.
+
+    Args:
+        options: of `torch.utils.checkpoint.checkpoint`.
+    """
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
 
 
 def trace_experts() -> AbstractContextManager:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForPreTraining
 
+from samestep._internals.transformers_models import recompute_activations
 from samestep.data.ragged import make_pretraining_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
@@ -61,7 +62,7 @@ class PretrainingSums(SummedLosses):
         return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
 
     def recompute_activations(self) -> None:
-        self.bert.activation_checkpointing_enable()
+        recompute_activations(self.bert)
 
     def compile_layers(self) -> None:
         for layer in self.bert.bert.encoder.layer:

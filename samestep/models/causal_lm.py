@@ -21,7 +21,12 @@ from transformers import (
 )
 
 from samestep._internals.torch_tracing import is_fake
-from samestep._internals.transformers_models import attention_kernel, can_set_attention, supports_sdpa
+from samestep._internals.transformers_models import (
+    attention_kernel,
+    can_set_attention,
+    recompute_activations,
+    supports_sdpa,
+)
 from samestep.cut.layout import round_up
 from samestep.errors import UsageError, reason
 from samestep.models import adapters, cpu_matmul, packing, quantization, sequences
@@ -417,7 +422,7 @@ class CausalLmSums(SummedLosses):
     def recompute_activations(self) -> None:
         if not self.causal_lm.supports_gradient_checkpointing:
             super().recompute_activations()
-        self.causal_lm.activation_checkpointing_enable({"use_reentrant": False, "context_fn": sequences.recomputation})
+        recompute_activations(self.causal_lm, {"use_reentrant": False, "context_fn": sequences.recomputation})
 
     def compile_layers(self) -> None:
         for module in self.causal_lm.modules():

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from samestep._internals.transformers_models import recompute_activations
 from samestep.models.pretrained import causal_kernel_candidates, gpt2_hidden, initial_model
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import Gpt2Pretraining
@@ -63,7 +64,7 @@ class PretrainingSums(SummedLosses):
         )
 
     def recompute_activations(self) -> None:
-        self.gpt2.activation_checkpointing_enable()
+        recompute_activations(self.gpt2)
 
     def compile_layers(self) -> None:
         for block in self.gpt2.transformer.h:

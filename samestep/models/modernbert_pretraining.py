@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, ModernBertConfig, ModernBertForMaskedLM
 
-from samestep._internals.transformers_models import attention_kernel
+from samestep._internals.transformers_models import attention_kernel, recompute_activations
 from samestep.data.ragged import Rows, Tables, make_pretraining_micro_batch, make_tables, split_by_length
 from samestep.data.sentence_pairs import OF_PAIRS
 from samestep.models import attention, cpu_matmul
@@ -102,7 +102,7 @@ class PretrainingSums(SummedLosses):
         return cpu_matmul.add_onednn(candidates, self.bert, device, mixed_precision)
 
     def recompute_activations(self) -> None:
-        self.bert.activation_checkpointing_enable()
+        recompute_activations(self.bert)
 
     def compile_layers(self) -> None:
         for layer in self.bert.model.layers:

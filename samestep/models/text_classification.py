@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from samestep._internals.transformers_models import recompute_activations
 from samestep.data.ragged import make_micro_batch
 from samestep.models import attention
 from samestep.models.pretrained import initial_model
@@ -62,7 +63,7 @@ class ClassificationSums(SummedLosses):
         return attention.kernel_candidates(self.bert, device, mixed_precision, settings)
 
     def recompute_activations(self) -> None:
-        self.bert.activation_checkpointing_enable()
+        recompute_activations(self.bert)
 
     def compile_layers(self) -> None:
         for layer in self.bert.bert.encoder.layer:

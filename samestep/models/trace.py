@@ -36,6 +36,8 @@ from samestep.recipe.scaling import Hyperparameters
 from samestep.step import optim
 from samestep.step.noise import noise_by_sample
 
+OLDEST = {torch: (2, 13), transformers: (5, 23)}
+"""Versions from which on what is traced is right: older ones have other operators, which fake tensors do not pass."""
 AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,10 +86,11 @@ FLOPS = flop_registry | {
         lambda _, q, k, v, *__, **___: 2 * sdpa_flop_count(q.shape, k.shape, v.shape)
     ),
     transformers_models.EXPERTS_MATMUL: lambda tokens, weights, *_, **__: 2 * tokens.numel() * weights.shape[-1],
-    transformers_models.EXPERTS_MATMUL_BACKWARD: (
-        lambda tokens, weights, *_, **__: 4 * tokens.numel() * weights.shape[-1]
-    ),
 }
+if transformers_models.EXPERTS_MATMUL_BACKWARD is not None:
+    FLOPS[transformers_models.EXPERTS_MATMUL_BACKWARD] = lambda tokens, weights, *_, **__: (
+        4 * tokens.numel() * weights.shape[-1]
+    )
 
 
 class _Tracer(TorchDispatchMode):
@@ -171,8 +174,17 @@ def trace_step(
         make_optimizer: makes the optimizer of a model.
 
     Raises:
-        UsageError: the model cannot recompute its activations.
+        UsageError: the model cannot recompute its activations, or torch or transformers is too old.
     """
+    found = {module: tuple(map(int, module.__version__.split(".")[:2])) for module in OLDEST}
+    if any(found[module] < oldest for module, oldest in OLDEST.items()):
+        needed, here = (
+            " and ".join(f"{module.__name__} {major}.{minor}" for module, (major, minor) in versions.items())
+            for versions in (OLDEST, found)
+        )
+        raise UsageError(
+            f"tracing needs {needed} or newer, here are {here}: upgrade, or plan by formula, without --trace"
+        )
 
     def forward() -> Tensor:
         dtype = AUTOCAST[mixed_precision]
@@ -219,7 +231,7 @@ def _checkpoint(model: nn.Module) -> None:
     if isinstance(model, SummedLosses):
         model.recompute_activations()
     elif isinstance(model, PreTrainedModel) and model.supports_gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        transformers_models.recompute_activations(model)
     else:
         raise UsageError(
             f"gradient_checkpointing is true, but {type(model).__name__} cannot recompute its activations: set it to false"
@@ -263,7 +275,7 @@ def trace_recipe(
     if isinstance(recipe, CausalLmFineTuning) and recipe.model_name_or_path is not None:
         planned = model_from_recipe(recipe)
         matrix_bytes = planned.method.matrix_bytes if isinstance(planned, Decoder) else 4
-        options["shape"] = shape = _find_shape(recipe.model_name_or_path)
+        options["shape"] = shape = find_shape(recipe.model_name_or_path)
         values = {"vocab_size": shape["vocab_size"], "architecture": shape["model_type"], "model_name_or_path": None}
         recipe = dataclasses.replace(recipe, **values)
     elif hasattr(recipe, "model_name_or_path"):
@@ -293,7 +305,7 @@ def trace_recipe(
         )
 
 
-def _find_shape(name_or_path: str) -> dict[str, Any]:
+def find_shape(name_or_path: str) -> dict[str, Any]:
     """Find the fields of a decoder's configuration, as the planner does: weights stay on the hub."""
     config = base_models.find_config(name_or_path)
     fields = {**config, **(config.get("text_config") or {}), "model_type": base_models.find_kind(config)}

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures: cases, the ways to compute them, their data and their work.
+"""What speed.py measures: cases, the ways to compute them, their data and their work.
 
 Models are those of the scripts, by each of their own kernels, plain and compiled as the scripts compile them.
 """

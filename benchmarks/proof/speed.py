@@ -1,20 +1,14 @@
-"""Training steps on one NVIDIA GPU: how fast, how near to its products of matrices, and whether they are the exact ones.
+"""Part 5: steps on one NVIDIA GPU: how fast, how near to its products of matrices, and whether they are the exact ones.
 
-    make bench-gpu
-    python benchmarks/gpu.py [--seconds 420] [--only BERT]
-    python benchmarks/gpu.py --tiny     (the same code on small shapes, on a CPU, too: a test, no measurement)
-    python benchmarks/gpu.py --lengths  (make benchmarks/lengths.json anew)
-
-Needs torch, transformers, accelerate and numpy; no data, no network. Text is drawn: token ids by Zipf's law, lengths of
-samples by benchmarks/lengths.json, which real sentence pairs have. Images are noise. The models are those of the scripts and
-the catalog, without dropout but where a variant says so. Each is computed by each kernel that its script chooses from, plain
-and compiled.
+Needs no data. Text is drawn: token ids by Zipf's law, lengths of samples by lengths.json, which real sentence pairs have.
+Images are noise. The models are those of the scripts and the catalog, without dropout but where a variant says so. Each is
+computed by each kernel that its script chooses from, plain and compiled.
 
 A step is the scripts': micro-batches copied from pinned memory, sums divided by the counts of the whole step, Accelerate's
 backward, clipping, a fused optimizer that leaves out what is not finite; nothing in it waits for the device (`host_waits`,
 counted by torch's sync debug mode). Micro-batches hold as many tokens as are good for the device. Seconds are medians between
 CUDA events at the ends of steps, read when all are done. Work is counted for real tokens only (`count_flops`), and shown as
-part of what a large bfloat16 product reaches on the device in the same run.
+part of what a large bfloat16 product reaches on the device.
 
 Every variant is checked before it is timed, on a few layers of full width and the samples of a step:
 
@@ -24,34 +18,28 @@ Every variant is checked before it is timed, on a few layers of full width and t
 - bfloat16: the variant's own kernels in several micro-batches (images: one), at most 1.5 times as far from the float32 gradient
   as the reference's in bfloat16.
 - control: two faults, which the first check must find: k is not undone; each micro-batch divided by its own counts.
+
+    python benchmarks/proof/speed.py        # makes lengths.json anew
 """
 
-import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import json
 import math
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
 
 import harness
 import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from gpu_cases import (
-    CASES,
+from speed_cases import (
     LENGTHS,
     REFERENCE,
     Case,
@@ -64,17 +52,27 @@ from gpu_cases import (
     make_step,
     variants,
 )
+from tasks import ROOT, Task, free, line, verdict
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.data.steps import to_device
-from samestep.errors import RunError, UsageError, exit_code
+from samestep.errors import RunError
 from samestep.planner import hardware, transformer
 from samestep.recipe.recipe import Recipe, load
 from samestep.step import accumulate, batch_norm, losses, optim
 
 PUBLISHED = ROOT / "benchmarks" / "published.yaml"
-SECONDS = 420  # after which no variant is started
+PRODUCTS = "products of matrices"
+"""Name of the row with what a large product reaches."""
+TITLE = "Speed of a step"
+ABOUT = """\
+Of products: what is done for real tokens, as a part of what a large bfloat16 product reaches; BERT's last layer and
+GPT-2's attention leave out what is not needed. Of published numbers: by the formula of the whole model, as a part of
+what planner/devices/ says of the device. In bold the fastest exact variant of each case, beside published numbers per
+device (benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the
+published trainings of BERT have: its cost is in the second table.
+"""
 WINDOW = 4.0  # seconds that are timed, about
 STEPS = (3, 20)  # of a window: at least, at most
 PRODUCT = 8192  # m = n = k of the large product
@@ -265,7 +263,7 @@ def timed(accelerator: Accelerator, case: Case, variant: Variant, tokens: int) -
     """Measure the seconds of a step and what it does, with micro-batches of at most `tokens` tokens."""
     device, recipe = accelerator.device, make_recipe(case, dropout=variant.dropout)
     steps = [make_step(case, draw(case, seed), device, max_tokens=tokens) for seed in range(2)]
-    _free(device)
+    free()
     model = build(case, variant, device, few=False)
     optimizer = optim.from_recipe(model, recipe)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -331,13 +329,6 @@ def _num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Every variant of every case, and the published numbers
 
@@ -351,7 +342,7 @@ def measure_variant(
     Args:
         checks: of cases by name; one that is not there yet is put there.
     """
-    start, row, tokens = time.perf_counter(), {"case": case.name, "variant": variant.name}, case.tokens
+    row, tokens = {"case": case.name, "variant": variant.name}, case.tokens
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     while True:
@@ -364,20 +355,16 @@ def measure_variant(
             break
         except torch.OutOfMemoryError as error:
             if tokens <= case.length:
-                row["failed"] = _line(error)
+                row["failed"] = line(error)
                 break
             tokens = max(case.length, tokens // 2)
         except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {_line(error)}"
+            row["failed"] = f"{type(error).__name__}: {line(error)}"
             break
         finally:
             accelerator.free_memory()
-            _free(accelerator.device)
-    return row | {"seconds_in_all": time.perf_counter() - start}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+            free()
+    return row
 
 
 @functools.cache
@@ -419,136 +406,116 @@ def published(case: Case) -> list[dict[str, Any]]:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Whether a variant was timed, is exact, and its controls were found."""
-    return "failed" not in row and row["check"]["exact"] and row["check"]["controls_found"]
+    """Tell whether a variant was timed, is exact, and its controls were found."""
+    is_timed = "seconds_per_step" in row and row["check"]["exact"] and row["check"]["controls_found"]
+    return "flops" in row or is_timed
 
 
 def best(rows: list[dict], case: str) -> dict | None:
     """Find the fastest exact variant of a case, those with dropout left out: noise is another step."""
-    case_rows = [row for row in rows if row["case"] == case and is_good(row) and "dropout" not in row["variant"]]
+    case_rows = [row for row in rows if row.get("case") == case and is_good(row) and "dropout" not in row["variant"]]
     return max(case_rows, key=lambda row: row["samples_per_second"], default=None)
 
 
-def list_work(selection: list[Case], tiny: bool, device: torch.device) -> list[tuple[Case, Variant]]:
-    """List what is measured, in its order. Tiny: all variants of the first case of each kind, uncompiled ones of the others."""
-    work = [(case, variant) for case in selection for variant in variants(case, device)]
-    if tiny:
-        firsts = {case.kind: case.name for case in reversed(selection)}.values()
-        work = [(case, variant) for case, variant in work if case.name in firsts or variant.turn > 1]
-        # Compiled once is enough.
-        work = [(case, dataclasses.replace(variant, compiled=variant.turn == 1)) for case, variant in work]
-    return sorted(work, key=lambda item: item[1].turn)
+# ---------------------------------------------------------------------------------------------------------------------
+# A part of benchmarks/proof_gpu.py
 
 
-def measure(arguments: argparse.Namespace, accelerator: Accelerator, write: Callable[[dict], None]) -> dict:
-    """Measure everything; results are written whenever there is more of them."""
-    start, tiny, device = time.perf_counter(), arguments.tiny, accelerator.device
-    selection = [case for case in cases(tiny) if (arguments.only or "").lower() in case.name.lower()]
-    if not selection:
-        names = ", ".join(case.name for case in CASES)
-        raise UsageError(f"--only {arguments.only} is part of no case's name: {names}")
-    rate = product_rate(device, 256 if tiny else PRODUCT, 0.05 if tiny else 1.0)
-    results = {
-        "about": harness.about(
-            " ".join(["python benchmarks/gpu.py", *arguments.argv]),
-            ("torch", "accelerate", "transformers", "numpy"),
-            tiny=tiny,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-            capability=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
-            cuda=torch.version.cuda,
-            product_flops=rate,
-        ),
-        "published": {case.name: published(case) for case in selection},
-        "rows": [],
-        "left_out": [],
-    }
-    checks: dict[str, Checks] = {}
-    for case, variant in list_work(selection, tiny, device):
-        passed = time.perf_counter() - start
-        if passed >= arguments.seconds:
-            results["left_out"].append(f"{case.name}: {variant.name}")
-            continue
-        row = measure_variant(accelerator, case, variant, checks)
-        if "failed" not in row:
-            row["of_products"] = row["flops_done_per_second"] / rate
-            row["of_products_by_formula"] = row["flops_per_second"] / rate
-        results["rows"].append(row)
-        results["about"]["seconds"] = time.perf_counter() - start
-        write(results)
-        text = row.get("failed") or f"{row['samples_per_second']:,.1f} samples/s, {row['of_products']:.1%} of products"
-        print(f"{passed:5.0f} s  {case.name}: {variant.name}: {text}", file=sys.stderr, flush=True)
-    return results
+def list_tasks(is_tiny: bool, has_gpu: bool) -> list[Task]:
+    """List what is measured, compiled variants of all cases first, so that the least is missing when time is short.
+
+    Tiny: all variants of the first case of each kind, uncompiled ones of the others; compiled once is enough.
+    """
+    device, selection = torch.device("cuda" if has_gpu else "cpu"), cases(is_tiny)
+    firsts = {case.kind: case.name for case in reversed(selection)}.values()
+    names: dict[int, list[str]] = {}
+    for case in selection:
+        for variant in variants(case, device):
+            if not is_tiny or case.name in firsts or not variant.compiled:
+                names.setdefault(variant.turn, []).append(f"{case.name}: {variant.name}")
+    return [Task("speed", (PRODUCTS,), is_alone=True)] + [
+        Task("speed", tuple(items), seconds=1200, is_alone=True) for _, items in sorted(names.items())
+    ]
+
+
+@functools.cache
+def _accelerator() -> Accelerator:
+    gc.collect()
+    gc.freeze()  # what is imported is no garbage, and need not be looked at between variants
+    torch.backends.cudnn.allow_tf32 = False  # what is checked in float32 is float32
+    torch._dynamo.config.recompile_limit = 64
+    return Accelerator(mixed_precision="bf16", cpu=not torch.cuda.is_available())
+
+
+CHECKS: dict[str, Checks] = {}
+"""Of cases by name, in this process."""
+
+
+def compute(item: str, is_tiny: bool) -> dict[str, Any]:
+    """Measure what large products reach, or a variant of a case."""
+    accelerator = _accelerator()
+    if item == PRODUCTS:
+        return {"flops": product_rate(accelerator.device, 256 if is_tiny else PRODUCT, 0.05 if is_tiny else 1.0)}
+    name, _, variant_name = item.partition(": ")
+    case = next(case for case in cases(is_tiny) if case.name == name)
+    variant = next(variant for variant in variants(case, accelerator.device) if variant.name == variant_name)
+    with torch.compiler.set_stance(force_backend="eager" if is_tiny else None):  # what is tiny needs no compiler
+        return measure_variant(accelerator, case, variant, CHECKS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is written
 
 
-def _speed(row: dict) -> list[str]:
+def markdown(rows: dict[str, dict]) -> str:
+    rate = rows.get(PRODUCTS, {}).get("flops", math.nan)
+    variants = [row for item, row in rows.items() if item != PRODUCTS]
+    comparison = []
+    for case in {row["case"]: None for row in variants if "case" in row}:
+        fastest = best(variants, case)
+        nothing = ["nothing exact was timed", *[""] * 5]
+        comparison.append(
+            [f"**{case}**", *([fastest["variant"], "here", *_speed(fastest, rate)] if fastest else nothing)]
+        )
+        same = next(each for each in cases(tiny=False) if each.name == case)
+        comparison += [
+            [other["work"], other["source"], other["hardware"], *_speed(other, rate)] for other in published(same)
+        ]
+    timings = [[item, *_timing(row, rate)] for item, row in rows.items() if item != PRODUCTS]
+    checks = [[f"{row['case']}: {row['variant']}", *_check(row["check"])] for row in variants if "check" in row]
+    speed = ["samples/s", "real tokens/s", "of products", "memory, GB"]
+    return (
+        f"A large product in bfloat16 reaches {rate / 1e12:.3g} TFLOP/s.\n\n"
+        f"{harness.table(['work', 'by', 'on', *speed], comparison)}\n"
+        "All that was timed. Step: samples and the micro-batches that they are cut into. Waits: how often the host waits for "
+        "the device in a step.\n\n"
+        f"{harness.table(['case, variant', 'seconds per step', *speed, 'step', 'waits'], timings)}\n"
+        f"Relative errors of a step's gradient, on a few layers: in {CUT} micro-batches beside one, and in bfloat16 beside "
+        "float32. The last columns are faults\nmade on purpose, which the first check must find.\n\n"
+        f"{harness.table(['case, variant', 'cut', 'bfloat16', 'exact', *FAULTS], checks)}"
+    )
+
+
+def _speed(row: dict, rate: float) -> list[str]:
     tokens = "" if row["tokens_per_second"] == row["samples_per_second"] else f"{row['tokens_per_second']:,.0f}"
     memory = f"{row['peak_memory'] / 1e9:.1f}" if "peak_memory" in row else ""
-    return [f"{row['samples_per_second']:,.1f}", tokens, f"{row['of_products']:.1%}", memory]
+    part = row["of_products"] if "of_products" in row else row["flops_done_per_second"] / rate
+    return [f"{row['samples_per_second']:,.1f}", tokens, f"{part:.1%}", memory]
 
 
-def _timing(row: dict) -> list[str]:
-    if "failed" in row:
-        return [f"failed: {row['failed'].replace('|', '/')}", *[""] * 6]
+def _timing(row: dict, rate: float) -> list[str]:
+    if "seconds_per_step" not in row:
+        return [verdict(row, False), *[""] * 6]
     waits = "" if row["host_waits"] is None else str(row["host_waits"])
-    return [
-        f"{row['seconds_per_step']:.4f}",
-        *_speed(row),
-        f"{row['samples_per_step']} in {row['micro_steps'][0]}",
-        waits,
-    ]
+    step = f"{row['samples_per_step']} in {row['micro_steps'][0]}"
+    return [f"{row['seconds_per_step']:.4f}", *_speed(row, rate), step, waits]
 
 
 def _check(check: dict) -> list[str]:
     errors = f"{check['cut']:.1e} (at most {check['cut_bound']:.0e})"
     rounded = f"{check['bf16']:.2e} (at most {check['bf16_bound']:.2e})"
-    return [
-        errors,
-        rounded,
-        "yes" if check["exact"] else "**no**",
-        *(f"{check['controls'][fault]:.1e}" for fault in FAULTS),
-    ]
-
-
-def markdown(results: dict) -> str:
-    about = results["about"]
-    comparison, rows = [], []
-    for case, lines in results["published"].items():
-        fastest = best(results["rows"], case)
-        nothing = ["nothing exact was timed", *[""] * 5]
-        comparison.append(
-            [f"**{case}**", *([fastest["variant"], about["device"], *_speed(fastest)] if fastest else nothing)]
-        )
-        comparison += [[line["work"], line["source"], line["hardware"], *_speed(line)] for line in lines]
-        rows += [row for row in results["rows"] if row["case"] == case]
-    timings = [[row["case"], row["variant"], *_timing(row)] for row in rows]
-    checks = [[row["case"], row["variant"], *_check(row["check"])] for row in rows if "check" in row]
-    speed = ["samples/s", "real tokens/s", "of products", "memory, GB"]
-    omissions = "".join(f"- {name}\n" for name in results["left_out"])
-    return harness.page(
-        "Training steps on one GPU",
-        "gpu.py",
-        about,
-        ("**Tiny shapes: a test of the program, no measurement.**\n\n" if about["tiny"] else "")
-        + f"{about['device']}: a large product in bfloat16 reaches {about['product_flops'] / 1e12:.3g} TFLOP/s. "
-        "Of products: what is done for real tokens, as a part of it;\nBERT's last layer and GPT-2's attention leave out what "
-        "is not needed. Of published numbers: by the formula of the whole\nmodel, as a part of what planner/devices/ says of "
-        "the device. In bold the fastest exact variant of each case, beside published numbers\nper device "
-        "(benchmarks/published.yaml; of several devices one's share; tokens there may be padding). No dropout, which the\n"
-        "published trainings of BERT have: its cost is in the second table.\n\n"
-        f"{harness.table(['work', 'by', 'on', *speed], comparison)}\n"
-        "All that was timed. Step: samples and the micro-batches that they are cut into. Waits: how often the host waits for "
-        "the device in a step.\n\n"
-        f"{harness.table(['case', 'variant', 'seconds per step', *speed, 'step', 'waits'], timings)}\n"
-        f"Relative errors of a step's gradient, on a few layers: in {CUT} micro-batches beside one, and in bfloat16 beside "
-        "float32. The last columns are faults\nmade on purpose, which the first check must find.\n\n"
-        f"{harness.table(['case', 'variant', 'cut', 'bfloat16', 'exact', *FAULTS], checks)}\n"
-        + (f"Left out, as time was up:\n\n{omissions}\n" if omissions else "")
-        + f"{about.get('seconds', 0):.0f} s in all. CUDA {about['cuda']}.\n",
-    )
+    faults = (f"{check['controls'][fault]:.1e}" for fault in FAULTS)
+    return [errors, rounded, "yes" if check["exact"] else "**no**", *faults]
 
 
 def table_of_lengths() -> dict:
@@ -565,41 +532,10 @@ def table_of_lengths() -> dict:
     return {
         "about": "Tokens of sentence pairs, [CLS] and both [SEP] counted: bert_small_cpu's (builtin/python_docs, WordPiece of "
         "8,192), epoch 0, at most 128 and 512 tokens. counts: in bins of equal width from 0 on; full: of the greatest length.",
-        "command": "python benchmarks/gpu.py --lengths",
+        "command": "python benchmarks/proof/speed.py",
         "lengths": tables,
     }
 
 
-def main(argv: list[str]) -> int:
-    parser = harness.flags("gpu", __doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="start no variant after so many seconds [420]")
-    parser.add_argument("--only", help="cases whose name has this in it")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program without a GPU")
-    parser.add_argument("--lengths", action="store_true", help="write benchmarks/lengths.json and end")
-    arguments = parser.parse_args(argv)
-    arguments.argv = argv
-    if arguments.lengths:
-        LENGTHS.write_text(json.dumps(table_of_lengths(), indent=1) + "\n")
-        return 0
-    if not torch.cuda.is_available() and not arguments.tiny:
-        raise UsageError("no CUDA device is there: benchmarks/gpu.py measures one (--tiny tries the program on a CPU)")
-    gc.collect()
-    gc.freeze()  # what is imported is no garbage, and need not be looked at between variants
-    torch.backends.cudnn.allow_tf32 = False  # what is checked in float32 is float32
-    torch._dynamo.config.recompile_limit = 64
-    accelerator = Accelerator(mixed_precision="bf16", cpu=not torch.cuda.is_available())
-
-    def write(results: dict, is_last: bool = False) -> None:
-        harness.write(arguments.output, results, markdown(results), is_last)
-
-    with torch.compiler.set_stance(force_backend="eager" if arguments.tiny else None):  # what is tiny needs no compiler
-        results = measure(arguments, accelerator, write)
-    write(results, is_last=True)
-    wrong = [f"{row['case']}: {row['variant']}" for row in results["rows"] if not is_good(row)]
-    if wrong:
-        raise RunError(f"failed or not exact: {'; '.join(wrong)}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:])))
+    LENGTHS.write_text(json.dumps(table_of_lengths(), indent=1) + "\n", encoding="utf-8")
