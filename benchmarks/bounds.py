@@ -2,8 +2,8 @@
 
 Fields of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none of
 them (tests/helpers/odd_inputs.py draws them from the classes themselves). Each case runs in a process of its own. It must end
-with 0, or with 2 and lines that begin with ERROR, the latter in 5 seconds; in 2 GiB more than the libraries take; in no
-signal, and in 60 seconds whatever it does. Writes benchmarks/results/bounds.*.
+with 0, or with 2 and lines that begin with ERROR, the latter in 20 seconds of a processor; in 2 GiB more than the libraries
+take; in no signal, and in 5 minutes whatever it does. Writes benchmarks/results/bounds.*.
 """
 
 import collections

@@ -48,6 +48,7 @@ import harness
 from common import launch_environment, metrics, samples_of_steps, tiny_argv, write_corpus
 from forked import make_environments
 from lost_connections import DROP
+from ports import hold_port
 from run_replicas import Scene, fork, load_scripts
 
 NUM_REPLICAS, STEPS = 3, 60
@@ -278,7 +279,7 @@ def overhead(work: Path, rounds: int) -> dict[str, list[float]]:
         scene = Scene("pretrain_bert", argv, work / f"scene-{output_dir.name}", output_dir)
         for number in range(2):
             scene.start(number)
-        if any(scene.finish(600).values()):
+        if any(scene.finish().values()):
             raise RuntimeError(scene.tail())
         return median_step(output_dir)
 
@@ -287,11 +288,12 @@ def overhead(work: Path, rounds: int) -> dict[str, list[float]]:
         argv = [*BERT.split(), "--output_dir", str(output_dir)]
         common = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
         logs = [work / f"log-{output_dir.name}-{rank}" for rank in range(2)]
-        pids = [
-            fork(lambda: load_scripts()["pretrain_bert"].main(argv), log, common | own)
-            for log, own in zip(logs, make_environments(2), strict=True)
-        ]
-        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        with hold_port() as port:
+            pids = [
+                fork(lambda: load_scripts()["pretrain_bert"].main(argv), log, common | own)
+                for log, own in zip(logs, make_environments(2, port), strict=True)
+            ]
+            statuses = [os.waitpid(pid, 0)[1] for pid in pids]
         if any(statuses):
             raise RuntimeError(logs[0].read_text(errors="replace")[-3000:])
         return median_step(output_dir)

@@ -43,14 +43,18 @@ def run(
     )
     if not torch.cuda.is_available():
         environment["ACCELERATE_USE_CPU"] = "true"
+    holder = socket.socket()
     if num_processes > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # Bound until all have ended, and not listening: the store of process 0 may bind the port beside it, nobody else gets it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":  # where such a socket is in the way
+            holder.close()
         environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "audit"}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    with tempfile.TemporaryDirectory(prefix="audit-") as folder, contextlib.ExitStack() as stack:
+    with holder, tempfile.TemporaryDirectory(prefix="audit-") as folder, contextlib.ExitStack() as stack:
         logs, processes = [Path(folder) / str(rank) for rank in range(num_processes)], []
         for rank, log in enumerate(logs):
             process_environment = environment | (

@@ -184,7 +184,7 @@ def run_processes(trainings, tmp_path_factory):
 
     def run(module: str, num_processes: int) -> list:
         folder = tmp_path_factory.mktemp(module)
-        trainings.run([str(folder)], num_processes, timeout=100, module=module)
+        trainings.run([str(folder)], num_processes, module=module)
         return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
 
     return run
@@ -206,9 +206,7 @@ def train_on(corpus, tmp_path, trainings):
         more = ["--num_processes", str(num_processes), "--mixed_precision", precision]
         file = config if isinstance(config, Path) else ROOT / "accelerate_configs" / f"{config}.yaml"
         environment = launch_environment(file, *more)
-        trainings.run(
-            [str(tmp_path), json.dumps(calls)], num_processes, timeout=200, environment=environment, can_repeat=False
-        )
+        trainings.run([str(tmp_path), json.dumps(calls)], num_processes, environment=environment, can_repeat=False)
         return tmp_path
 
     return run

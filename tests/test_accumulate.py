@@ -13,9 +13,10 @@ from samestep.step import accumulate
 from samestep.training import launch
 
 COUNT_REDUCTIONS = """
-import json, os, sys, time
+import json, os, sys
 from pathlib import Path
 import torch
+from waiting import until
 import torch.distributed as dist
 from samestep._internals import torch_distributed
 from samestep.step import accumulate; from samestep.training import launch
@@ -42,8 +43,8 @@ micro_batches = [data[:3], data[3:4], data[4:6], data[6:7]] if rank == 0 else [d
 result = []
 for step in range(2):
     reduced.clear(), collectives.clear()
-    while rank == 1 and not (out / f"begun-{step}").exists():  # for ever, if the other process waited for the counts
-        time.sleep(0.01)
+    if rank == 1:  # for ever, if the other process waited for the counts
+        until((out / f"begun-{step}").exists, "begin of the step")
     counts = accumulate.total_counts(accelerator, torch.tensor([sum(len(micro_batch) for micro_batch in micro_batches)]))
     (out / f"begun-{step}").touch()
     for micro_batch in accumulate.iterate_micro_batches(accelerator, micro_batches):
@@ -60,7 +61,6 @@ sys.stdout.flush(), os._exit(0)  # a Python hook and gloo's threads do not end i
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_one_reduction_per_step_and_the_exact_gradient_with_uneven_k(trainings, tmp_path):
     environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
     trainings.run([str(tmp_path), COUNT_REDUCTIONS], 2, environment=environment, module="run_with_code")

@@ -125,7 +125,6 @@ def processes(request, run_processes):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_number_of_processes_takes_the_same_steps(processes, name):
     """Micro-batches of different sizes, different k, a process without samples; weights that differed before `distribute`."""
@@ -138,7 +137,6 @@ def test_any_number_of_processes_takes_the_same_steps(processes, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_reductions_begin_in_the_last_backward(processes):
     for rank, result in enumerate(processes):
         early, buckets = result["sgd"]["early"], result["sgd"]["buckets"]
@@ -148,7 +146,6 @@ def test_reductions_begin_in_the_last_backward(processes):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_no_buffer_of_a_gradients_size_on_several_processes(processes):
     """Parameters, two moments, and what a layer or a bucket needs: no fourth of that size."""
     for parameter_bytes, peak in (processes[0]["bytes"], peak_bytes(1)):

@@ -37,7 +37,6 @@ def test_sgd_is_exact_however_it_is_cut_in_time(train):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_sgd_is_exact_however_it_is_cut_in_space(train, train_on):
     """Two processes, three samples at once; and a run that one process began is continued by two, AdamW's, too."""
     reference = train(
@@ -98,7 +97,6 @@ def test_memory_that_runs_out_ends_the_run(train, monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_memory_that_runs_out_on_one_process_ends_both(trainings, corpus, tmp_path):
     """In the last backward, when some buckets are being reduced: nobody waits for ever."""
     flags = ADAMW + "--per_device_train_batch_size 4"

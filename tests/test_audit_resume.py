@@ -138,7 +138,6 @@ def test_bad_usage(program, argv, message):
         audit_script([*VARY[:2], *argv, "--", program])
 
 
-@pytest.mark.timeout(200)
 def test_a_kill_comes_when_the_next_step_begins(program, tmp_path):
     """What the program saves after a step is there by then; a program without a next step is not killed."""
     words, layout = [program, "--output_dir", str(tmp_path)], Variation({"batch": "8", "k": "1"}, 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from common import ROOT, fresh_accelerator
+from waiting import PATIENCE
 
 from samestep.errors import UsageError
 from stepaudit import script
@@ -55,7 +56,6 @@ def run(monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_faults_are_named_and_what_is_sound_is_not_accused(server, program):
     """Of one process and of several the last layout with each cause; `make bench-verdicts` takes all layouts."""
@@ -331,7 +331,6 @@ def command(*argv: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=100,
         env=os.environ | {"PYTHONPATH": str(AUDITED)},
     )
 
@@ -418,7 +417,7 @@ def test_a_program_that_fails_or_takes_no_step(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=message):
-            record([str(file)], Variation({}, 1), 1, timeout=60)
-    file.write_text("import time; time.sleep(60)")
+            record([str(file)], Variation({}, 1), 1, timeout=PATIENCE)
+    file.write_text("import signal; signal.pause()")
     with pytest.raises(UsageError, match="took longer than 1 seconds"):
         record([str(file)], Variation({}, 1), 1, timeout=1)

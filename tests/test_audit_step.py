@@ -2,8 +2,8 @@
 
 import copy
 import os
+import subprocess
 import sys
-import time
 import types
 
 import cloudpickle
@@ -502,7 +502,6 @@ def test_a_fault_of_the_model_is_named_inside_a_loop_too(has_loss, samples):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_two_processes(samples, server, monkeypatch):
     """Send a model, and functions of a module that cannot be imported. Audit loops that wrap the model, and one without.
 
@@ -542,25 +541,35 @@ def test_two_processes(samples, server, monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_processes_that_fail_or_wait(samples, monkeypatch):
     def failing_loss(model, batch):
         if os.environ.get("RANK") == "1":
             raise KeyError("mine")
         return loss(model, batch)
 
-    # both have ended at the first look: process 0 lost its connection to the one that failed
-    seldom = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(1))
-    monkeypatch.setattr(process_runner, "time", seldom)
-    with pytest.raises(UsageError, match=r"failed \(process 1 of 2\):(.|\n)*KeyError: 'mine'"):
-        audit_step(Tagger(), samples, collate, failing_loss, cuts=[Cut(4, num_processes=2)])
+    started, start = [], subprocess.Popen
+
+    def note(*arguments, **keywords):
+        started.append(start(*arguments, **keywords))
+        return started[-1]
+
+    def wait_for_all(_):
+        for process in started:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    # both have ended at the second look: process 0 lost its connection to the one that failed
+    with monkeypatch.context() as patch:
+        patch.setattr(process_runner.subprocess, "Popen", note)
+        patch.setattr(process_runner, "time", types.SimpleNamespace(monotonic=lambda: 0.0, sleep=wait_for_all))
+        with pytest.raises(UsageError, match=r"failed \(process 1 of 2\):(.|\n)*KeyError: 'mine'"):
+            audit_step(Tagger(), samples, collate, failing_loss, cuts=[Cut(4, num_processes=2)])
 
     def waiting_loss(model, batch):
         if os.environ.get("RANK") == "1":
             torch.distributed.barrier()
         return loss(model, batch)
 
-    monkeypatch.setattr(process_runner, "TIMEOUT", 4)
+    monkeypatch.setattr(process_runner, "TIMEOUT", 4)  # rank 1 waits for ever
     with pytest.raises(UsageError, match="2 processes took longer than 4 seconds"):
         audit_step(Tagger(), samples, collate, waiting_loss, cuts=[Cut(4, num_processes=2)])
 

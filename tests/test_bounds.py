@@ -11,7 +11,6 @@ NUM_CASES = 75
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_odd_values_of_every_field_are_refused_in_one_line_or_run():
     @settings(
         max_examples=NUM_CASES,

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import types
 from pathlib import Path
 
 import captcha.image
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from waiting import PATIENCE, until
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
@@ -91,7 +92,6 @@ def test_it_is_the_same_in_another_process():
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert other.stdout.strip() == digest_of_draws(make(), [7, 0, 123456]), other.stderr
 
@@ -419,9 +419,9 @@ def test_two_jobs_at_once(cache):
     jobs = [context.Process(target=job) for _ in range(2)]
     for process in jobs:
         process.start()
-    first, second = answers.get(timeout=20), answers.get(timeout=20)
+    first, second = answers.get(timeout=PATIENCE), answers.get(timeout=PATIENCE)
     for process in jobs:
-        process.join(60)
+        process.join()
     assert first == second == [source.fingerprints for source in build(make(), 1)]
     assert len(list(cache.iterdir())) == 2
 
@@ -431,7 +431,7 @@ def test_what_killed_jobs_left_goes_after_a_day(cache):
     old, new = cache / "train-1.a.part", cache / "train-1.b.part"
     for path in (old, new):
         path.write_bytes(b"half")
-    os.utime(old, (time.time() - 2 * captchas.DAY,) * 2)
+    os.utime(old, (old.stat().st_mtime - 2 * captchas.DAY,) * 2)
     build(make(), 1)
     assert not old.exists()
     assert new.exists(), "somebody may be writing it"
@@ -448,31 +448,30 @@ def test_workers_end_with_a_job_that_is_killed(monkeypatch, tmp_path):
     context = multiprocessing.get_context("fork")
 
     def draw(recipe, sample_id, split):
+        """Draw no second captcha before the job is dead."""
         (tmp_path / f"worker-{os.getpid()}").touch()
-        time.sleep(0.5)
+        until(lambda: os.getppid() != job.pid, "end of the job")
         return draw_captcha(recipe, sample_id, split)
 
+    def start() -> None:
+        job.pid = os.getpid()
+        build(make(), 2)
+
+    job = types.SimpleNamespace(pid=0)
     monkeypatch.setattr(captchas, "draw_captcha", draw)
-    job = context.Process(target=build, args=(make(), 2))
-    job.start()
+    process = context.Process(target=start)
+    process.start()
     try:
-        assert until(lambda: len(list(tmp_path.glob("worker-*"))) == 2, seconds=20)
+        until(lambda: len(list(tmp_path.glob("worker-*"))) == 2, "two workers")
     finally:
-        job.kill()
-        job.join()
+        process.kill()
+        process.join()
     workers = [int(path.name.split("-")[1]) for path in tmp_path.glob("worker-*")]
-    ended = until(lambda: not any(map(is_running, workers)), seconds=10)
-    for pid in filter(is_running, workers):
-        os.kill(pid, signal.SIGKILL)
-    assert ended
-
-
-def until(condition, seconds: float) -> bool:
-    """Wait until a condition holds; whether it does before so many seconds have passed."""
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
+    try:
+        until(lambda: not any(map(is_running, workers)), "end of the workers")
+    finally:
+        for pid in filter(is_running, workers):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -8,10 +8,10 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from faults import train_with_code
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
+from waiting import PATIENCE, until
 
 from samestep.errors import RunError, UsageError, exit_code
 from samestep.models import networks, resnet
@@ -76,7 +77,6 @@ def test_resumed_on_another_layout_takes_the_same_steps(train, dtype):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_resumed_on_1_3_2_1_and_on_the_same_two_processes(train, train_on):
     """A chain takes the same steps, in both programs: the first resumes are inside one epoch, the last in a later one. On the
     same two, each of which draws its own dropout, it is bit-identical."""
@@ -106,7 +106,6 @@ def test_resumed_on_1_3_2_1_and_on_the_same_two_processes(train, train_on):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_resumed_sharded_or_not(train, train_on):
     """One process -> two with FSDP2, and back; each of the two writes its own rows. In the background, too."""
     flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3 --eval_steps 7"
@@ -154,7 +153,6 @@ def test_by_the_clock_two_are_kept_and_those_of_steps_stay(train):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_the_clock_of_process_0_decides_for_all(train_on):
     folder = train_on(2, {"run": "--global_batch_size 8 --checkpointing_minutes 1e-6 --checkpoints_total_limit 20"})
     assert names(folder / "run") == list(range(1, 11))
@@ -384,14 +382,16 @@ def test_in_the_background_the_same_bytes_and_no_waiting(train, monkeypatch):
     original, log_step, steps, advanced = checkpoint.safetensors.torch.save_file, report.RunLog.step, [], []
 
     def slow(tensors, path):
-        start = len(steps)
-        time.sleep(0.4)
+        start, is_last = len(steps), len(steps) == 10
+        if not is_last and threading.current_thread() is not threading.main_thread():
+            until(lambda: len(steps) > start, "step while a checkpoint is written")
         advanced.append(len(steps) - start)
         original(tensors, path)
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", slow)
-    monkeypatch.setattr(report.RunLog, "step", lambda self, *a: (steps.append(1), time.sleep(0.1), log_step(self, *a)))
-    background = train("background", flags + " --async_checkpointing")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.safetensors.torch, "save_file", slow)
+        patch.setattr(report.RunLog, "step", lambda self, *a: (steps.append(1), log_step(self, *a)))
+        background = train("background", flags + " --async_checkpointing")
     assert advanced[0] > 0, "training went on while checkpoint-3 was written"
     for folder in checkpoint.checkpoints(plain):
         for name in ("model.safetensors", "optimizer.safetensors", "recipe.yaml"):
@@ -663,7 +663,7 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
         checkpoint.safetensors.torch.save_file,
     )
     monkeypatch.setattr(
-        checkpoint.safetensors.torch, "save_file", lambda *arguments: (begin.wait(10), original(*arguments))
+        checkpoint.safetensors.torch, "save_file", lambda *arguments: (begin.wait(PATIENCE), original(*arguments))
     )
     small.save(1)
     assert not names(tmp_path / "run"), "save returns before anything is written"
@@ -689,13 +689,14 @@ def test_training_cannot_change_what_is_being_written(tmp_path, monkeypatch):
 def test_the_interpreter_waits_for_what_is_being_written(tmp_path):
     """Also when training fails."""
     program = (
-        f"import sys, time; sys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'tests' / 'helpers')]!r}\n"
+        f"import sys, threading; sys.path[:0] = {[str(ROOT / 'tests'), str(ROOT / 'tests' / 'helpers')]!r}\n"
         "import test_checkpoint as t; from pathlib import Path\n"
-        "write = t.checkpoint.Saver._write\n"
-        "t.checkpoint.Saver._write = lambda *arguments: (time.sleep(0.5), write(*arguments))\n"
+        "write, failed = t.checkpoint.Saver._write, threading.Event()\n"
+        "t.checkpoint.Saver._write = lambda *arguments: (failed.wait(), write(*arguments))\n"
+        "sys.excepthook = lambda *error: (sys.__excepthook__(*error), failed.set())\n"
         "t.Small(Path(sys.argv[1]), asynchronous=True).save(1)\nraise ValueError"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.stderr.endswith("ValueError\n")
     checkpoint.verify(tmp_path / "checkpoint-1")
 
@@ -823,7 +824,6 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
 def test_two_processes_agree_on_damage_and_on_a_full_disk(train, trainings, corpus, tmp_path, more):
     """Both pass over the same checkpoint, neither waits for a save that failed, and the error is said once."""
@@ -944,10 +944,10 @@ def test_a_second_run_in_the_folder_is_refused(train):
     output_dir = train("run", "--global_batch_size 8 --stop_after_step 2")
     context = multiprocessing.get_context("fork")
     held = context.Event()
-    holder = context.Process(target=lambda: (report._lock(output_dir), held.set(), time.sleep(60)), daemon=True)
+    holder = context.Process(target=lambda: (report._lock(output_dir), held.set(), signal.pause()), daemon=True)
     holder.start()
     try:
-        assert held.wait(30)
+        assert held.wait(PATIENCE)
         with pytest.raises(UsageError, match=rf"is in use by another run \(process {holder.pid} on .*\): wait for it"):
             train("run", "--global_batch_size 8 --resume_from_checkpoint latest")
     finally:

@@ -5,12 +5,12 @@ import json
 import random
 import shutil
 import threading
-import time
 
 import fsspec
 import pytest
 from compare import same_weights, untimed_metrics
 from fsspec.implementations.memory import MemoryFileSystem
+from waiting import PATIENCE, until
 
 from samestep.errors import RunError, UsageError
 from samestep.training import checkpoint_store
@@ -153,11 +153,9 @@ def test_copies_are_made_in_the_background_and_none_is_deleted_on_the_way(folder
     """The newest that waits replaces one that waits; those that are needed are named."""
     gate, copied = threading.Event(), []
     store = CheckpointStore("flaky://bucket/run")
-    monkeypatch.setattr(store, "copy", lambda path, lines: (gate.wait(10), copied.append(path.name)))
+    monkeypatch.setattr(store, "copy", lambda path, lines: (gate.wait(PATIENCE), copied.append(path.name)))
     store.add(folder(2))
-    deadline = time.monotonic() + 10
-    while store.busy is None and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: store.busy is not None, "copy in the background")
     store.add(folder(4))
     store.add(folder(6))
     assert store.held_names == {"checkpoint-2", "checkpoint-6"}

@@ -238,7 +238,6 @@ def recipes(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_any_number_of_processes_and_restarts_do_the_same(train, train_on, recipes):
     """On 1 process and on 3, of which one computes two of four workers; gone on with from the other's checkpoint."""
     alone, runs = {}, {}
@@ -271,7 +270,6 @@ OTHERS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_other_programs(train, train_on, tmp_path):
     """Two loss terms, adapters, SGD and channels last: 3 workers on 1 process and on 2."""
     alone, runs = {}, {}
@@ -289,7 +287,6 @@ def test_other_programs(train, train_on, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_gradients_in_16_bits_are_not_exact(train, train_on):
     """torch's hooks round what two processes send, bf16 more than fp16; one process sends nothing."""
     flags = "--global_batch_size 10 --max_train_steps 4"

@@ -21,13 +21,12 @@ TAGGER, LOOP, PACKING = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_the_examples_of_the_audit(pytester):
     """As a user's own tests, in a folder of their own: the first passes, also on two processes; the second fails as said."""
     pytester.makepyfile(test_tagger=TAGGER, test_loop=LOOP)
-    result = pytester.runpytest_subprocess("--audit-processes", "1,2", "test_tagger.py", timeout=100)
+    result = pytester.runpytest_subprocess("--audit-processes", "1,2", "test_tagger.py")
     result.assert_outcomes(passed=1)
-    result = pytester.runpytest_subprocess("test_loop.py", timeout=60)
+    result = pytester.runpytest_subprocess("test_loop.py")
     result.assert_outcomes(failed=1)
     (line,) = re.findall(r"```text\n(.*)\n```", DOCUMENT)
     assert line in result.outlines

@@ -375,7 +375,7 @@ def test_the_hub_out_of_reach(tmp_path):
         "HF_HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
     assert last.startswith("stepaudit.errors.UsageError: dataset_name 'someone/text' (config None, split 'train'): ")
     assert "OfflineModeIsEnabled" in last
@@ -550,9 +550,9 @@ def test_split_sentences_keeps_every_visible_character(text):
 
 
 @pytest.mark.parametrize("unit", [".", " ", "\n", ". ", "\n ", ".'", '. "', "。”", "- \n", "a", "1"])
-@pytest.mark.timeout(5)
 def test_split_sentences_takes_linear_time(unit):
-    text = "." + unit * 100_000
+    """Quadratic time would be hours, in which the test would be ended."""
+    text = "." + unit * 1_000_000
     assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
 
 

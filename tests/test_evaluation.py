@@ -33,7 +33,6 @@ RUNS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("num_processes", "precision"), [(2, "no"), (3, "bf16")])
 def test_the_same_to_the_bit_on_any_number_of_processes(train, train_on, monkeypatch, num_processes, precision):
     runs = {name: EVALUATE + flags for name, flags in RUNS[num_processes].items()}

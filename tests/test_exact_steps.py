@@ -34,7 +34,6 @@ def build(accelerator):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_steps_are_the_same_on_any_number_of_processes(server, tmp_path):
     results = {}
     for size in (1, 2, 3):

@@ -79,7 +79,6 @@ def test_every_cut_in_time_is_the_same_step(finetune, reference, workload):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_every_cut_in_space_is_the_same_step(reference, train_on):
     """On two processes, all workloads in one launch; single precision for one."""
     cases = [(workload, "float64") for workload in ("llama", "gpt2", "lora", "dpo", "orpo")] + [("llama", "float32")]
@@ -98,7 +97,6 @@ def test_a_corner_of_the_grid(case):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
 def test_sharded_weights_take_the_same_steps(finetune, reference, train_on):
     """FSDP2 on two processes: DPO with its reference, adapters; from one process's checkpoint and to it."""
     cut, name = flags(10, 3, "float64"), f"{PROGRAM}/lora"
@@ -196,7 +194,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(finetune, workload):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_a_mixture_moves_between_numbers_of_processes(finetune, train_on, tmp_path):
     """From one process in the middle of an epoch to two, and to three: the same samples in the same steps, each as often as its
     weight says. GPT-2, which normalises in float64: Llama's float32 rounds what three processes multiply by 3."""

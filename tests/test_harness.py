@@ -2,14 +2,17 @@
 
 import argparse
 import doctest
+import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from common import ROOT, load_benchmark
+from waiting import until
 
 from samestep.recipe.recipe import load
 
@@ -183,17 +186,43 @@ def test_what_is_written_is_read(tmp_path, capsys):
     assert document.read_text() == "before\n<!-- x y: begin -->\nnew\n<!-- x y: end -->\nafter\n"
 
 
-def test_programs_run_only_in_their_turns(tmp_path):
-    loop = "import time\nfor n in range(20):\n    time.sleep(0.01)\n    print(time.perf_counter())"
+def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):
+    """By a clock that shows how many turns have begun or ended. In each a program writes, the others are stopped."""
+    moments, seen = itertools.count(), []
+    monkeypatch.setattr(harness, "clock", lambda: float(next(moments)))
+    loop = "n = 0\nwhile n < 3 * 10**4:\n    n += 1\n    print(n)"
     programs = [
         harness.Program([sys.executable, "-c", loop], tmp_path, tmp_path / f"{name}.log", threads=1) for name in "ab"
     ]
-    harness.run_in_turns(programs, 0.1)
+
+    def size(program) -> int:
+        return program.log.stat().st_size
+
+    def is_still(program) -> bool:
+        """Whether it has ended or is stopped, which is not at once after the signal."""
+        state = Path(f"/proc/{program.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "TZ"
+
+    def wait(program, seconds) -> None:
+        """Wait for so many bytes of the log in place of seconds."""
+        other = programs[1 - programs.index(program)]
+        until(lambda: is_still(other), "stop of the other")
+        before = [size(program), size(other)]
+        until(lambda: program.done or size(program) > before[0] + seconds, "progress")
+        seen.append(program)
+        assert size(other) == before[1]
+        if not program.done:
+            raise subprocess.TimeoutExpired("", seconds)
+
     for program in programs:
-        moments = [float(line) for line in program.log.read_text().split()]
-        assert len(moments) == 20
-        assert all(any(begin <= moment <= end + 0.01 for begin, end in program.turns) for moment in moments)
-        assert program.seconds == pytest.approx(harness.running_time(program.turns, harness.clock()))
+        monkeypatch.setattr(program.process, "wait", partial(wait, program))
+    harness.run_in_turns(programs, 10**4)
+    assert seen[:4] == programs * 2
+    for program in programs:
+        assert program.log.read_text().split()[-1] == str(3 * 10**4)
+        assert program.seconds == len(program.turns) == seen.count(program)
+        assert harness.running_time(program.turns, 1e9) == program.seconds
+    monkeypatch.undo()
     failing = harness.Program([sys.executable, "-c", "1 / 0"], tmp_path, tmp_path / "c.log", threads=1)
     with pytest.raises(SystemExit, match="ZeroDivisionError"):
         failing.turn(None)

@@ -4,11 +4,9 @@ import ctypes
 import http.server
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.integrations import moe
+from waiting import PATIENCE, until
 
 from samestep._internals import (
     accelerate_state,
@@ -247,14 +246,11 @@ def test_pinning_reaches_what_is_nested(monkeypatch):
 
 
 def test_each_generation_of_workers_meets_in_keys_of_its_own(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for key, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(key, str(value))
     for number in ("1", "2", "2"):
         url = torch_distributed.register_rendezvous(number)
-        store, rank, size = next(dist.rendezvous(url, timeout=timedelta(seconds=10)))
+        store, rank, size = next(dist.rendezvous(url, timeout=timedelta(seconds=PATIENCE)))
         assert (rank, size) == (0, 1)
         assert isinstance(store, dist.PrefixStore)
         store.set("said", number)
@@ -631,10 +627,10 @@ def test_a_state_brings_no_code(tmp_path):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        state = torchft_replica.load_state(f"{address}/plain", 5)
+        state = torchft_replica.load_state(f"{address}/plain", PATIENCE)
         assert state["tensors"]["a"].tolist() == [0, 1, 2]
         with pytest.raises(Exception, match=r"mkdir"):
-            torchft_replica.load_state(f"{address}/code", 5)
+            torchft_replica.load_state(f"{address}/code", PATIENCE)
         server.shutdown()
     assert not (tmp_path / "made").exists()
 
@@ -654,9 +650,9 @@ def test_a_replica_alone():
         0,
         1,
         address,
-        timeout=5,
-        connect_timeout=5,
-        quorum_timeout=5,
+        timeout=PATIENCE,
+        connect_timeout=PATIENCE,
+        quorum_timeout=PATIENCE,
         min_replicas=1,
         get_state=dict,
         set_state=lambda state: None,
@@ -676,8 +672,5 @@ def test_a_replica_alone():
         lighthouse.shutdown()
     assert store.port > 0
     assert torchft_replica.is_reachable(f"http://127.0.0.1:{store.port}")
-    deadline = time.monotonic() + 10  # it ends in a thread of its own
-    while torchft_replica.is_reachable(f"http://127.0.0.1:{port}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not torchft_replica.is_reachable(url), "end of the lighthouse")  # in a thread of its own
     assert torchft_replica.find_local_address("http://127.0.0.1:9") == "127.0.0.1"

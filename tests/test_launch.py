@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from common import launch_environment, task_of
+from ports import hold_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.cut.layout import solve_layout
@@ -135,7 +135,7 @@ def launched(trainings, tmp_path):
         env = {key: value for key, value in env.items() if value is not None}
         commands = [["--config_file", str(config), *flags, str(program)] for flags in machines]
         words = [str(tmp_path), json.dumps(env), *map(json.dumps, commands)]
-        trainings.run(words, len(machines), timeout=100, module="run_launcher", can_repeat=False)
+        trainings.run(words, len(machines), module="run_launcher", can_repeat=False)
         ranks = range(len(machines))
         codes = [int((tmp_path / f"code-{rank}").read_text()) for rank in ranks]
         output = "".join((tmp_path / f"log-{rank}").read_text() for rank in ranks)
@@ -197,7 +197,6 @@ def test_header_command_gives_the_layout_it_names(name):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_2xcpu_is_two_processes_that_agree(launched):
     codes, output, reports = launched(CONFIGS / "2xcpu.yaml")
     assert codes == [0], output
@@ -208,7 +207,6 @@ def test_2xcpu_is_two_processes_that_agree(launched):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_fsdp2_2xcpu_is_two_processes_that_shard(launched):
     codes, output, reports = launched(CONFIGS / "fsdp2_2xcpu.yaml")
     assert codes == [0], output
@@ -217,16 +215,15 @@ def test_fsdp2_2xcpu_is_two_processes_that_shard(launched):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_two_machines_are_two_launches_that_agree(launched, tmp_path):
     """As docs/multi-node.md prints it: one launch file, whose rank and address the command of each machine replaces."""
     config = tmp_path / "nodes.yaml"
     values = yaml.safe_load((CONFIGS / "2xcpu.yaml").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        values |= {"num_machines": 2, "machine_rank": 0, "main_process_port": free.getsockname()[1]}
-    config.write_text(yaml.safe_dump(values | {"main_process_ip": "127.0.0.9"}))
     flags = [("--machine_rank", str(rank), "--main_process_ip", "127.0.0.1") for rank in (0, 1)]
-    codes, output, reports = launched(config, flags)
+    with hold_port() as port:
+        values |= {"num_machines": 2, "machine_rank": 0, "main_process_port": port, "main_process_ip": "127.0.0.9"}
+        config.write_text(yaml.safe_dump(values))
+        codes, output, reports = launched(config, flags)
     assert codes == [0, 0], output
     assert [(report["process_index"], report["num_processes"], report["sum"]) for report in reports] == [
         (0, 2, 11.0),
@@ -243,7 +240,6 @@ def test_cpu_is_one_process_with_all_cores_beside_a_gpu_too(launched):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would share the GPU")
 def test_processes_that_would_each_train_alone_are_refused(launched, tmp_path):
     config = tmp_path / "alone.yaml"

@@ -21,7 +21,7 @@ def grown(tmp_path_factory) -> dict[str, float]:
     ]
     command = [sys.executable, ROOT / "tests" / "helpers" / "run_loader_memory.py", *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    finished = subprocess.run(command, capture_output=True, text=True, env=env)
     assert finished.returncode == 0, finished.stderr[-3000:]
     memory = [line["samples"] + line["steps"] for line in map(json.loads, finished.stdout.splitlines())]
     return {kind: (memory[2 * n + 1] - memory[2 * n]) / (MANY - FEW) for n, kind in enumerate(COLUMNS)}

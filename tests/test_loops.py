@@ -89,7 +89,6 @@ def test_lightning_takes_the_steps_that_accelerate_takes(run):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("b", "k", "error", "num_repeated"), [(16, 1, 1.0, 19), (4, 4, 7.0, 3)])
 def test_trainer_on_two_processes(run, server, b, k, error, num_repeated):
     """k N times the gradient; and 77 samples are evened out with the first ones."""

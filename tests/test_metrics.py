@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 import warnings
 
 import numpy as np
@@ -180,13 +179,12 @@ def requested_urls(monkeypatch) -> list[str]:
     return urls
 
 
-def test_unknown_names_offline(requested_urls):
+def test_unknown_names_offline(requested_urls, monkeypatch):
     import evaluate
 
-    started = time.monotonic()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to try again"))
     with pytest.raises(UsageError) as caught:
         metrics.compute(["acuracy", "accuracy", "zzz/zzz", ""], [1], [1], trust_code=True)
-    assert time.monotonic() - started < 2
     assert requested_urls == []
     assert not evaluate.config.HF_EVALUATE_OFFLINE
     assert evaluate.is_progress_bar_enabled()
@@ -216,5 +214,5 @@ print({heavy} & set(sys.modules))
 metrics.compute(metrics.METRICS, [0, 1, 1], [1, 0, 1])
 print(sorted({heavy} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n['scipy', 'sklearn']\n", "")

@@ -166,7 +166,6 @@ def test_another_recipe_precision_or_kernel_is_another_question(train, tries):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_processes_agree(train, train_on):
     """Every process tries its own share, and two processes give what one gives."""
     flags = "--global_batch_size 10 --dtype float64 --record_samples"

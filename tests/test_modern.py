@@ -62,7 +62,6 @@ def test_every_cut_in_time_is_the_same_step(train_modern, workload):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_every_cut_in_space_is_the_same_step(train_modern, trainings, corpus, tmp_path):
     """Also with weights that are sharded; in float32, where 3 samples are divided among 2 processes, and one gets none."""
     flags = "--global_batch_size 10 --dtype float64 --per_device_train_batch_size 3"
@@ -72,7 +71,7 @@ def test_every_cut_in_space_is_the_same_step(train_modern, trainings, corpus, tm
             for workload in ("gpt_documents", "bert")
         ]
         environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", "no")
-        trainings.run([str(tmp_path), json.dumps(calls)], 2, timeout=200, environment=environment, can_repeat=False)
+        trainings.run([str(tmp_path), json.dumps(calls)], 2, environment=environment, can_repeat=False)
     for workload in ("gpt_documents", "bert"):
         whole = train_modern(workload, f"whole-{workload}", flags)
         for config in ("2xcpu", "fsdp2_2xcpu"):

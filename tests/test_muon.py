@@ -165,7 +165,6 @@ def test_every_cut_in_time_is_the_same_step(train, program, dtype):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_every_cut_in_space_is_the_same_step_and_it_resumes_on_another_number(train, train_on):
     """Also with weights that are sharded, and to the bit with --reproducible."""
     exact = "--global_batch_size 10 --per_device_train_batch_size 3" + FLAGS + "float64"

@@ -39,7 +39,6 @@ def test_the_page_shows_the_programs():
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_audit_names_the_fault_before(server, name):
     program, num_steps = str(LOOPS / "before" / f"{name}.py"), SHOWN_STEPS if name == SHOWN else NUM_STEPS
@@ -58,7 +57,6 @@ def test_the_audit_names_the_fault_before(server, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_audit_says_exact_after(server, name):
     program = str(LOOPS / "after" / f"{name}.py")

@@ -588,7 +588,7 @@ def browse(tmp_path):
             "--headless --no-sandbox --disable-gpu --virtual-time-budget=5000 --enable-logging=stderr --v=0 --dump-dom"
         )
         command = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", f"file://{file}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
     return opened

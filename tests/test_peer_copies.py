@@ -21,7 +21,6 @@ os.environ["LOCAL_RANK"] = "0"
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
 def test_a_machine_is_lost_with_its_disk(trainings, corpus, tmp_path, more):
     flags = "--global_batch_size 8 --checkpointing_steps 2 --checkpoints_total_limit 2 --record_samples"

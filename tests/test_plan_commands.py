@@ -107,7 +107,6 @@ def test_a_launch_file_is_written_by_the_command_before_it(monkeypatch, capsys, 
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_a_printed_command_trains(monkeypatch, capsys, tmp_path):
     """As it is printed, pasted into a shell, in any folder."""
     monkeypatch.chdir(tmp_path)

@@ -264,7 +264,7 @@ def check(command: Printed, monkeypatch, capsys, recorder) -> None:
             assert all(Path(file).is_file() for file in files)
         case ["python", "-c", *_]:
             shell = command.text.replace("python", shlex.quote(sys.executable), 1)
-            subprocess.run(shell, shell=True, check=True, timeout=60)
+            subprocess.run(shell, shell=True, check=True)
         case ["python", name, *_] if not command.is_whole and not name.startswith("scripts/"):
             assert Path(name).is_file()
         case ["python", name] if name.endswith("..."):
@@ -441,7 +441,6 @@ def shrunken_environment(launch: Launch, num_processes: int, folder: Path) -> di
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("command", representatives(), ids=lambda command: " ".join(command.words[3:5]))
 def test_a_training_runs(command, checkout, trainings):
     """Two steps of it: what it logs are finite numbers, and it ends with results."""
@@ -453,9 +452,7 @@ def test_a_training_runs(command, checkout, trainings):
         del launch.argv[index : index + 2]
     call = [launch.program, *launch.argv, *flags.split()]
     environment = shrunken_environment(launch, num_processes, checkout)
-    trainings.run(
-        [str(checkout), json.dumps([call])], num_processes, timeout=120, environment=environment, module="run_printed"
-    )
+    trainings.run([str(checkout), json.dumps([call])], num_processes, environment=environment, module="run_printed")
     steps = [line for line in all_metrics(checkout / "out") if "loss" in line]
     assert len(steps) == 2
     assert all(math.isfinite(line["loss"]) for line in steps)

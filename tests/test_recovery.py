@@ -23,7 +23,6 @@ def events(output_dir) -> list[dict]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("program", ["pretrain_bert", "pretrain_gpt2"])
 def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, corpus, tmp_path, program):
     """In a forward, a backward, the synchronising backward, the trial of sizes: the same steps, and nobody waits for ever."""
@@ -34,7 +33,7 @@ def test_memory_that_runs_out_on_one_process_changes_nothing(train, trainings, c
     runs = [[kind, tiny_argv(program, corpus, tmp_path / kind, flags)] for kind in (*kinds, "always")]
     words = [str(tmp_path), program, "1", json.dumps(runs)]
     environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
-    trainings.run(words, 2, timeout=60, environment=environment, module="run_with_fault", can_repeat=False)
+    trainings.run(words, 2, environment=environment, module="run_with_fault", can_repeat=False)
     begun = [int(number) for number in re.findall(r"reductions begun: (\d+)", (tmp_path / "log-1").read_text())]
     assert begun[:3] == [0, 0, 0]
     assert begun[3] > 2, "DDP was in the middle of it"
@@ -222,10 +221,9 @@ def test_such_steps_are_left_out_and_counted(train, broken_gradient, real_figure
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_a_process_that_hangs_is_named(trainings, corpus, tmp_path):
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", "--global_batch_size 8 --ddp_timeout 5")
-    codes, said = train_with_code(trainings, IN_A_STEP.format(code="time.sleep(60)"), argv, tmp_path)
+    codes, said = train_with_code(trainings, IN_A_STEP.format(code="signal.pause()"), argv, tmp_path)
     assert codes[0] == 1
     errors = [line for line in said.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1
@@ -233,7 +231,6 @@ def test_a_process_that_hangs_is_named(trainings, corpus, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
 def test_an_owner_of_a_part_that_cannot_write_it(trainings, corpus, tmp_path, more):
     """With sharded weights process 0 hears of process 1's full disk, and makes no checkpoint of what it lacks."""
@@ -252,7 +249,6 @@ def test_an_owner_of_a_part_that_cannot_write_it(trainings, corpus, tmp_path, mo
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(180)
 def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tmp_path):
     """The command of docs/reliability.md: a worker kills itself; the curve is that of an undisturbed run."""
     flags = "--global_batch_size 8 --checkpointing_steps 2 --resume_from_checkpoint latest --dtype float64"
@@ -262,7 +258,7 @@ def test_crashed_workers_are_started_again_and_the_run_goes_on(train, corpus, tm
         f"        open({str(mark)!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     argv = tiny_argv("pretrain_bert", corpus, tmp_path / "run", flags)
-    finished = launch_code(code, argv, tmp_path, "--max_restarts", "2", "--monitor_interval", "0.5", timeout=170)
+    finished = launch_code(code, argv, tmp_path, "--max_restarts", "2", "--monitor_interval", "0.5")
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert mark.exists()
     whole = train("whole", flags)

@@ -135,7 +135,6 @@ def test_sources_are_given_their_numbers(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(100)
 def test_the_same_to_the_bit_on_any_number_of_processes(compute, tmp_path, trainings):
     alone = compute(Bigrams())
     for num_processes in (2, 3):

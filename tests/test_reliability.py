@@ -40,7 +40,6 @@ def flip_a_bit(file: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("program", "num_processes", "is_asynchronous", "num_kills"),
     [("pretrain_gpt2", 1, True, 3), ("pretrain_bert", 2, False, 2)],

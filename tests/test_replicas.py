@@ -259,7 +259,7 @@ def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int,
     flags += " --fault_tolerance step --min_replicas 2 --replica_timeout 20"
     argv = tiny_argv("pretrain_bert", corpus, output_dir, flags)
     words = (str(folder), "pretrain_bert", json.dumps(argv), *words)
-    trainings.run(list(words), 1, timeout=110, module="run_replicas", can_repeat=False)
+    trainings.run(list(words), 1, module="run_replicas", can_repeat=False)
     ours, theirs = metrics(output_dir), metrics(reference)
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1))
     for name in ("loss", "grad_norm"):
@@ -269,7 +269,6 @@ def train_together(train, trainings, corpus: Path, folder: Path, num_steps: int,
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
     """Two replicas of two processes each. One process is killed in a step, its replica ends, is started again, and healed."""
     flags = (
@@ -284,7 +283,6 @@ def test_replicas_may_divide_the_weights(train, trainings, corpus, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_a_replica_is_killed_in_the_middle_and_started_again(train, trainings, corpus, tmp_path):
     """The other one waits for it, heals it, and does the step again with it; the lighthouse dies as well.
 

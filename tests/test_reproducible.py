@@ -25,7 +25,6 @@ FLAGS = " --global_batch_size 16 --reproducible 3 --max_train_steps 4"
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_any_number_of_processes(train_on, precision):
     expected = None
@@ -38,7 +37,6 @@ def test_any_number_of_processes(train_on, precision):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(200)
 def test_restarts_on_other_numbers_of_processes(train_on, tmp_path):
     programs = ("pretrain_bert", "train_captcha")
     train_on(1, {f"{program}/whole": WORKLOADS[program] + FLAGS for program in programs})

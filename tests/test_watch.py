@@ -7,6 +7,7 @@ import math
 import threading
 
 import pytest
+from waiting import PATIENCE
 
 from samestep.cli import runs
 from samestep.errors import UsageError
@@ -133,7 +134,7 @@ def test_the_server_answers_this_machine_only_with_what_is_new(folder):
     with watch.make_server(watch.make_readers([str(folder)]), 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
 
         def ask(path: str, **headers):
             connection.request("GET", path, headers=headers)

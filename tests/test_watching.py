@@ -1,11 +1,12 @@
 """What a run tells those who watch it: the progress bar, its early end, its pictures, its trackers, its model card."""
 
 import json
-import time
+import types
 from importlib.metadata import version
 
 import huggingface_hub
 import pytest
+import tqdm.std
 import yaml
 from common import metrics
 from huggingface_hub import RepoUrl
@@ -20,8 +21,10 @@ SMALL = "--global_batch_size 8 --per_device_train_batch_size 4"
 
 
 def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, monkeypatch, capsys):
-    printed, bars = [], []
-    start, evaluate = report.RunLog.start, running.evaluate
+    printed, bars, times = [], [], [0.0]
+    start, evaluate, log_step = report.RunLog.start, running.evaluate, report.RunLog.step
+    monkeypatch.setattr(report, "time", types.SimpleNamespace(perf_counter=lambda: sum(times), monotonic=lambda: 0.0))
+    monkeypatch.setattr(tqdm.std, "time", lambda: sum(times))
 
     def note_start(log):
         printed.append(capsys.readouterr())
@@ -29,9 +32,14 @@ def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, 
         bars.append(log.bar)
 
     def slow(*arguments):
-        time.sleep(0.5)
+        times.append(100.0)
         return evaluate(*arguments)
 
+    def step(*arguments):
+        times.append(2.0)
+        log_step(*arguments)
+
+    monkeypatch.setattr(report.RunLog, "step", step)
     monkeypatch.setattr(report.RunLog, "start", note_start)
     monkeypatch.setattr(running, "evaluate", slow)
     output_dir = train("run", SMALL + " --eval_steps 5")
@@ -39,8 +47,8 @@ def test_the_bar_starts_after_the_headers_and_does_not_count_evaluations(train, 
     assert "steps 0 to 10 of 10" in before.out
     assert "step/s" not in before.err
     assert "10/10" in capsys.readouterr().err
-    seconds = sum(line["seconds"] for line in metrics(output_dir))
-    assert bar.last_print_t - bar.start_t == pytest.approx(seconds, abs=0.4), "three evaluations of 0.5 s are left out"
+    assert [line["seconds"] for line in metrics(output_dir)] == [2.0] * 10
+    assert bar.last_print_t - bar.start_t == 20.0, "three evaluations of 100 s are left out"
 
 
 @pytest.mark.parametrize(

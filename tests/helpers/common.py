@@ -76,11 +76,14 @@ def model_of(program: str) -> type:
 
 def tiny_argv(program: str, corpus: Path, output_dir: Path | str, flags: str) -> list[str]:
     """Make the arguments that train the program's tiny model; CORPUS in `flags` is the corpus' folder."""
-    labelled = str(corpus.with_name("labelled.csv"))
-    files = {"pretrain_bert": str(corpus), "pretrain_gpt2": str(corpus), "finetune_classifier": labelled}
-    data = ["--train_file", files[program]] if program in files else []
-    argv = [*TINIES[program], *data, "--output_dir", str(output_dir), "--speed", "safe"]
+    argv = [*TINIES[program], *data_flags(program, corpus), "--output_dir", str(output_dir), "--speed", "safe"]
     return argv + flags.replace("CORPUS", str(corpus.parent)).split()
+
+
+def data_flags(program: str, corpus: Path) -> list[str]:
+    """Make the arguments that let a program train on the corpus, if it trains on text."""
+    files = {"pretrain_bert": corpus, "pretrain_gpt2": corpus, "finetune_classifier": corpus.with_name("labelled.csv")}
+    return ["--train_file", str(files[program])] if program in files else []
 
 
 def write_corpus(folder: Path) -> Path:

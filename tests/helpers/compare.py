@@ -12,6 +12,10 @@ from safetensors.torch import load_file
 from samestep.training import stragglers
 from samestep.training.checkpoint import checkpoints, read
 
+BF16 = 2**-8
+"""Largest relative error of a number that is rounded to bfloat16. A result that several roundings lead to is a few of them away
+from the exact one, by whatever kernel they are."""
+
 
 def untimed_metrics(output_dir) -> list[dict]:
     times = ("seconds", *stragglers.KEYS)

@@ -15,7 +15,7 @@ LAUNCH = [
     *(str(ROOT / "accelerate_configs" / "2xcpu.yaml"), "--main_process_port", "0", "--mixed_precision", "no"),
 ]
 IN_A_STEP = """
-import os, signal, time
+import os, signal
 from samestep.step import accumulate
 seed_noise = accumulate.seed_noise
 def note(accelerator, seed, step):
@@ -60,15 +60,13 @@ def train_with_code(
     environment = launch_environment(ROOT / "accelerate_configs" / f"{config}.yaml")
     words = [str(folder), code, *argv]
     with contextlib.suppress(RuntimeError):
-        server.run(words, 2, timeout=100, environment=environment, module="run_with_code", can_repeat=False)
+        server.run(words, 2, environment=environment, module="run_with_code", can_repeat=False)
     files = {rank: folder / f"code-{rank}" for rank in (0, 1)}
     codes = {rank: int(file.read_text()) for rank, file in files.items() if file.exists()}
     return codes, "".join((folder / f"log-{rank}").read_text() for rank in (0, 1))
 
 
-def launch_code(code: str, argv: list[str], folder, *more: str, timeout: float = 100) -> subprocess.CompletedProcess:
+def launch_code(code: str, argv: list[str], folder, *more: str) -> subprocess.CompletedProcess:
     program = folder / "program.py"
     program.write_text(HANG.format(helpers=str(ROOT / "tests" / "helpers"), code=code))
-    return subprocess.run(
-        [*LAUNCH, *more, str(program), json.dumps(argv)], capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run([*LAUNCH, *more, str(program), json.dumps(argv)], capture_output=True, text=True)

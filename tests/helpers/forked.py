@@ -10,20 +10,19 @@ import gc
 import importlib
 import json
 import os
-import random
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
+from ports import hold_port
+from waiting import PATIENCE, until
+
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 60  # seconds of a run
-TICK = 0.01  # seconds between two looks at the processes of a run
 CRASHES = {-signal.SIGABRT, -signal.SIGSEGV}
 """Ends of a process after which a run is done again once: gloo corrupted the heap under FSDP2, once in about 100 runs."""
 AUDITED = ("accelerate", "datasets", "lightning", "torch.distributed.fsdp", "transformers", "transformers.trainer")
@@ -71,7 +70,7 @@ class Server:
         return other
 
     def record(
-        self, program: list[str], variation, num_steps: int = 0, timeout: float = TIMEOUT, mode: str = ""
+        self, program: list[str], variation, num_steps: int = 0, timeout: float = PATIENCE, mode: str = ""
     ) -> list:
         """Record what each process did; for `mode` see `stepaudit.script.record`.
 
@@ -88,7 +87,7 @@ class Server:
         self,
         words: list[str],
         num_processes: int,
-        timeout: float = TIMEOUT,
+        timeout: float = PATIENCE,
         environment: dict[str, str] | None = None,
         module: str | None = None,
         can_repeat: bool = True,
@@ -98,7 +97,7 @@ class Server:
         Args:
             words: folder, and what `main` takes besides.
             num_processes: over gloo, if there are several.
-            timeout: in seconds.
+            timeout: in seconds, after which processes that wait are killed.
             environment: of the processes, beside the server's own and what torchrun tells them.
             module: whose `main` is called, if not the server's.
             can_repeat: whether a run that crashed can be done again, whatever it left.
@@ -132,15 +131,15 @@ def _connect(address: str, modules: list[str]) -> socket.socket:
             connection.connect(address)
             return connection
         _start(address, modules)
-        deadline = time.monotonic() + TIMEOUT
-        while True:
-            try:
+
+        def has_connected() -> bool:
+            with contextlib.suppress(OSError):
                 connection.connect(address)
-                return connection
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(TICK)
+                return True
+            return False
+
+        until(has_connected, "fork server")
+        return connection
 
 
 def _start(address: str, modules: list[str]) -> None:
@@ -199,39 +198,37 @@ def _run(
     module: str, words: list[str], num_processes: int, timeout: float, environment: dict[str, str], cwd: str
 ) -> list[int]:
     """Run processes and return their exit codes by rank; the first failure ends all."""
-    main = importlib.import_module(module).main
-    pids = [
-        _fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(make_environments(num_processes))
-    ]
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + timeout
-    while len(codes) < num_processes:
-        for pid in set(pids) - codes.keys():
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline or any(codes.values()):
+    main, codes = importlib.import_module(module).main, {}
+    with hold_port() as port:
+        environments = make_environments(num_processes, port)
+        pids = [_fork(main, words, rank, environment | env, cwd) for rank, env in enumerate(environments)]
+
+        def is_over() -> bool:
             for pid in set(pids) - codes.keys():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                codes[pid] = 0 if any(codes.values()) else -signal.SIGKILL
-        time.sleep(TICK)
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            return len(codes) == num_processes or any(codes.values())
+
+        with contextlib.suppress(TimeoutError):
+            until(is_over, "end", timeout)
+        for pid in set(pids) - codes.keys():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            codes[pid] = 0 if any(codes.values()) else -signal.SIGKILL
     return [codes[pid] for pid in pids]
 
 
-def _find_free_port() -> int:
-    """Find a port below those that the system gives to outgoing connections: one of them may take it before it is used."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+def make_environments(num_processes: int, port: int) -> list[dict[str, str]]:
+    """Make the environment variables that torchrun gives each process: none, if it is the only one.
 
-
-def make_environments(num_processes: int) -> list[dict[str, str]]:
-    """Make the environment variables that torchrun gives each process: none, if it is the only one."""
+    Args:
+        num_processes: of the group.
+        port: on which the first one listens for the others; see `hold_port`.
+    """
     if num_processes == 1:
         return [{}]
-    size, port = str(num_processes), _find_free_port()
+    size = str(num_processes)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     common |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "audit"}
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]

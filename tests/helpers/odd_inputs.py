@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import typing
 from collections.abc import Callable
@@ -33,8 +32,8 @@ from samestep.planner.hardware import DEVICES, Device
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
 
-SECONDS, MEMORY = 5, 2 * 2**30
-LONGEST = 60  # seconds of what is accepted, and runs (--trace builds the model)
+SECONDS, MEMORY = 20, 2 * 2**30
+LONGEST = 300  # seconds after which a case hangs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Values
@@ -357,7 +356,7 @@ class Answer:
 
     Attributes:
         code: exit code; below 0 the signal that ended it (14: it took too long).
-        seconds: until its end.
+        seconds: of a processor, which other programs do not add to.
         memory: bytes that it took beyond what it began with.
         errors: what it wrote to stderr.
     """
@@ -389,16 +388,16 @@ def answer(case: Case) -> Answer:
     with tempfile.TemporaryDirectory(prefix="odd-") as folder:
         for name, content in case.files:
             (Path(folder) / name).write_bytes(content)
-        begin, errors = time.perf_counter(), Path(folder) / "stderr"
+        errors = Path(folder) / "stderr"
         _, least = _forked(lambda: None)
-        status, largest = _forked(lambda: _child(case.main, case.words, folder, errors))
-        seconds = time.perf_counter() - begin
+        status, usage = _forked(lambda: _child(case.main, case.words, folder, errors))
         text = errors.read_text(errors="replace") if errors.exists() else ""
-        return Answer(os.waitstatus_to_exitcode(status), seconds, largest - least, text)
+        seconds, memory = usage.ru_utime + usage.ru_stime, 1024 * (usage.ru_maxrss - least.ru_maxrss)
+        return Answer(os.waitstatus_to_exitcode(status), seconds, memory, text)
 
 
-def _forked(run: Callable[[], None]) -> tuple[int, int]:
-    """Run in a forked process; return its status, as `os.wait` gives it, and its largest resident bytes.
+def _forked(run: Callable[[], None]) -> tuple[int, resource.struct_rusage]:
+    """Run in a forked process; return its status, as `os.wait` gives it, and what it used.
 
     A forked process begins with less than this one has: pages of files are mapped when they are read.
     """
@@ -407,7 +406,7 @@ def _forked(run: Callable[[], None]) -> tuple[int, int]:
         run()
         os._exit(0)
     _, status, usage = os.wait4(pid, 0)
-    return status, usage.ru_maxrss * 1024
+    return status, usage
 
 
 def _address_space() -> int:

@@ -3,17 +3,16 @@
 import os
 import pty
 import signal
-import time
 
 from blank import draw_nothing
 from common import load_script
+from waiting import until
 
 from samestep.errors import exit_code
 from samestep.step import accumulate
 
 SCRIPT = load_script("pretrain_bert")
 SIGN, STEP = b"in the middle", 4
-SECONDS = 60
 
 
 def main(folder: str, kind: str, *argv: str) -> None:
@@ -52,9 +51,7 @@ def _train(argv: list[str]) -> None:
     def wait(accelerator, seed: int, step: int) -> None:
         if step == STEP - 1:
             os.write(2, SIGN)
-            end = time.monotonic() + SECONDS
-            while os.isatty(2) and time.monotonic() < end:
-                time.sleep(0.01)
+            until(lambda: not os.isatty(2), "end of the terminal")
         seed_noise(accelerator, seed, step)
 
     accumulate.seed_noise = wait

@@ -1,28 +1,25 @@
 """What libraries print during short and long work, before and after they are quieted; a fork server imports this."""
 
+import itertools
 import os
 import sys
-import time
 from pathlib import Path
 
 import datasets
 import huggingface_hub.utils.logging
+import tqdm.std
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from samestep._internals import library_output
 
 
-def _slow(row: dict) -> dict:
-    time.sleep(0.1)
-    return row
-
-
 def _work(folder: Path, name: str) -> None:
     rows = datasets.Dataset.from_dict({"a": [1, 2, 3, 4]})
-    rows.map(lambda row: row, desc="SHORT", new_fingerprint=f"{name}short")
-    library_output.SECONDS, seconds = 0.05, library_output.SECONDS
-    rows.map(_slow, desc="LONG", new_fingerprint=f"{name}long")
-    library_output.SECONDS = seconds
+    for kind, seconds in (("SHORT", 0.0), ("LONG", 2.0 * library_output.SECONDS)):
+        moments = itertools.count(step=seconds)  # of the clock by which tqdm shows bars: so many from look to look
+        tqdm.std.time = lambda moments=moments: next(moments)
+        rows.map(lambda row: row, desc=kind, new_fingerprint=f"{name}{kind}")
+    tqdm.std.time = lambda: 0.0
     config = BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     BertModel(config).save_pretrained(folder / "model")
     BertForMaskedLM.from_pretrained(folder / "model")

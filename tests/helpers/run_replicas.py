@@ -9,9 +9,7 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +19,14 @@ import lost_connections
 from blank import draw_nothing
 from common import ROOT, launch_environment
 from forked import make_environments
+from ports import hold_port
+from waiting import PATIENCE, until
 
 from samestep.errors import exit_code
 
 SIGNAL_IN_STEP = "SIGNAL_IN_STEP"
 """Variable that holds a step and a signal, which a replica sends itself there: after its backwards, before the reduction. Of
 several processes the last one does."""
-TICK = 0.005
 
 
 def load_scripts() -> dict:
@@ -81,7 +80,7 @@ def serve_lighthouse(port: int, join_timeout: float) -> None:
     )
     print(lighthouse.address(), flush=True)
     while True:
-        time.sleep(1)
+        signal.pause()
 
 
 def train(program: str, argv: list[str], digests: Path) -> int:
@@ -123,16 +122,17 @@ def train_together(
     os.setpgid(0, 0)  # so that a signal can go to all of them
     others = environment | {SIGNAL_IN_STEP: "0 0"}
     pids = []
-    for rank, variables in enumerate(make_environments(num_processes)):
-        own = environment if rank + 1 == num_processes else others
-        pids.append(fork(call, log, own | launch | variables))
-    signal.signal(lost_connections.DROP, signal.SIG_IGN)
     codes: dict[int, int] = {}
-    while len(codes) < num_processes:
-        pid, status = os.wait()
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        for other in set(pids) - codes.keys() if codes[pid] else ():
-            os.kill(other, signal.SIGKILL)
+    with hold_port() as port:
+        for rank, variables in enumerate(make_environments(num_processes, port)):
+            own = environment if rank + 1 == num_processes else others
+            pids.append(fork(call, log, own | launch | variables))
+        signal.signal(lost_connections.DROP, signal.SIG_IGN)
+        while len(codes) < num_processes:
+            pid, status = os.wait()
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            for other in set(pids) - codes.keys() if codes[pid] else ():
+                os.kill(other, signal.SIGKILL)
     return max(map(abs, codes.values()))
 
 
@@ -163,8 +163,8 @@ class Scene:
         self.num_processes, self.launch = num_processes, launch or {}
         self.join_timeout = join_timeout
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.held = contextlib.ExitStack()
+        self.port = self.held.enter_context(hold_port())
         self.replicas: dict[int, int] = {}  # number -> pid, of those that were started last under this number
         self.codes: dict[int, int] = {}  # pid -> exit code
         self.start_lighthouse()
@@ -216,33 +216,30 @@ class Scene:
         self._reap()
         return [number for number, pid in self.replicas.items() if pid in self.codes]
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float, subject: str) -> Any:
+    def wait_until(self, condition: Callable[[], Any], subject: str) -> Any:
         """Wait for a condition; return what it returns."""
-        deadline = time.monotonic() + seconds
-        while not (result := condition()):
-            self._reap()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no {subject} in {seconds:.0f} s:\n{self.tail()}")
-            time.sleep(TICK)
-        return result
+        try:
+            return until(lambda: (self._reap(), condition())[1], subject)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}:\n{self.tail()}") from None
 
     def lines(self) -> list[dict]:
         return read_lines(self.output_dir / "metrics.jsonl")
 
-    def wait_for_step(self, step: int, seconds: float = 60) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl has a step."""
-        self.wait_until(lambda: any(line["step"] >= step for line in self.lines()), seconds, f"step {step}")
+        self.wait_until(lambda: any(line["step"] >= step for line in self.lines()), f"step {step}")
 
-    def finish(self, seconds: float = 60) -> dict[int, int]:
+    def finish(self, seconds: float = PATIENCE) -> dict[int, int]:
         """Wait until all replicas have ended; their exit codes by number. Those that have not are killed."""
-        deadline = time.monotonic() + seconds
-        while self._reap() and time.monotonic() < deadline:
-            time.sleep(TICK)
+        with contextlib.suppress(TimeoutError):
+            until(lambda: not self._reap(), "end", seconds)
         for pid in set(self.replicas.values()) - self.codes.keys():
             self.signal(pid, signal.SIGABRT)
             self.codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             self.kill_lighthouse()
+        self.held.close()
         return {number: self.codes[pid] for number, pid in self.replicas.items()}
 
     def _reap(self) -> bool:
@@ -298,7 +295,7 @@ def lose_a_process(scene: Scene) -> None:
     scene.start(1, signal_in_step=f"6 {signal.SIGKILL:d}")
     scene.start(2)
     first = scene.replicas[1]
-    scene.wait_until(lambda: scene.codes.get(first) == signal.SIGKILL, 60, "death in step 6")
+    scene.wait_until(lambda: scene.codes.get(first) == signal.SIGKILL, "death in step 6")
     scene.start(1)
 
 
@@ -307,12 +304,10 @@ def lose_a_replica_and_the_lighthouse(scene: Scene) -> None:
     scene.start(1, signal_in_step=f"6 {signal.SIGKILL:d}")
     scene.start(2, signal_in_step=f"14 {signal.SIGSTOP:d}")
     first, second = scene.replicas.values()
-    scene.wait_until(lambda: scene.codes.get(first) == -signal.SIGKILL, 60, "death in step 6")
+    scene.wait_until(lambda: scene.codes.get(first) == -signal.SIGKILL, "death in step 6")
     scene.start(1)
-    scene.wait_until(lambda: Path(f"/proc/{second}/stat").read_text().split()[2] == "T", 60, "stop in step 14")
+    scene.wait_until(lambda: Path(f"/proc/{second}/stat").read_text().split()[2] == "T", "stop in step 14")
     scene.kill_lighthouse()
     scene.send(2, signal.SIGCONT)
-    scene.wait_until(
-        lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), 60, "word of the lighthouse's death"
-    )
+    scene.wait_until(lambda: "the lighthouse" in (scene.folder / "log-2").read_text(), "word of the lighthouse's death")
     scene.start_lighthouse()
