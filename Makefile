@@ -5,10 +5,12 @@ BIN := .venv/bin
 PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo no)
 # What bench-device writes.
 OUTPUT ?= mine.yaml
+# On a terminal pip shows its progress in place; a log has the lines of the stages.
+PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || echo --quiet)
 IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
+.PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-kinds check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | grep -v '^bench' | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -21,9 +23,12 @@ venv: .venv/installed ## build .venv from requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("ERROR: Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "Building .venv: 2 GB of packages (several more where torch brings CUDA), some minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@echo "1 of 3: torch"
+	$(PIP_INSTALL) $$(grep '^torch==' requirements.txt)
+	@echo "2 of 3: all else in requirements.txt"
+	$(PIP_INSTALL) --requirement requirements.txt
+	@echo "3 of 3: this repository"
+	$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 pretrain: venv ## pretrain a small BERT on Python's documentation: at most 5 minutes on 2 cores, no download
@@ -63,6 +68,9 @@ test: venv check ## all tests, offline: about 10 minutes on 2 cores
 
 test-fast: venv ## the tests that launch no processes
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not distributed"
+
+test-kinds: venv ## the tests as on other kinds of machine: hours; FLAGS="--only busy,threads-2 tests/test_kernels.py"
+	$(BIN)/python .ci/kinds.py $(FLAGS)
 
 check: venv types ## lint, formatting and types: seconds
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_DATASETS_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
-    OMP_NUM_THREADS="1",
+    OMP_NUM_THREADS=os.environ.get("TESTS_NUM_THREADS", "1"),
     PYTHONWARNINGS="ignore",
     PYTHONPATH=os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )

@@ -8,6 +8,7 @@ stopped and resumed, and one process with two.
 """
 
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -24,7 +25,10 @@ from forked import Server
 from samestep.training.digest import machine_kind
 
 FILE = Path(__file__).with_name("golden.json")
-KIND = f"{machine_kind()}, Python {platform.python_version()}"
+SIMULATED = [
+    f", {name}={os.environ[name]}" for name in ("ONEDNN_MAX_CPU_ISA", "TESTS_NUM_THREADS") if name in os.environ
+]
+KIND = f"{machine_kind()}, Python {platform.python_version()}{''.join(SIMULATED)}"
 # A start of random weights, as no test trains the model that the recipe starts from.
 RANDOM = (
     "--model_name_or_path none --architecture llama --vocab_size 512 --hidden_size 64 --num_hidden_layers 2 "
@@ -61,7 +65,6 @@ def train(
         )
         calls.append([program, *(words if "--stop" in more else f"{words} --stop_after_step {NUM_STEPS}").split()])
     environment = launch_environment(ROOT / "accelerate_configs" / ("cpu.yaml" if num_processes == 1 else "2xcpu.yaml"))
-    environment["OMP_NUM_THREADS"] = "1"  # which decide bits, too
     server.run([str(folder), json.dumps(calls)], num_processes, environment=environment, module="run_golden")
     lines = {name.split("/")[0]: all_metrics(folder / name.split("/")[0]) for name in runs}
     return {name: [line["digest"] for line in lines[name] if "digest" in line] for name in lines}

@@ -149,7 +149,7 @@ def _start(address: str, modules: list[str]) -> None:
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("TESTS_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "audited")]),
         "PYTHONWARNINGS": "ignore",
     }
