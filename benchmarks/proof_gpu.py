@@ -167,7 +167,8 @@ class Runner:
         self.folder.cleanup()
 
     def run(self, waiting: list[Task]) -> Iterator[None]:
-        """Compute tasks in their order until time is up; give way whenever a process has ended."""
+        """Compute tasks in their order until time is up; give way whenever a row was written or a process has ended."""
+        size = 0
         while (waiting or self.children) and time.monotonic() < self.end:
             while waiting and self._has_room(waiting[0]):
                 self._start(waiting.pop(0))
@@ -176,6 +177,8 @@ class Runner:
                 self.children.remove(child)
                 if rest := self._find_rest(child):
                     waiting.insert(0, rest)
+            if self.file.exists() and self.file.stat().st_size != size:
+                size = self.file.stat().st_size
                 yield
 
     def _has_room(self, task: Task) -> bool:

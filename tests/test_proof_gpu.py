@@ -232,7 +232,7 @@ def test_what_is_missing_comes_before_what_failed():
     rows = {
         ("programs", "a bf16"): row | {"item": "a bf16"} | done,
         ("programs", "b bf16"): row | {"item": "b bf16"} | failed,
-        ("programs", "b fp16"): row | {"item": "b fp16", "refused": "no fp16 here"},
+        ("programs", "b fp16"): row | {"item": "b fp16", "refused": "there is none on a CPU"},
         ("programs", "c bf16"): row | {"item": "c bf16", "refused": "and it should not be"},
     }
     tasks = [proof.Task("programs", ("b bf16", "a bf16", "b fp16")), proof.Task("programs", ("c bf16", "d bf16"))]
