@@ -1,4 +1,4 @@
-"""Runs the tests as on other kinds of machine: with the kernels of other CPUs, other numbers of threads, odd settings, and a load.
+"""Runs the tests as on other kinds of machine: other CPUs' kernels, other numbers of threads, odd settings, a load.
 
     python .ci/kinds.py [--only KIND,KIND] [TEST ...]
 

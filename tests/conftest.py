@@ -1,5 +1,6 @@
 """Shared by all tests: an offline cache of their own, a small corpus of real text, and runs of the real script."""
 
+import fcntl
 import gc
 import json
 import os
@@ -128,9 +129,16 @@ def script(scripts):
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """Write the corpus once; see `write_corpus`."""
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
+def corpus() -> Path:
+    """Write the corpus once, for all workers of pytest-xdist; see `write_corpus`."""
+    folder = Path(FORK_SERVER).with_name("corpus")
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "written").exists():
+            folder.mkdir(exist_ok=True)
+            write_corpus(folder)
+            (folder / "written").touch()
+    return folder / "corpus.jsonl"
 
 
 @pytest.fixture(scope="session")

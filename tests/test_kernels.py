@@ -17,7 +17,7 @@ PROGRAMS = [*TINIES]
 # Of a BERT and a GPT-2: layers with dropout are several graphs each, which take long to compile.
 DROPOUTS = {
     "finetune_classifier": f"{DROPOUT} --num_hidden_layers 1",
-    "pretrain_gpt2": " --embd_pdrop 0.1 --resid_pdrop 0.1 --attn_pdrop 0.1",
+    "pretrain_gpt2": " --n_layer 1 --embd_pdrop 0.1 --resid_pdrop 0.1 --attn_pdrop 0.1",
 }
 # Causal language models are not compiled here: their attention is between graphs, too, and they would take 20 s more.
 COMPILED = [

@@ -27,7 +27,7 @@ def test_the_workflow_runs_what_there_is():
     steps = [step for job in jobs.values() for step in job["steps"]]
     assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
     targets = {name for step in steps for name in re.findall(r"^make ([a-z-]+)", step.get("run", ""), re.M)}
-    assert {"check", "test", "release", "site", "venv"} <= targets <= TARGETS
+    assert {"check", "test", "test-kinds", "release", "site", "venv"} <= targets <= TARGETS
     versions = jobs["tests"]["strategy"]["matrix"]["python"]
     assert versions == sorted(versions, key=lambda version: int(version.split(".")[1]))
     assert PROJECT["project"]["requires-python"] == f">={versions[0]}"
