@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import BF16
 
 from samestep.step.losses import IGNORED, cross_entropy_sum, linear_cross_entropy, num_correct, weighted_loss
 
@@ -79,17 +80,16 @@ def test_nothing_to_predict_in_chunks():
 
 
 @pytest.mark.parametrize("max_logits", [10**6, 500])
-def test_chunks_under_autocast_are_as_near_as_the_whole(max_logits):
+def test_chunks_under_autocast_are_as_near_as_their_format(max_logits):
     hidden, weight, labels = problem(64, 50, torch.float32)
     exact = torch.autograd.grad(cross_entropy_sum(hidden @ weight.T, labels), (hidden, weight))
     with torch.autocast("cpu", torch.bfloat16):
-        usual = torch.autograd.grad(cross_entropy_sum(hidden @ weight.T, labels), (hidden, weight))
         total, _ = linear_cross_entropy(hidden, weight, labels, max_logits)
     ours = torch.autograd.grad(total, (hidden, weight))
     assert total.dtype == ours[0].dtype == ours[1].dtype == torch.float32
     for name in (0, 1):
         miss = (ours[name] - exact[name]).norm() / exact[name].norm()
-        assert 0 < miss < 2 * (usual[name] - exact[name]).norm() / exact[name].norm()
+        assert BF16 / 8 < miss < 4 * BF16
 
 
 def test_weights_kept_in_half_precision():
