@@ -18,8 +18,9 @@ from samestep.planner.text import round_number
 from samestep.printing import format_count
 from samestep.recipe import recipe as recipes
 from samestep.recipe import scaling
-from samestep.recipe.reading import format_name, read_json, read_lines
+from samestep.recipe.reading import format_name
 from samestep.recipe.recipe import Recipe, TextPretraining
+from samestep.recipe.run_files import read_lines, read_settings
 
 MAX_HALF_WIDTH = 0.5
 """Half of the interval of the signal's share over the share, above which a batch is not advised."""
@@ -56,8 +57,7 @@ def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dic
             f"{format_name(folder)} holds no metrics.jsonl and recipe.yaml: give the output folder of a run"
         )
     recipe = recipes.load(str(path / "recipe.yaml"))
-    file = path / "settings.json"
-    settings = read_json(file, format_name(file)) if file.is_file() else {}
+    settings = read_settings(path / "settings.json")
     steps = [line for line in read_lines(path / "metrics.jsonl") if "loss" in line]
     noises = list(read_lines(path / "noise.jsonl"))
     measurements = batch_size.read_measurements(steps)
@@ -87,8 +87,8 @@ def advise(folder: str, more_tokens: float, *, grows: bool = False) -> tuple[dic
         for term in recipe.loss_weights
         if len(own := batch_size.read_measurements(steps, term)) >= batch_size.MIN_MEASUREMENTS
     }
-    answer["signal_share"] = share._asdict()
-    if share.value <= 0 or share.high - share.value > MAX_HALF_WIDTH * share.value:
+    answer["signal_share"] = {name: part if math.isfinite(part) else None for name, part in share._asdict().items()}
+    if not (share.is_known and share.high - share.value <= MAX_HALF_WIDTH * share.value):
         return answer | {"unknown": _explain_wide(answer, share)}, None
     batch, answer["is_larger"] = _choose(recipe.global_batch_size, share.value, more_tokens)
     hardware = answer["hardware"] = _describe_hardware(settings, noises, steps)
@@ -157,7 +157,7 @@ def _count_targets(noises: list[dict[str, Any]]) -> dict[str, float]:
     """Count the targets of each loss term in a sample, from the lines of noise.jsonl."""
     samples = sum(line["samples"] for line in noises)
     return {
-        name: sum(line["targets"][name] for line in noises) / samples
+        name: sum(line["targets"].get(name, 0) for line in noises) / samples
         for name in (noises[0]["targets"] if noises else ())
     }
 
@@ -179,7 +179,7 @@ def _describe_hardware(
     """Describe the processes of the run, and the samples that one of them computes at once."""
     line = noises[-1] if noises else {}
     size, max_tokens = (line.get(f"per_device_train_{name}") for name in ("batch_size", "tokens"))
-    lengths = [line["tokens"] / line["samples"] for line in steps if "tokens" in line and line["samples"]]
+    lengths = [line["tokens"] / line["samples"] for line in steps if line.get("tokens") and line.get("samples")]
     if max_tokens is not None and lengths:
         size = min(size or math.inf, max(1, math.floor(max_tokens / fmean(lengths))))
     names = "num_processes", "mixed_precision", "device"

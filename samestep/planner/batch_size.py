@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+MIN_SHARE = 1e-9
+"""Share of the signal that is none: the batch that it allows would be a billion times as large."""
 CONFIDENCE = 0.9
 RECENT = 20
 """Measurements that the progress line speaks of."""
@@ -80,7 +82,11 @@ def estimate_layers(lines: Sequence[Mapping[str, Any]]) -> dict[str, "Estimate"]
     """Estimate the noise scale of each layer's gradient over the second half of the lines of noise.jsonl."""
     lines, layers = lines[len(lines) // 2 :], {}
     for name in lines[0]["layers"] if lines else ():
-        rows = [line["layers"][name] | {"step": line["step"], "samples": line["samples"]} for line in lines]
+        rows = [
+            line["layers"][name] | {"step": line["step"], "samples": line["samples"]}
+            for line in lines
+            if name in line["layers"]
+        ]
         if measurements := read_measurements(rows):
             layers[name] = estimate(measurements)
     return layers
@@ -167,6 +173,11 @@ class SignalShare(NamedTuple):
     low: float
     high: float
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the share is told from 0, and its interval is one."""
+        return self.value > MIN_SHARE and math.isfinite(self.high)
+
 
 def find_signal_share(
     windows: Sequence[Sequence[Measurement]], batch: int, confidence: float = CONFIDENCE
@@ -185,6 +196,8 @@ def find_signal_share(
     for window in windows:
         n = len(window)
         squares = [m.signal + m.noise / batch for m in window]
+        if not sum(squares):  # no gradient at all
+            return SignalShare(0.0, 0.0, 0.0)
         share = sum(m.signal for m in window) / sum(squares)
         residuals = sum((m.signal - share * square) ** 2 for m, square in zip(window, squares, strict=True))
         shares.append(share)

@@ -52,7 +52,7 @@ def find_ramp(
         round_size: rounds a batch to what the hardware takes well.
     """
     shares = [find_signal_share([window], batch) for window in windows]
-    if len(windows) < 2 or any(share.value <= 0 for share in shares):
+    if len(windows) < 2 or not all(share.is_known for share in shares):
         return None
     largest = [batch * find_largest(share.high, more_tokens) for share in shares]
     sizes = [round_size(min(largest[number:])) for number in range(len(windows))]
@@ -157,7 +157,7 @@ class NoiseFollower:
             return None
         self.since, first = 0, self.growth.sizes[0]
         share = find_signal_share([self.measurements], first)
-        if share.value <= 0:
+        if not share.is_known:
             return None
         allowed = first * find_largest(share.high, self.growth.more_tokens)
         size = max(size for size in self.sizes if size <= max(allowed, first))

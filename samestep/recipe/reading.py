@@ -4,13 +4,12 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from samestep.errors import UsageError, reason
+from samestep.errors import UsageError
 
 MAX_YAML_BYTES, MAX_JSON_BYTES = 2**16, 2**24
 """Bytes of a file. The files that ship with the package have 4,000; PyYAML takes about a second for 65,536."""
@@ -71,27 +70,6 @@ def read_json(path: Path, origin: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
     return _check_mapping(values, origin, 'an object: {"field": value}')
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file of JSON lines with steps; none if there is no file. A line that a kill cut off, the last, is left out."""
-    if not path.exists():
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    line = None
-                if isinstance(line, dict) and type(line.get("step")) is int:
-                    yield line
-                elif text.endswith("\n"):
-                    raise UsageError(
-                        f"{format_name(path)}, line {number}, is no JSON object with a step: give folders of runs"
-                    )
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{format_name(path)} cannot be read: {reason(error)}") from None
 
 
 def format_value(value: Any, max_length: int = 60) -> str:

@@ -12,7 +12,10 @@ from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import should_reduce_batch_size
 from huggingface_hub.constants import HF_HOME
 
+from samestep.errors import UsageError
+from samestep.recipe.reading import read_json
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_files import COUNT, NAME, POSITIVE, find_problems
 from samestep.recipe.run_settings import RunSettings
 
 FILE = Path(HF_HOME) / "samestep" / "capacity.json"
@@ -59,20 +62,16 @@ class Capacity:
 
 def _read_all() -> dict[str, dict[str, Any]]:
     try:
-        entries = json.loads(FILE.read_text(encoding="utf-8"))
+        entries = read_json(FILE, "what fits")
         return {key: values for key, values in entries.items() if _is_valid(values)}
-    except (OSError, ValueError, AttributeError):
+    except UsageError:  # as if it were not there
         return {}
 
 
 def _is_valid(values: object) -> bool:
     """Check that a `Capacity` can have these values."""
-    kinds = {"fits": int, "fails": int | None, "way": str | None, "at_once": int | None}
-    return (
-        isinstance(values, dict)
-        and values.keys() == kinds.keys()
-        and all(isinstance(values[name], kind) for name, kind in kinds.items())
-    )
+    rules = {"fits": COUNT, "fails": POSITIVE.or_null(), "way": NAME.or_null(), "at_once": POSITIVE.or_null()}
+    return isinstance(values, dict) and values.keys() == rules.keys() and not find_problems(values, rules)
 
 
 def recall(accelerator: Accelerator, recipe: Recipe, settings: RunSettings) -> Capacity:

@@ -55,8 +55,10 @@ from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
 from samestep._internals import torch_distributed
-from samestep.errors import RunError, UsageError
+from samestep.errors import RunError, UsageError, reason
+from samestep.recipe.reading import format_value
 from samestep.recipe.recipe import Recipe
+from samestep.recipe.run_files import STATE, find_problems, open_regular
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
 from samestep.step.exchange import Exchange
@@ -88,6 +90,8 @@ NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
+MAX_OBJECT = 2**24
+"""Bytes of manifest.json, and of state.json."""
 FORMAT = 3
 READABLE_FORMATS = (2, FORMAT)
 """In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model."""
@@ -170,8 +174,8 @@ def _has_manifest(folder: Path) -> bool:
 def _is_routine(folder: Path) -> bool:
     """Tell whether the clock asked for a checkpoint, and nobody else. What cannot be read is kept."""
     try:
-        return json.loads((folder / "state.json").read_bytes()).get("is_routine") is True
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return _read_object(folder / "state.json")[1].get("is_routine") is True
+    except (OSError, ValueError):
         return False
 
 
@@ -662,16 +666,17 @@ def _verify(folder: Path) -> State:
         )
     _check_is_file(manifest)
     try:
-        text = manifest.read_bytes().decode()
-        content = {key: value for key, value in json.loads(text).items() if key != "checksum"}
+        text, content = _read_object(manifest)
+        content.pop("checksum", None)
         is_whole = text == _manifest(content)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
         raise DamagedCheckpoint("manifest.json is damaged")
     if content.get("format") not in READABLE_FORMATS:
         raise DamagedCheckpoint(
-            f"it has format {content.get('format')}, this version reads {' and '.join(map(str, READABLE_FORMATS))}"
+            f"it has format {format_value(content.get('format'))}, this version reads "
+            f"{' and '.join(map(str, READABLE_FORMATS))}"
         )
     step, files = content.get("step"), content.get("files")
     if type(step) is not int or not isinstance(files, dict) or not _is_complete(files):
@@ -681,7 +686,7 @@ def _verify(folder: Path) -> State:
         size = (folder / name).stat().st_size
         expected_size = entry.get("size") if isinstance(entry, dict) else None
         if size != expected_size:
-            raise DamagedCheckpoint(f"{name} has {size} bytes, not {expected_size}")
+            raise DamagedCheckpoint(f"{name} has {size} bytes, not {format_value(expected_size)}")
     for name, entry in files.items():
         if _sha256(folder / name) != entry.get("sha256"):
             raise DamagedCheckpoint(f"{name} is not as it was written (SHA-256)")
@@ -689,22 +694,39 @@ def _verify(folder: Path) -> State:
         for name in (name for name in files if name.endswith(".safetensors")):
             with safe_open(folder / name, "pt") as file:
                 file.keys()
-        record = json.loads((folder / "state.json").read_bytes())
-        record = {"exact_sum": None, "growth": None} | record  # earlier versions had none
+        record = {"exact_sum": None, "growth": None} | _read_object(folder / "state.json")[
+            1
+        ]  # earlier versions had none
+        if problems := find_problems(record, STATE):
+            raise ValueError("; ".join(problems.values()))
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
-    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedCheckpoint(f"it was written wrongly ({error!r})") from None
+    except KeyError as error:
+        raise DamagedCheckpoint(f"state.json lacks {error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise DamagedCheckpoint(f"it was written wrongly: {reason(error)}") from None
     folder_step = _parse_step(folder)
     if not state.step == step == (step if folder_step is None else folder_step):
         raise DamagedCheckpoint(f"it is of step {state.step}")
-    if any(type(getattr(state, name)) is not type(value) for name, value in _TYPES.items()):
-        raise DamagedCheckpoint("state.json has values of wrong types")
     return state
 
 
-_TYPES = {
-    name: value for name, value in dataclasses.asdict(State()).items() if name not in ("scaler", "exact_sum", "growth")
-}
+def _read_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """Read a JSON object, as text and as values.
+
+    Raises:
+        ValueError: it is none, or has more than `MAX_OBJECT` bytes.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(MAX_OBJECT + 1)
+    try:
+        text = content.decode()
+        values = json.loads(text) if len(content) <= MAX_OBJECT else None
+    except (ValueError, RecursionError):
+        values = None
+    if type(values) is not dict:
+        raise ValueError(f"{path.name} is no JSON object of at most {MAX_OBJECT:,} bytes")
+    return text, values
 
 
 def _is_complete(files: dict[str, Any]) -> bool:
@@ -916,7 +938,7 @@ def load(
     state_dict = {"state": states, "param_groups": current["param_groups"]}
     set_optimizer_state_dict(model, _unwrap(optimizer), state_dict, options=WHOLE)
     lay_out_as_parameters(optimizer)
-    if accelerator.scaler is not None and state.scaler is not None:
+    if accelerator.scaler is not None and state.scaler:  # {}: of a scaler that was off
         accelerator.scaler.load_state_dict(state.scaler)
 
 

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from samestep.errors import UsageError, reason
 from samestep.printing import format_count
-from samestep.recipe.reading import format_name, format_value, read_json, read_lines, read_yaml
+from samestep.recipe.reading import format_name, format_value, read_json
+from samestep.recipe.run_files import read_lines, read_plain
 from samestep.training import stragglers
 
 KINDS = ("gradients", "parameters", "moments")
@@ -135,7 +136,7 @@ def _compare_digests(a: Path, b: Path) -> tuple[int, dict[str, Any] | None]:
     while all(line is not None for line in lines):
         steps = [line["step"] for line in lines]
         if steps[0] == steps[1]:
-            ours, theirs = ([_read_kind(line, kind) for kind in KINDS] for line in lines)
+            ours, theirs = ([line[kind] for kind in KINDS] for line in lines)
             if ours != theirs:
                 described = {
                     kind: {"names": [name for name in x | y if x.get(name) != y.get(name)], "total": len(x | y)}
@@ -147,13 +148,6 @@ def _compare_digests(a: Path, b: Path) -> tuple[int, dict[str, Any] | None]:
             if steps[index] == min(steps):
                 lines[index] = next(file, None)
     return count, None
-
-
-def _read_kind(line: dict[str, Any], kind: str) -> dict[str, Any]:
-    digests = line.get(kind)
-    if not isinstance(digests, dict):
-        raise UsageError(f"digests.jsonl has no {kind} at step {line['step']}: give folders of runs")
-    return digests
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,12 +175,11 @@ def _compare_settings(a: Path, b: Path) -> dict[str, dict[str, list[Any]]]:
 def _read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     settings = {}
     if (folder / "recipe.yaml").is_file():
-        settings["recipe"] = read_yaml(folder / "recipe.yaml", f"recipe {format_name(folder / 'recipe.yaml')}")
+        settings["recipe"] = read_plain(folder / "recipe.yaml")
     if (folder / "settings.json").is_file():
-        settings["run"] = read_json(folder / "settings.json", format_name(folder / "settings.json"))
+        settings["run"] = read_plain(folder / "settings.json")
     if paths := list(_find_checkpoints(folder).values()):
-        file = paths[-1] / "state.json"
-        state = read_json(file, format_name(file))
+        state = read_plain(paths[-1] / "state.json")
         keys = {"data": "data_fingerprints", "versions": "versions"}
         settings |= {part: state[key] for part, key in keys.items() if isinstance(state.get(key), dict)}
     return settings
@@ -220,7 +213,8 @@ def _read_hashes(folder: Path) -> dict[str, str]:
     """Read the name of each file of tensors -> its hash."""
     file = folder / "manifest.json"
     files = read_json(file, format_name(file)).get("files")
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+    is_whole = isinstance(files, dict) and all(isinstance(entry, dict) for entry in files.values())
+    if not is_whole or any(Path(name).name != name or "\0" in name for name in files):
         raise UsageError(f"{format_name(file)} lists no files: it is damaged")
     return {name: entry.get("sha256") for name, entry in sorted(files.items()) if name.endswith(".safetensors")}
 

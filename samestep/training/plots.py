@@ -131,7 +131,7 @@ def plot_training(
             _plot_points(grid[len(panels)], evaluations, name, f"C{number}", "o-")
         grid[len(panels)].set_ylabel("of held-out data")
     if measurements:
-        batch = max(line["samples"] for line in steps)
+        batch = max(line["samples"] for line in steps if "samples" in line)
         named = {term: batch_size.read_measurements(steps, term) for term in terms}
         named = {term: values for term, values in named.items() if values}
         _plot_noise_scale(grid[place], {"": measurements} | named, batch)

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +28,7 @@ from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
 from samestep.planner import batch_size, text
 from samestep.printing import fold
-from samestep.recipe import reading
+from samestep.recipe import run_files
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.run_settings import RunSettings
 from samestep.step.exact_sum import add_exactly
@@ -205,13 +205,10 @@ class RunLog:
         Args:
             first_step: steps before the first one of the session.
         """
-        num_steps = self.num_steps
         if self.settings.overwrite_output_dir:
             for path in _find_earlier_run(self.output_dir):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        _filter_lines(self.output_dir / "metrics.jsonl", lambda line: _is_earlier(line, first_step, num_steps))
-        for name in LINES[1:]:
-            _filter_lines(self.output_dir / name, lambda line: line["step"] <= first_step)
+        prepare_lines(self.output_dir, first_step, self.num_steps)
         (self.output_dir / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
         self._write_session()
 
@@ -686,19 +683,28 @@ def _sort_keys(line: dict[str, Any]) -> dict[str, Any]:
     return {name: line[name] for name in first} | line
 
 
-def _filter_lines(path: Path, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep the lines that fulfil the condition; the others are written again by a resumed run.
+def prepare_lines(output_dir: Path, first_step: int, num_steps: int) -> None:
+    """Keep the lines of the first steps; the others are written again by a resumed run.
 
     A line that was cut off when the run was killed is removed, too.
+
+    Args:
+        output_dir: the run's.
+        first_step: steps before the first one that is written anew.
+        num_steps: of the whole training.
+
+    Raises:
+        UsageError: a line breaks a rule of `run_files.FIELDS`; all files are as they were.
     """
-    if path.exists():
-        temporary = path.with_suffix(".partial")
-        with path.open(encoding="utf-8") as file, temporary.open("w", encoding="utf-8") as kept:
-            for text in file:
-                with contextlib.suppress(ValueError):
-                    if condition(json.loads(text)):
-                        kept.write(text.removesuffix("\n") + "\n")
-        temporary.replace(path)
+    copies = {}
+    for path in (path for name in LINES if (path := output_dir / name).exists()):
+        copies[path] = path.with_suffix(".partial")
+        with copies[path].open("wb") as kept:
+            for text, line in run_files.read_texts(path):
+                if _is_earlier(line, first_step, num_steps):
+                    kept.write(text + b"\n")
+    for path, copy in copies.items():
+        copy.replace(path)
 
 
 def _is_earlier(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
@@ -707,10 +713,18 @@ def _is_earlier(line: dict[str, Any], first_step: int, num_steps: int) -> bool:
 
 
 def read_metrics(output_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read the step lines and the evaluation lines of metrics.jsonl."""
-    path = output_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """Read the step lines and the evaluation lines of metrics.jsonl.
+
+    Raises:
+        UsageError: a line breaks a rule of `run_files.FIELDS`.
+    """
+    lines = list(run_files.read_lines(output_dir / "metrics.jsonl"))
     return [line for line in lines if "loss" in line], [line for line in lines if "eval_loss" in line]
+
+
+def read_noise(output_dir: Path) -> list[dict[str, Any]]:
+    """Read the lines of noise.jsonl; see `read_metrics`."""
+    return list(run_files.read_lines(output_dir / "noise.jsonl"))
 
 
 def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer: Any) -> None:
@@ -749,9 +763,9 @@ def finish(
         results["best_step"] = best_step
         evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
-        results |= {"epoch": steps[-1]["epoch"], "loss": steps[-1]["loss"]}
+        results |= {name: steps[-1][name] for name in ("epoch", "loss") if name in steps[-1]}
         units = [*card.UNITS, *(name for name in steps[-1] if name.endswith("/samples"))]
-        results |= {f"{unit}_seen": sum(line[unit] for line in steps) for unit in units if unit in steps[-1]}
+        results |= {f"{unit}_seen": sum(line.get(unit, 0) for line in steps) for unit in units if unit in steps[-1]}
     if evaluations:
         results |= {name: value for name, value in evaluations[-1].items() if name != "step"}
     if log.seconds:
@@ -761,8 +775,8 @@ def finish(
         results["skipped_steps"] = log.num_skipped
     results |= facts or {}
     (output_dir / "all_results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    noises = list(reading.read_lines(output_dir / "noise.jsonl"))
-    picture = plots.plot_training(*read_metrics(output_dir), list(recipe.loss_weights), _title(training), noises)
+    noises, terms = read_noise(output_dir), list(recipe.loss_weights)
+    picture = plots.plot_training(*read_metrics(output_dir), terms, _title(training), noises)
     (output_dir / "loss.png").write_bytes(picture)
     pictures = [name for name in PICTURES if (output_dir / name).exists()]
 

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from samestep.errors import UsageError
+from samestep.recipe.reading import format_name
+from samestep.recipe.run_files import LineFile, parse_lines
 
 SECONDS_TO_SHARE = 5.0  # in which another replica may hold the lock for a moment
+MAX_SESSION = 2**16  # bytes of .session
 SECONDS_TO_WRITE = 1.0  # to wait for a replica that writes; lines that are not written then are written next time
 Key = tuple[Any, ...]
 
@@ -53,7 +56,7 @@ class SharedFolder:
         self.output_dir = output_dir
         self.lines: dict[str, dict[Key, str]] = {name: {} for name in names}
         self.last_steps: dict[str, dict[str, int]] = {name: {} for name in names}
-        self.offsets = dict.fromkeys(names, 0)
+        self.read_files = {name: LineFile(output_dir / name) for name in names}
         self.files: dict[str, TextIO] = {}
 
     # Locks
@@ -118,11 +121,24 @@ class SharedFolder:
         return has_lock
 
     def read_session(self) -> dict[str, Any]:
-        """Read the state of the run: {} before its first step, then whether it `is_done`."""
+        """Read the state of the run: {} before its first step, then whether it `is_done`.
+
+        Raises:
+            UsageError: the file holds something else.
+        """
         file = self._open(".session")
         file.seek(0)
-        text = file.read()
-        return json.loads(text) if text.strip() else {}
+        try:
+            text = file.read(MAX_SESSION)
+            state = json.loads(text) if text.strip() else {}
+        except (ValueError, RecursionError):
+            state = None
+        if type(state) is not dict or type(state.get("is_done", False)) is not bool:
+            raise UsageError(
+                f'{self.output_dir / ".session"} must be empty, or {{"is_done": true}} or false: delete it, where no process '
+                "of this run lives"
+            )
+        return state
 
     @property
     def is_done(self) -> bool:
@@ -199,13 +215,12 @@ class SharedFolder:
         path = self.output_dir / name
         if not path.exists():
             return
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self.offsets[name]:  # the folder was made ready for a new run
-                self.offsets[name], self.last_steps[name] = 0, {}
-            file.seek(self.offsets[name])
-            whole, _, _ = file.read().rpartition(b"\n")
-        keys = [find_key(json.loads(line)) for line in whole.splitlines()]
-        self.offsets[name] += len(whole) + bool(whole)
+        if path.stat().st_size < self.read_files[name].end:  # the folder was made ready for a new run
+            self.read_files[name], self.last_steps[name] = LineFile(path), {}
+        try:
+            keys = [find_key(line) for line in parse_lines(path, self.read_files[name].read())]
+        except OSError as error:
+            raise UsageError(f"{format_name(path)} cannot be read: {error.strerror or error}") from None
         self._forget(name, keys)
 
     def _forget(self, name: str, keys: Iterable[Key]) -> None:
@@ -221,20 +236,21 @@ class SharedFolder:
         if not self.lines[name]:
             return
         path, text = self.output_dir / name, "".join(self.lines[name].values()).encode()
+        end, number = self.read_files[name].end, self.read_files[name].number
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             # A replica that was killed while it wrote left half a line behind the whole ones
-            os.truncate(descriptor, self.offsets[name])
+            os.truncate(descriptor, end)
             os.lseek(descriptor, 0, os.SEEK_END)
             try:
                 if os.write(descriptor, text) < len(text):
                     raise OSError(28, "not all of it was written")
             except OSError:
-                os.truncate(descriptor, self.offsets[name])
+                os.truncate(descriptor, end)
                 raise
         finally:
             os.close(descriptor)
-        self.offsets[name] += len(text)
+        self.read_files[name] = LineFile(path, end + len(text), number + len(self.lines[name]))
         self._forget(name, list(self.lines[name]))
 
 

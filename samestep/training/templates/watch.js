@@ -41,16 +41,21 @@ const panels = () => {
 const round = (low, high) => {
   const span = high - low || Math.abs(high) || 1, power = 10 ** Math.floor(Math.log10(span / 4));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => span / size <= 5);
-  const ticks = [];
-  for (let tick = Math.ceil(low / step - 1e-9); tick * step <= high + 1e-9 * span; tick++) ticks.push(tick * step + 0); /* no -0 */
+  const ticks = [], first = Math.ceil(low / step - 1e-9);
+  for (let i = 0; i < 6 && (first + i) * step <= high + 1e-9 * span; i++) ticks.push((first + i) * step + 0); /* no -0 */
   return { ticks, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 };
+
+/* Beyond this, differences of values are no numbers any more; it is drawn as if it were there. */
+const LARGEST = 1e300;
+const clip = (value) => value === null ? null : Math.min(Math.max(value, -LARGEST), LARGEST);
 
 const drawPanel = (name) => {
   const series = data.runs.flatMap((run, index) => [name, `eval_${name}`]
     .filter((key) => run.curves[key]?.step.length)
-    .map((key) => ({ index, isEvaluation: key !== name, ...run.curves[key] })));
-  const values = series.flatMap((curve) => curve.mean.filter((value) => value !== null));
+    .map((key) => ({ index, isEvaluation: key !== name, ...run.curves[key] }))
+    .map((curve) => ({ ...curve, drawn: curve.mean.map(clip), low: curve.low.map(clip), high: curve.high.map(clip) })));
+  const values = series.flatMap((curve) => curve.drawn.filter((value) => value !== null));
   if (!values.length) return null;
   const steps = series.flatMap((curve) => curve.step), left = Math.min(...steps), right = Math.max(...steps, left + 1);
   /* All means, and all but the outermost of what lies around them */
@@ -87,15 +92,15 @@ const drawPanel = (name) => {
       }
       if (part.length > 1) {
         const style = curve.isEvaluation ? { "stroke-dasharray": "5 4" } : {};
-        lines.append(make("polyline", { class: kind, "vector-effect": "non-scaling-stroke", points: part.map((i) => `${x(curve.step[i])},${y(curve.mean[i])}`).join(" "), ...style }));
+        lines.append(make("polyline", { class: kind, "vector-effect": "non-scaling-stroke", points: part.map((i) => `${x(curve.step[i])},${y(curve.drawn[i])}`).join(" "), ...style }));
       }
       part = [];
     };
-    curve.mean.forEach((value, i) => value === null ? flush() : part.push(i));
+    curve.drawn.forEach((value, i) => value === null ? flush() : part.push(i));
     flush();
     const isSparse = curve.isEvaluation ? curve.step.length <= 60 : curve.step.length === 1;
     if (isSparse) {
-      curve.mean.forEach((value, i) => {
+      curve.drawn.forEach((value, i) => {
         if (value !== null) svg.append(make("circle", { class: kind, cx: `${x(curve.step[i])}%`, cy: `${y(value)}%`, r: 3.5 }));
       });
     }
@@ -137,13 +142,15 @@ const drawRun = (run, index) => {
     if (value !== null && value !== undefined) tiles.append(tile(words(name), typeof value === "number" ? number(value) : `${value}`));
   }
   if (run.digest) tiles.append(tile(`digest after step ${number(run.digest[0])}`, run.digest[1].slice(0, 16)));
-  const bar = make("div", { class: "bar" }, make("div", { style: `width: ${100 * share}%` }));
+  const bar = make("div", { class: "bar" }, make("div"));
+  bar.firstChild.style.width = `${100 * share}%`; /* no attribute: the page's policy allows none */
   const isSilent = run.silent_seconds > Math.max(60, 20 * (run.seconds_per_step ?? 0)) && !run.is_over;
   const said = run.step === null ? "No step has been written yet." : isSilent ? `Nothing was written for ${duration(run.silent_seconds)}: it has ended, or it is evaluating.` : "";
   return make("div", { class: `run run${index}` },
     ...(data.runs.length > 1 ? [make("h2", {}, make("span", { class: "dot" }), run.name)] : []),
     ...(run.description ? [make("p", { class: "description" }, run.description)] : []), bar,
-    ...(said ? [make("p", {}, said)] : []), tiles);
+    ...(said ? [make("p", {}, said)] : []), tiles,
+    ...(run.left_out.length ? [make("p", {}, "Left out, as it breaks a rule:"), make("ul", { class: "notes" }, ...run.left_out.map((text) => make("li", {}, text)))] : []));
 };
 
 const draw = () => {
