@@ -1,6 +1,7 @@
 """Stop and go on: bit-identical on the same layout, the same steps on another, and never from a wrong checkpoint."""
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -781,9 +782,10 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
         write(manifest | {"files": manifest["files"] | {name: hashed}})
         refuse("it was written wrongly")
         (folder / name).write_bytes(content)
+    kinds = {name: type(value) for name, value in dataclasses.asdict(checkpoint.State()).items() if value is not None}
     for value in junk:
-        for key in checkpoint._TYPES:
-            if type(value) is not type(checkpoint._TYPES[key]):
+        for key in kinds:
+            if type(value) is not kinds[key]:
                 (folder / "state.json").write_text(json.dumps(state | {key: value}))
                 hashed = {"size": (folder / "state.json").stat().st_size}
                 hashed["sha256"] = checkpoint._sha256(folder / "state.json")

@@ -238,7 +238,7 @@ def test_what_is_no_run_is_one_line(ask, tmp_path):
     shutil.copy(a / "metrics.jsonl", b)
     for folder in (a, b):
         (folder / "digests.jsonl").write_text('{"step": 1, "gradients": 3}\n')
-    assert "digests.jsonl has no gradients at step 1" in explain(a, b)
+    assert "digests.jsonl, line 1: parameters is missing: mend the line" in explain(a, b)
     for folder in (a, b):
         (folder / "digests.jsonl").unlink()
         write_checkpoint(folder, 1, {"model.safetensors:w": np.zeros(2)}, folder.name)

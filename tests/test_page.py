@@ -31,7 +31,7 @@ from samestep.planner.text import explain_band, make_fits_table, round_number
 from samestep.recipe.recipe import CATALOG
 from samestep.training.plots import plot_growth
 
-STYLE, SCRIPT = ("\n" + (TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+STYLE, SCRIPT = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 VOID = {"meta", "line", "rect", "circle", "polyline"}
 HOSTILE = "<script>alert(1)</script><img src=//x.org/y onerror=alert(2)>\"' & </style> &amp; </svg>"
 

@@ -31,8 +31,6 @@ MAX_NAME, MAX_TEXT = 1000, 10_000
 """Characters of the name of a field, and of a text."""
 MAX_SQUARE = 1e100
 """Largest squared norm of a gradient: float32 ends at 1e77, and what is computed of squares of this stays a number."""
-MAX_AMOUNT = 1e12
-"""Largest number of epochs, or of seconds: 30,000 years."""
 MAX_EXPONENT = 900
 """Largest exponent of gradients under --reproducible, which are float32 and end at 128; sums of 2^900 are still numbers."""
 MAX_SIZES = 10_000
@@ -145,7 +143,7 @@ COUNT = Rule("a whole number from 0 to 2^53 - 1", _is_count)
 POSITIVE = Rule("a whole number from 1 to 2^53 - 1", lambda value: _is_count(value) and value > 0)
 NUMBER = Rule("a finite number", is_finite)
 SQUARE = Rule(f"a number up to {MAX_SQUARE:g}", lambda value: is_finite(value) and abs(value) <= MAX_SQUARE)
-AMOUNT = Rule(f"a number from 0 to {MAX_AMOUNT:g}", lambda value: is_finite(value) and 0 <= value <= MAX_AMOUNT)
+AMOUNT = Rule("a number from 0 to 2^53 - 1", lambda value: is_finite(value) and 0 <= value <= MAX_INTEGER)
 TEXT = Rule(f"a text of at most {MAX_TEXT:,} characters", _is_text)
 NAME = Rule(f"a text of at most {MAX_NAME:,} characters", functools.partial(_is_text, most=MAX_NAME))
 FLAG = Rule("true or false", lambda value: type(value) is bool)
@@ -163,7 +161,6 @@ FIELDS: dict[str, dict[str, Rule]] = {
         "samples": COUNT,
         "tokens": COUNT,
         "images": COUNT,
-        "slowest_process": COUNT,
         "epoch": AMOUNT,
         "seconds": AMOUNT,
         "skipped": FLAG,

@@ -80,6 +80,11 @@ FILES: dict[str, tuple[Callable[[int], dict], ...]] = {
     "digests.jsonl": (_digests,),
     "samples.jsonl": (_samples,),
 }
+GOOD = {
+    name: b"".join(_json(makes[0](step)) + b"\n" for step in range(1, NUM_STEPS + 1)) for name, makes in FILES.items()
+}
+GOOD |= {"settings.json": _json(SETTINGS), "recipe.yaml": RECIPE}
+"""Files of a run that nobody changed."""
 LINE = b'{"step": 3, "loss": 1.0}'
 HOSTILE_LINES = [
     b"",
@@ -229,6 +234,15 @@ def _check_page(page: str) -> dict:
     return run
 
 
+def _compare() -> None:
+    """Compare the run with one whose files are not odd."""
+    other = Path("other")
+    other.mkdir()
+    for name, content in GOOD.items():
+        (other / name).write_bytes(content)
+    _command()
+
+
 def _resume() -> None:
     folder = Path()
     report.prepare_lines(folder, 30, NUM_STEPS)
@@ -277,7 +291,7 @@ def _checkpoint() -> None:
 
 PROGRAMS = {
     "watch": _watch,
-    "compare": _command,
+    "compare": _compare,
     "advise": _command,
     "resume": _resume,
     "replicas": _replicas,
@@ -285,7 +299,7 @@ PROGRAMS = {
 }
 WORDS = {
     "watch": [("watch", ".", "--html", "page.html")],
-    "compare": [("compare", ".", "."), ("compare", ".", ".", "--json", "true")],
+    "compare": [("compare", ".", "other"), ("compare", "other", ".", "--json", "true")],
     "advise": [("advise", "."), ("advise", ".", "--json", "true"), ("advise", ".", "--ramp", "true")],
 }
 
@@ -303,10 +317,7 @@ def run_files(draw) -> RunCase:
         "replicas": ["samples.jsonl", ".session"],
     }[program]
     odd = draw(st.sampled_from(names))
-    files = {
-        name: b"".join(_json(make[0](step)) + b"\n" for step in range(1, NUM_STEPS + 1)) for name, make in FILES.items()
-    }
-    files |= {"settings.json": _json(SETTINGS), "recipe.yaml": RECIPE}
+    files = dict(GOOD)
     files[odd] = draw(
         _settings() if odd == "settings.json" else st.sampled_from(SESSIONS) if odd == ".session" else _lines(odd)
     )
