@@ -52,6 +52,43 @@ def ask(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.parametrize(
+    ("noise", "is_known"),
+    [
+        ((0.0, 0.0, 0.0), False),
+        ((1e-320, 1.0, 0.0), False),
+        ((1e100, 1e100, 0.0), True),
+        ((1e-300, 1e-300, 0.1), True),
+    ],
+)
+def test_measurements_at_the_ends_of_what_a_float_holds(noise, is_known, ask):
+    code, out, err = ask("gpt2_small_cpu", noise, 32)
+    assert (code, err) == (0 if is_known else 1, "")
+    assert ("unknown" in json.loads(out)) != is_known
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("metrics.jsonl", '{"step": 101, "loss": 1, "samples": "4"}', "metrics.jsonl, line 101: samples is '4'"),
+        (
+            "noise.jsonl",
+            '{"step": 101, "samples": 4, "targets": 1, "layers": {}}',
+            "noise.jsonl, line 33: targets is 1",
+        ),
+        ("settings.json", '{"num_processes": -2}', "settings.json: num_processes is -2, must be a whole number from 1"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_one_line(name, line, message, ask, tmp_path, monkeypatch, capsys):
+    ask("gpt2_small_cpu", EVEN, 32)
+    with (tmp_path / "run" / name).open("w" if name == "settings.json" else "a") as file:
+        file.write(line + "\n")
+    assert exit_code(cli.main) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
 def test_a_batch_that_may_grow(ask):
     """B / (B + noise scale) is a tenth, so 5 % more tokens allow half as much again: 24 = 3 micro-batches of 4 on 2."""
     code, out, _ = ask("gpt2_small_cpu", EVEN, 32)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -791,6 +792,33 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
                 hashed["sha256"] = checkpoint._sha256(folder / "state.json")
                 write(manifest | {"files": manifest["files"] | {"state.json": hashed}})
                 refuse()
+    wrong = {
+        "step": [2**53, -1],
+        "num_skipped": [-1, 10**400],
+        "run_id": ["x" * 2000],
+        "data_fingerprints": [{"texts": 1}],
+    }
+    wrong["scaler"] = [{"scale": 0.0}, {"scale": math.inf}, []]
+    wrong["exact_sum"] = [{"exponent": 10**4}, {"exponent": 0.5}, {"exponent": None, "machine": math.nan}, 3]
+    measured = {"stages": [[0, 4]], "measurements": [[1, 1.0, 2.0]], "since": 0}
+    stages = [[], [[8, 4]], [[0, 4], [0, 8]], [[0, 0]], [[0]], 4, [[0, 4], [2**53, 8]]]
+    wrong["growth"] = [measured | {"stages": value} for value in stages]
+    wrong["growth"] += [
+        measured | {"measurements": value} for value in (None, [[1, 2]], [[1, "a", 2]], [[1, 2, math.nan]])
+    ]
+    wrong["growth"] += [measured | {"since": value} for value in (-1, "1", None)]
+
+    def write_state(record):
+        (folder / "state.json").write_text(json.dumps(record))
+        hashed = {"size": (folder / "state.json").stat().st_size, "sha256": checkpoint._sha256(folder / "state.json")}
+        write(manifest | {"files": manifest["files"] | {"state.json": hashed}})
+
+    for key, values in wrong.items():
+        for value in values:
+            write_state(state | {key: value})
+            refuse(f"{key} is ")
+    write_state(state | {"growth": measured, "exact_sum": {"exponent": -3, "machine": "x"}, "scaler": {}})
+    assert checkpoint.verify(folder).growth == measured
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     write(manifest)
     checkpoint.verify(folder)

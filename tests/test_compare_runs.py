@@ -251,6 +251,19 @@ def test_what_is_no_run_is_one_line(ask, tmp_path):
     assert "recipe.yaml" in explain(b, a)
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1" + "0" * 400, '["x", {"y": NaN}]'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.json", "recipe.yaml"])
+def test_values_that_json_lacks_are_named(value, name, ask, tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    new = {"metrics.jsonl": f'{{"step": 1, "loss": {value}}}\n', "settings.json": f'{{"device": {value}}}'}
+    new["recipe.yaml"] = f"seed: {value.replace('NaN', '.nan').replace('-Infinity', '-.inf')}\n"
+    (b / name).write_text(new[name])
+    code, out, err = ask(a, b, "--json")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert f"{b / name}" in err
+    assert "must be" in err
+
+
 def test_it_needs_no_torch(tmp_path):
     for name in ("torch", "transformers", "accelerate", "datasets"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")

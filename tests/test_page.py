@@ -1,6 +1,8 @@
 """The page of a plan and the chart of `scale`: what they show, what they may not hold, what a browser makes of them."""
 
+import base64
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -130,6 +132,11 @@ def check_it_stands_alone(source: str) -> Page:
         assert not [name for name in element if name.startswith("on")]
     texts = [tree.single("style")["text"], *(script["text"] for script in tree.all("script"))]
     assert texts == ([STYLE, SCRIPT] if tree.all("button") else [STYLE])
+    policy = tree.single("meta", **{"http-equiv": "Content-Security-Policy"})["content"]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+    assert "'unsafe" not in policy
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert all(f"-src 'sha256-{value}';" in policy for value in hashes), "a browser takes its style and runs its script"
     for text in texts:
         assert not re.search(r"url\(|@import|//|http|fetch|src", text)
     ids = [element["id"] for element in tree.elements if "id" in element]

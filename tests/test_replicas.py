@@ -188,6 +188,40 @@ def test_a_run_whose_replicas_have_all_ended_is_begun_again(tmp_path):
     folder.close()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "2", "process": 0}',
+        '{"process": 0, "micro_step": 1}',
+        "[2]",
+        '{"step": 2, "process": {"a": 1}}',
+        "\0\0",
+    ],
+)
+def test_a_line_of_another_kind_is_named_and_the_file_stays(line, tmp_path):
+    records = [{"step": step, "process": 0, "micro_step": 0, "samples": [step]} for step in (1, 2, 3)]
+    first = folder_of(tmp_path, records[0])
+    assert first.write(is_writer=True) is None
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(line + "\n")
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    with pytest.raises(UsageError, match=r"samples\.jsonl, line 2: .*: mend the line"):
+        folder_of(tmp_path, *records).write(is_writer=True)
+    first.add("samples.jsonl", records[1])
+    with pytest.raises(UsageError, match=r"samples\.jsonl, line 2: "):
+        first.write(is_writer=True)
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"is_done": "yes"}', b"\xff", b"[" * 60_000, b'{"a": ' + b"1" * 100_000])
+def test_a_session_of_another_kind_is_refused(content, tmp_path):
+    (tmp_path / ".session").write_bytes(content)
+    folder = SharedFolder(tmp_path, NAMES)
+    with pytest.raises(UsageError, match=r"\.session must be empty, or .*: delete it"):
+        folder.read_session()
+    folder.close()
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 

@@ -126,12 +126,12 @@ def _explain_few(answer: dict[str, Any]) -> str:
 def _explain_wide(answer: dict[str, Any], share: batch_size.SignalShare) -> str:
     """Say that the interval is too wide, what is known none the less, and what helps."""
     number = answer["num_measurements"]
-    relative = (share.high - share.value) / share.value if share.value > 0 else math.inf
+    relative = (share.high - share.value) / share.value if share.is_known else math.inf
     wanted = math.ceil(number * (relative / MAX_HALF_WIDTH) ** 2) if relative < 10 else 10 * number
     text = f"the interval of {number} measured steps is too wide: measure about {wanted:,} (--noise_scale_steps"
     text += f" {max(1, answer['num_steps'] // wanted)}, or a longer run)"
     batch = answer["global_batch_size"]
-    if 0 < share.high < 1:
+    if batch_size.MIN_SHARE < share.high < 1:
         least = batch / share.high - batch
         safe = batch * batch_size.find_largest(share.high, answer["more_tokens"])
         text += (

@@ -198,10 +198,11 @@ def find_signal_share(
         squares = [m.signal + m.noise / batch for m in window]
         if not sum(squares):  # no gradient at all
             return SignalShare(0.0, 0.0, 0.0)
-        share = sum(m.signal for m in window) / sum(squares)
-        residuals = sum((m.signal - share * square) ** 2 for m, square in zip(window, squares, strict=True))
+        share, mean = sum(m.signal for m in window) / sum(squares), sum(squares) / n
+        # Over the mean before they are squared: squares of the smallest numbers would be 0
+        residuals = [(m.signal - share * square) / mean for m, square in zip(window, squares, strict=True)]
         shares.append(share)
-        variances.append(residuals / (n * (n - 1)) / (sum(squares) / n) ** 2)
+        variances.append(sum(residual * residual for residual in residuals) / (n * (n - 1)))
     degrees = sum(len(window) - 1 for window in windows)
     value = sum(shares) / len(windows)
     half = t_quantile(0.5 + confidence / 2, degrees) * math.sqrt(sum(variances)) / len(windows)
