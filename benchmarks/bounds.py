@@ -1,12 +1,19 @@
 """Tries odd values for every field that can be set: each is refused in one line, or it runs. A part of `make chaos`.
 
-Fields of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none of
-them (tests/helpers/odd_inputs.py draws them from the classes themselves). Each case runs in a process of its own. It must end
-with 0, or with 2 and lines that begin with ERROR, the latter in 20 seconds of a processor; in 2 GiB more than the libraries
-take; in no signal, and in 5 minutes whatever it does. Writes benchmarks/results/bounds.*.
+- fields: of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none
+  of them (tests/helpers/odd_inputs.py draws them from the classes themselves).
+- runs: lines, settings and checkpoints' states in the folder of a run, whatever reads them (tests/helpers/odd_runs.py).
+- requests: what a client sends to the page of `watch`. Its answer must be one of HTTP, short where it is a refusal, and the
+  next request must be answered.
+
+Each case runs in a process of its own. It must end with 0, or with 2 and lines that begin with ERROR, the latter in 20 seconds
+of a processor (runs and requests: 5 seconds whatever it does); in 2 GiB more than the libraries take (1 GiB); in no signal.
+Writes benchmarks/results/bounds.*; `--only runs` leaves the rows of other parts as they are.
 """
 
 import collections
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -18,12 +25,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import harness
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 from odd_inputs import CASES, Answer, Case, answer
+from odd_runs import REQUEST_CASES, RUN_CASES
 
+PARTS = {"fields": (CASES, 1.0), "runs": (RUN_CASES, 0.6), "requests": (REQUEST_CASES, 0.2)}
+"""Part -> what is drawn, and the share of --cases that it takes."""
 MAX_CHARACTERS = 2000  # characters of a case and of what it wrote, in the result
 
 
-def try_all(num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
+def try_all(cases: SearchStrategy, num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
     """Draw cases, try each, and return the cases with their answers."""
     outcomes: list[tuple[Case, Answer]] = []
 
@@ -35,7 +46,7 @@ def try_all(num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(CASES)
+    @given(cases)
     def try_case(case: Case) -> None:
         outcomes.append((case, answer(case)))
         if outcomes[-1][1].problem:
@@ -45,13 +56,14 @@ def try_all(num_cases: int, seed: int) -> list[tuple[Case, Answer]]:
     return outcomes
 
 
-def summary(outcomes: list[tuple[Case, Answer]]) -> list[dict]:
-    """Sum up the answers, in a row for each kind of case."""
+def summary(part: str, outcomes: list[tuple[Case, Answer]]) -> list[dict]:
+    """Sum up the answers of a part, in a row for each kind of case."""
     groups = collections.defaultdict(list)
     for case, outcome in outcomes:
         groups[case.kind].append(outcome)
     return [
         {
+            "part": part,
             "kind": kind,
             "cases": len(answers),
             "refused": sum(outcome.code == 2 for outcome in answers),
@@ -85,25 +97,37 @@ def markdown(results: dict) -> str:
         f"{harness.table(columns, lines)}\n"
         "Memory: beyond that of the imported libraries. Slowest: also of what is accepted.\n\n"
         f"{problem_lines}{chr(10) if problem_lines else ''}"
-        f"Seed {about['seed']}, {about['minutes']:.0f} minutes.\n",
+        f"Seed {about['seed']}, {sum(about['minutes'].values()):.0f} minutes.\n",
     )
 
 
 def main() -> int:
-    parser = harness.flags("bounds", __doc__)
-    parser.add_argument("--cases", type=harness.positive, default=5000)
+    parser = harness.flags("bounds", __doc__, only=PARTS)
+    parser.add_argument("--cases", type=harness.positive, default=5000, help="of fields; of other parts a share [5000]")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    start = harness.clock()
-    outcomes = try_all(arguments.cases, arguments.seed)
-    problems = [
-        {"problem": outcome.problem, "case": str(case)[:MAX_CHARACTERS], "errors": outcome.errors[-MAX_CHARACTERS:]}
-        for case, outcome in outcomes
-        if outcome.problem
-    ]
-    details = {"seed": arguments.seed, "minutes": (harness.clock() - start) / 60}
+    rows, problems = (
+        harness.read_other_rows(arguments.output, group, "part", arguments.only) for group in ("rows", "problems")
+    )
+    minutes = dict.fromkeys(PARTS, 0.0)
+    if (file := arguments.output.with_suffix(".json")).exists():
+        minutes |= json.loads(file.read_text(encoding="utf-8"))["about"]["minutes"]
+    for part in arguments.only:
+        cases, share = PARTS[part]
+        start = harness.clock()
+        outcomes = try_all(cases, math.ceil(share * arguments.cases), arguments.seed)
+        minutes[part] = (harness.clock() - start) / 60
+        rows += summary(part, outcomes)
+        problems += [
+            {"part": part, "problem": outcome.problem, "case": str(case)[:MAX_CHARACTERS]}
+            | {"errors": outcome.errors[-MAX_CHARACTERS:]}
+            for case, outcome in outcomes
+            if outcome.problem
+        ]
+    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
+    details = {"seed": arguments.seed, "minutes": minutes}
     about = harness.about("make chaos", ("hypothesis", "torch", "transformers"), **details)
-    results = {"about": about, "rows": summary(outcomes), "problems": problems}
+    results = {"about": about, "rows": rows, "problems": problems}
     harness.write(arguments.output, results, markdown(results))
     return 1 if problems else 0
 

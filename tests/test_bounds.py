@@ -1,4 +1,4 @@
-"""No value of any field ends in a traceback, a hang or silence: it is refused in one line, or it runs.
+"""No value of any field, no file of a run and no request ends in a traceback, a hang or silence: it is refused, or it runs.
 
 The same in thousands of cases: `make chaos` (benchmarks/bounds.py).
 """
@@ -6,21 +6,23 @@ The same in thousands of cases: `make chaos` (benchmarks/bounds.py).
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from odd_inputs import CASES, answer
-
-NUM_CASES = 75
+from odd_runs import REQUEST_CASES, RUN_CASES
 
 
 @pytest.mark.slow
-def test_odd_values_of_every_field_are_refused_in_one_line_or_run():
+@pytest.mark.parametrize(
+    ("cases", "number"), [(CASES, 75), (RUN_CASES, 60), (REQUEST_CASES, 30)], ids=["fields", "runs", "requests"]
+)
+def test_odd_values_are_refused_in_one_line_or_run(cases, number):
     @settings(
-        max_examples=NUM_CASES,
+        max_examples=number,
         derandomize=True,
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(CASES)
+    @given(cases)
     def check_case(case):
         result = answer(case)
         assert not result.problem, f"{result.problem}: {case}\n{result.errors[-3000:]}"

@@ -103,12 +103,15 @@ class Case:
         task: of the script whose flags are read; None: `python -m recipes`.
         words: its arguments.
         files: name -> content of the folder that it runs in.
+        most_memory, most_seconds: bytes and seconds that its kind may take, whatever it does.
     """
 
     kind: str
     task: str | None
     words: tuple[str, ...]
     files: tuple[tuple[str, bytes], ...] = ()
+    most_memory: typing.ClassVar[int] = MEMORY
+    most_seconds: typing.ClassVar[float] = LONGEST
 
     def main(self) -> int | None:
         if self.task is None:
@@ -359,12 +362,15 @@ class Answer:
         seconds: of a processor, which other programs do not add to.
         memory: bytes that it took beyond what it began with.
         errors: what it wrote to stderr.
+        most_memory, most_seconds: bytes and seconds that its kind may take.
     """
 
     code: int
     seconds: float
     memory: int
     errors: str
+    most_memory: int = MEMORY
+    most_seconds: float = LONGEST
 
     @property
     def problem(self) -> str:
@@ -380,7 +386,9 @@ class Answer:
             return "a line that is too long, or cannot be printed"
         if self.code == 2 and self.seconds > SECONDS:
             return f"{self.seconds:.1f} s until it was refused"
-        return f"{self.memory / 2**30:.1f} GiB" if self.memory > MEMORY else ""
+        if self.seconds > self.most_seconds:
+            return f"{self.seconds:.1f} s until it ended"
+        return f"{self.memory / 2**30:.1f} GiB" if self.memory > self.most_memory else ""
 
 
 def answer(case: Case) -> Answer:
@@ -393,7 +401,8 @@ def answer(case: Case) -> Answer:
         status, usage = _forked(lambda: _child(case.main, case.words, folder, errors))
         text = errors.read_text(errors="replace") if errors.exists() else ""
         seconds, memory = usage.ru_utime + usage.ru_stime, 1024 * (usage.ru_maxrss - least.ru_maxrss)
-        return Answer(os.waitstatus_to_exitcode(status), seconds, memory, text)
+        code = os.waitstatus_to_exitcode(status)
+        return Answer(code, seconds, memory, text, case.most_memory, case.most_seconds)
 
 
 def _forked(run: Callable[[], None]) -> tuple[int, resource.struct_rusage]:

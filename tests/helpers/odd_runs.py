@@ -209,6 +209,8 @@ def _settings(draw) -> bytes:
 class RunCase(Case):
     """A run's folder, which a program of `PROGRAMS` reads; `task` is its name."""
 
+    most_memory, most_seconds = 2**30, 5
+
     def main(self) -> int | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -376,12 +378,14 @@ def checkpoints(draw) -> RunCase:
 class RequestCase(Case):
     """Bytes that a client sends to the page of `watch`; they stand in the file request."""
 
+    most_memory, most_seconds = 2**30, 5
+
     def main(self) -> None:
         Path("run").mkdir()
         Path("run", "metrics.jsonl").write_bytes(_json(_step(1)) + b"\n")
         content, errors = Path("request").read_bytes(), io.StringIO()
         with contextlib.redirect_stderr(errors), make_server() as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
             answer = ask(server.server_port, content)
             check_answer(answer, content)
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
