@@ -11,7 +11,7 @@ from odd_runs import REQUEST_CASES, RUN_CASES
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "number"), [(CASES, 75), (RUN_CASES, 60), (REQUEST_CASES, 30)], ids=["fields", "runs", "requests"]
+    ("cases", "number"), [(CASES, 75), (RUN_CASES, 60), (REQUEST_CASES, 60)], ids=["fields", "runs", "requests"]
 )
 def test_odd_values_are_refused_in_one_line_or_run(cases, number):
     @settings(

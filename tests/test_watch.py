@@ -325,6 +325,9 @@ def ask(server: watch.PageServer, request: bytes) -> tuple[int, dict[str, str], 
         ("<SCRIPT> / HTTP/1.1", 405),
         ("GET /" + "a" * 70_000 + " HTTP/1.1", 414),
         ("\x16\x03\x01", 400),
+        ("", 400),
+        ("\n\n\n", 400),
+        ("\x85 \xa0", 400),
     ],
 )
 def test_a_request_that_is_none_gets_a_short_text(serve, request_line, status):
@@ -375,7 +378,9 @@ def test_the_answers_of_the_server(serve):
     assert ask(server, b"DELETE /" + host)[1]["allow"] == "get, head"
     # A body that nobody reads does not take the answer away
     assert (
-        ask(server, b"POST /" + host.replace(b"\r\n\r\n", b"\r\nContent-Length: 3000000\r\n\r\n") + b"z" * 3_000_000)[0]
+        ask(server, b"POST /" + host.replace(b"\r\n\r\n", b"\r\nContent-Length: 15000000\r\n\r\n") + b"z" * 15_000_000)[
+            0
+        ]
         == 405
     )
 

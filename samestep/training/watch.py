@@ -387,6 +387,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: PageServer
+    raw_requestline: bytes
 
     def setup(self) -> None:
         self.connection, limits = self.request, self.server.limits
@@ -400,6 +401,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         rest = self.server.limits.rest_bytes
         while rest > 0 and (piece := self.rfile.read1(2**16)):
             rest -= len(piece)
+
+    def parse_request(self) -> bool:
+        """Parse the first line and the headers; the library would leave an empty line without an answer."""
+        if not str(self.raw_requestline, "latin-1").split():
+            self.command = self.requestline = self.request_version = ""
+            self.send_error(400)
+            return False
+        return super().parse_request()
 
     def do_GET(self) -> None:
         """Answer with the page, or with what it asks for."""

@@ -519,10 +519,13 @@ HEADERS += [
 
 @st.composite
 def requests(draw) -> RequestCase:
-    """Draw a request: its line, its headers and their ends; or bytes that are none."""
-    parts = [draw(st.sampled_from(options + options[:2] * 3)) for options in (METHODS, PATHS, VERSIONS)]
-    lines = [" ".join(parts), *draw(st.lists(st.sampled_from(HEADERS + HEADERS[:2] * 5), max_size=5))]
-    if draw(st.integers(0, 9)) == 0:
+    """Draw a request in which one thing is odd, or all: method, address, version, headers; or bytes that are none."""
+    odd = draw(st.sampled_from([0, 1, 1, 1, 2, 3, 3, 4]))
+    choices = enumerate((METHODS, PATHS, VERSIONS))
+    parts = [draw(st.sampled_from(options if odd in (place, 4) else options[:2])) for place, options in choices]
+    headers = draw(st.lists(st.sampled_from(HEADERS), max_size=5)) if odd > 2 else HEADERS[:1]
+    lines = [" ".join(parts), *headers]
+    if odd > 2 and draw(st.integers(0, 9)) == 0:
         lines += [f"X-{number}: 1" for number in range(200)]
     end = draw(st.sampled_from(["\r\n", "\r\n", "\r\n", "\n", "\r"]))
     content = (
@@ -530,7 +533,7 @@ def requests(draw) -> RequestCase:
         if draw(st.booleans())
         else (end.join(lines) + 2 * end).encode()
     )
-    way = draw(st.integers(0, 9))
+    way = draw(st.integers(0, 19))
     if way == 0:
         content = content[: draw(st.integers(0, len(content)))]
     elif way == 1:
