@@ -211,7 +211,7 @@ bench-verdicts: venv ## how often the audit is right: all programs of tests/audi
 bench-packages: venv ## audit trainers as they are installed beside a plain computation; writes benchmarks/results/packages.*
 	$(BIN)/python benchmarks/packages.py
 
-chaos: venv ## kill runs and replicas at random moments, damage checkpoints, give fields odd values; writes results/reliability.*, fault_tolerance.*, bounds.*
+chaos: venv ## kill runs and replicas at random moments, damage checkpoints, give fields, files of runs and requests odd values; writes results/reliability.*, fault_tolerance.*, bounds.*
 	$(BIN)/python benchmarks/reliability.py
 	$(BIN)/python benchmarks/fault_tolerance.py --fresh --only chaos
 	$(BIN)/python benchmarks/bounds.py

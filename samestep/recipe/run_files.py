@@ -58,13 +58,20 @@ class Rule:
         return Rule(f"{self.text}, or null", lambda value: value is None or self.allows(value))
 
 
+LARGEST = sys.float_info.max
+
+
 def is_finite(value: Any) -> bool:
     """Tell whether a value is a number that a float can hold: no boolean, no infinity, no NaN, no integer of 400 digits.
 
     >>> [is_finite(value) for value in (1, 1.5, True, float("nan"), 10**400, "1")]
     [True, True, False, False, False, False]
     """
-    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+
+
+def _is_finite_or_null(value: Any) -> bool:
+    return value is None or is_finite(value)
 
 
 def _is_count(value: Any) -> bool:
@@ -141,7 +148,7 @@ def _is_measurement(step: Any, signal: Any, noise: Any) -> bool:
 
 COUNT = Rule("a whole number from 0 to 2^53 - 1", _is_count)
 POSITIVE = Rule("a whole number from 1 to 2^53 - 1", lambda value: _is_count(value) and value > 0)
-NUMBER = Rule("a finite number", is_finite)
+METRIC = Rule("a finite number, or null", _is_finite_or_null)
 SQUARE = Rule(f"a number up to {MAX_SQUARE:g}", lambda value: is_finite(value) and abs(value) <= MAX_SQUARE)
 AMOUNT = Rule("a number from 0 to 2^53 - 1", lambda value: is_finite(value) and 0 <= value <= MAX_INTEGER)
 TEXT = Rule(f"a text of at most {MAX_TEXT:,} characters", _is_text)
@@ -222,7 +229,7 @@ def _find_metric_rule(name: str, is_event: bool) -> Rule:
         return SQUARE
     if name.endswith("/samples") and not name.startswith("eval_"):
         return COUNT
-    return NUMBER.or_null()
+    return METRIC
 
 
 def find_problems(values: Mapping[str, Any], rules: Mapping[str, Rule], other: Rule | None = None) -> dict[str, str]:
