@@ -25,6 +25,7 @@ BATCH, WINDOW = "per_device_train_batch_size", "gradient_accumulation_steps"
 FOLDER = "{folder}"  # in flags: replaced by a folder for the program's output
 FAILURE_CODE = 3  # exit code of an audit that has failed itself
 MAX_PROCESSES = 64
+MAX_PROGRAM_BYTES = 2**24
 PACKAGES = ("torch", "numpy", "cloudpickle")
 USAGE = """[--vary "FLAG=VALUE,..." ...] [--processes 1,2] [--per_process FLAG]
          [--resume "FLAG=VALUE,..."] [--stop 3]
@@ -434,6 +435,10 @@ def compare_resumed_runs(
 def _find_program_problem(name: str) -> str:
     """Say why Python cannot run a file; empty if it can."""
     try:
+        if os.path.exists(name) and not os.path.isfile(name):  # a device without an end, a pipe that nobody writes to
+            return "is no regular file"
+        if os.path.getsize(name) > MAX_PROGRAM_BYTES:
+            return f"is no Python program: it has more than {MAX_PROGRAM_BYTES:,} bytes"
         compile(Path(name).read_bytes(), name, "exec")
     except OSError as error:
         return f"cannot be read: {error.strerror}"

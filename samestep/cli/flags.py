@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from samestep.cli.commands import COMMANDS, make_parser
 from samestep.errors import UsageError
 from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
-from samestep.recipe.reading import format_name
+from samestep.recipe.reading import MAX_YAML_BYTES, format_name, parse_yaml
 from samestep.recipe.recipe import Recipe
 from samestep.recipe.settings import POSITIVE, Parser, build, program_name, setting
 
@@ -141,9 +139,14 @@ def write_file(flag: str, name: str, content: str | bytes) -> None:
 
 def _says_the_same(path: Path, content: bytes) -> bool:
     """Tell whether a file holds this content; YAML may have other comments."""
-    if path.suffix not in (".yaml", ".yml"):
-        return path.read_bytes() == content
+    size = len(content) + MAX_YAML_BYTES
+    with path.open("rb") as file:
+        found = file.read(size + 1)
+    if len(found) > size:
+        return False
+    if path.suffix not in (".yaml", ".yml") or found == content:
+        return found == content
     try:
-        return yaml.safe_load(path.read_bytes()) == yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError):  # another kind of file
+        return parse_yaml(found.decode(), path.name) == parse_yaml(content.decode(), path.name)
+    except ValueError:  # another kind of file
         return False

@@ -25,6 +25,7 @@ from samestep.data.documents import shorten
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
+from samestep.recipe.reading import format_name, read_text
 from samestep.recipe.rehearsal import SESSION
 
 datasets = optional("datasets")
@@ -408,14 +409,14 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
 def _read_template(file: str) -> str:
     if file in TEMPLATES:
         return TEMPLATES[file]
+    origin = f"chat_template {format_name(file)}"
+    remedy = f"name a file with a Jinja template, or one of {', '.join(TEMPLATES)}"
     try:
-        template, problem = Path(file).read_text(encoding="utf-8"), "cannot be read (it is empty)"
-    except (OSError, UnicodeDecodeError) as error:
-        template, problem = "", f"cannot be read ({reason(error)})"
+        template = read_text(Path(file).expanduser(), origin)
+    except UsageError as error:
+        raise UsageError(f"{str(error).rstrip('.')}: {remedy}") from None
     if not template.strip():
-        raise UsageError(
-            f"chat_template {file!r} {problem}: name a file with a Jinja template, or one of {', '.join(TEMPLATES)}"
-        )
+        raise UsageError(f"{origin} is empty: {remedy}")
     return template
 
 

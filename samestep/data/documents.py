@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import sys
 import sysconfig
 import warnings
@@ -22,6 +21,7 @@ import numpy as np
 from samestep.errors import UsageError, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
+from samestep.recipe.reading import find_fault
 from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
@@ -281,7 +281,7 @@ def load_hub(
         require("text", "a dataset of the hub")
     for folder, _, files in os.walk(name):
         for file in files:
-            if problem := _not_regular(os.path.join(folder, file)):
+            if problem := find_fault(os.path.join(folder, file)):
                 raise UsageError(f"dataset_name {name!r}: {os.path.join(folder, file)} {problem}")
     try:
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
@@ -368,7 +368,7 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
             kind = Path(file).suffix.lower()
             if kind not in kinds:
                 problems.append(f"data file {file}: unknown kind {kind!r}. {nearest(kind, kinds)}")
-            elif problem := _not_regular(file):
+            elif problem := find_fault(file):
                 problems.append(f"data file {file} {problem}")
         files += matches
     if problems:
@@ -385,19 +385,6 @@ def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
         visible = [name for name in names if not name.startswith(".") and Path(name).suffix.lower() in kinds]
         files += [os.path.join(place, name) for name in visible]
     return sorted(files)
-
-
-def _not_regular(file: str) -> str | None:
-    """Say what is wrong with a path that leads to no regular file, whose opening could wait for ever; else return None."""
-    try:
-        mode = os.stat(file).st_mode
-    except OSError as error:
-        return f"cannot be read: {error.strerror}. Check the path and its permissions."
-    return (
-        None
-        if stat.S_ISREG(mode)
-        else "is a device, a pipe or a socket, not a regular file. Copy what it gives into one."
-    )
 
 
 def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:

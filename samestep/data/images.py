@@ -31,6 +31,7 @@ from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
 from samestep.errors import RunError, UsageError, is_utf8
 from samestep.recipe.extras import optional, require
+from samestep.recipe.reading import find_fault, read_text
 from samestep.recipe.recipe import ImageClassification
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ CENTRE = 224 / 256  # share of the short side that held-out images are cropped t
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
 MAX_NAMES = 10  # names in a message at most
 CHUNK = 16  # images that a thread verifies at once
+MAX_RESULTS = 2**29  # bytes of the file that keeps the results of verified images
 
 
 class ImageSample(NamedTuple):
@@ -523,7 +525,11 @@ class Rows:
 
     def _bytes(self, row: int) -> bytes:
         record = self.images[row][self.image]
-        return Path(record["path"]).read_bytes() if record["bytes"] is None else record["bytes"]
+        if record["bytes"] is not None:
+            return record["bytes"]
+        if fault := find_fault(record["path"]):  # others wrote the path
+            raise ValueError(f"{record['path']} {fault}")
+        return Path(record["path"]).read_bytes()
 
     def open(self, row: int) -> Image.Image:
         return Image.open(io.BytesIO(self._bytes(row)), formats=FORMATS)
@@ -615,9 +621,19 @@ def _find_cache_file(store: Any) -> Path:
 def _load_results(file: Path) -> dict[str, list]:
     """Load results of verified images: name -> [mark, reason or None]."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        results = json.loads(read_text(file, str(file), MAX_RESULTS))
+    except (ValueError, RecursionError):  # none, or damaged: the images are verified again
         return {}
+    if not isinstance(results, dict):
+        return {}
+    return {name: result for name, result in results.items() if _is_result(result)}
+
+
+def _is_result(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    mark, fault = value
+    return isinstance(mark, str) and (fault is None or isinstance(fault, str))
 
 
 def _save_results(file: Path, results: dict[str, list]) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBa
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
+from samestep.recipe.reading import check_model_folder, format_name
 
 if TYPE_CHECKING:
     import datasets
@@ -186,6 +187,7 @@ def load_tokenizer(
     Raises:
         UsageError: a tokenizer that cannot be loaded, lacks a required token, or has more than `vocab_size` entries.
     """
+    check_model_folder(Path(name_or_path).expanduser(), f"tokenizer {format_name(name_or_path)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         entries = tokenizer.backend_tokenizer.get_vocab()

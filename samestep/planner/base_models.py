@@ -1,7 +1,6 @@
 """Shapes of decoders from a configuration of transformers, or from the built-in table of well-known base models."""
 
 import functools
-import json
 import os
 import re
 import urllib.request
@@ -12,7 +11,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planner import configs
 from samestep.planner.decoder import Latent, Shape
-from samestep.recipe.reading import format_name, format_value, read_json
+from samestep.recipe.reading import MAX_JSON_BYTES, format_name, format_value, parse_json, read_json
 from samestep.recipe.recipe import CausalLmFineTuning, Recipe, catalog_names, load
 
 TABLE = Path(__file__).parent / "base_models.json"
@@ -126,13 +125,10 @@ def _download_config(name: str) -> dict[str, Any]:
     try:
         request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/config.json", headers=headers)
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            config = json.loads(answer.read(2**20))
+            return parse_json(answer.read(MAX_JSON_BYTES + 1), "its config.json")
     except (OSError, ValueError) as error:  # no network, no such model, no right to see it, no JSON
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"{problem}, and the hub does not give its config.json: {lines[0][:200]}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{problem}, and its config.json on the hub is none")
-    return config
 
 
 def find_kind(config: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from samestep.errors import UsageError
 from samestep.planner import convnet, transformer
 from samestep.planner.transformer import Transformer
-from samestep.recipe.reading import format_name, format_value, read_json
+from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.settings import ACTIVATIONS
 
 Model = Transformer | convnet.ConvNet
@@ -28,6 +28,7 @@ def read_config(path: str) -> dict[str, Any]:
             f"{origin} is an adapter, not a model: give its base, or the adapter merged into it (--merge_adapter when it was "
             "trained)"
         )
+    check_model_folder(file, origin)
     file = file / "config.json" if os.path.isdir(file) else file
     config = read_json(file, f"{origin} (a folder with a config.json, or such a file)")
     if "model_type" not in config:

@@ -7,10 +7,23 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.recipe.reading import format_name, format_value, read_yaml
-from samestep.recipe.settings import LARGEST, NOT_NEGATIVE, build, limit, setting
+from samestep.recipe.settings import LARGEST, LINE, NOT_NEGATIVE, build, choice, coerce, limit, setting
 
 DEVICES = Path(__file__).parent / "devices"
 QUANTITY = limit(LARGEST, 1e-6)
+LINES = ("must be a list of lines of text", lambda value: all(map(LINE.holds, value)))
+DISTRIBUTED_TYPES = (
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "MULTI_HPU",
+    "MULTI_MLU",
+    "MULTI_MUSA",
+    "MULTI_NEURON",
+    "MULTI_NPU",
+    "MULTI_SDAA",
+    "MULTI_XPU",
+    "XLA",
+)
 PART = ("must lie in [0.001, 1]", lambda value: 0.001 <= value <= 1)
 MAX_DEVICES = 2**17
 """Largest number of devices of a plan; more than any machine has."""
@@ -20,30 +33,37 @@ MAX_DEVICES = 2**17
 class Device:
     """The device of one process: an accelerator, or cores of a CPU. Rates are decimal (1e9, 1e12), without sparsity."""
 
-    name: str = setting("the file's name")
-    description: str = setting("vendor, model, memory, form")
+    name: str = setting("the file's name", LINE)
+    description: str = setting("vendor, model, memory, form", LINE)
     memory_mib: float = setting("memory that the driver reports, MiB", QUANTITY)
     fp32_tflops: float = setting("peak of float32 products, TFLOP/s", QUANTITY)
     fp16_tflops: float | None = setting("peak of float16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
     bf16_tflops: float | None = setting("peak of bfloat16 products, float32 sums, TFLOP/s; null: it has none", QUANTITY)
     reachable: float = setting("part of the 16-bit peak that large matrix products reach", PART)
     memory_gb_per_s: float = setting("peak bandwidth of the memory, GB/s", QUANTITY)
-    link: str = setting("what connects the devices of one node")
+    link: str = setting("what connects the devices of one node", LINE)
     link_gb_per_s: float = setting("its bandwidth per device and direction, GB/s", QUANTITY)
     link_latency_us: float = setting("latency of one message over it, microseconds", NOT_NEGATIVE)
-    network: str | None = setting("what connects the nodes; null: not said", default=None)
+    network: str | None = setting("what connects the nodes; null: not said", LINE, default=None)
     network_gb_per_s: float = setting("bandwidth between nodes per node and direction, GB/s", QUANTITY, default=1.25)
     network_per_device: bool = setting("whether each device of a node has that bandwidth for itself", default=False)
     network_latency_us: float = setting(
         "latency of one message between nodes, microseconds", NOT_NEGATIVE, default=20.0
     )
     watts: float | None = setting("power limit, W; null: not known", QUANTITY)
-    distributed_type: str = setting("Accelerate's word for a training on several of them", default="MULTI_GPU")
+    distributed_type: str = setting(
+        "Accelerate's word for a training on several of them", choice(*DISTRIBUTED_TYPES), default="MULTI_GPU"
+    )
     is_single: bool = setting("whether torch trains on one of them only", default=False)
     cores: int | None = setting("of a CPU, threads of a process; null: an accelerator", limit(2**20), default=None)
-    notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", default=())
-    unverified: tuple[str, ...] = setting("fields whose source nobody could open", default=())
-    sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'")
+    notes: tuple[str, ...] = setting("facts to know before a training on it, a line each", LINES, default=())
+    unverified: tuple[str, ...] = setting("fields whose source nobody could open", LINES, default=())
+    sources: tuple[str, ...] = setting("where the numbers come from: 'FIELD, FIELD: source'", LINES)
+
+    def problems(self) -> list[str]:
+        """Say which rules between fields are broken."""
+        unknown = [name for name in self.unverified if name not in {field.name for field in dataclasses.fields(self)}]
+        return [f"unverified names {format_value(name)}, which is no field of a device" for name in unknown]
 
     def tflops(self, precision: str) -> float | None:
         """Return the peak of products in a mixed precision ("no" is float32), TFLOP/s; None if the device has none."""
@@ -181,8 +201,14 @@ def load_device(name_or_file: str) -> Device:
         shipped: Device = build(Device, values, f"device {path.stem}")
         return shipped
     values = _read_file(name_or_file, ())
-    own, peak = dict(OWN), values.get("bf16_tflops") or values.get("fp16_tflops")
-    if isinstance(peak, int | float):
+    for name in ("notes", "unverified", "sources"):
+        if isinstance(values.get(name), str):  # one text is no list here: it is easily the beginning of one
+            raise UsageError(
+                f"device {format_name(name_or_file)}: {name} is {format_value(values[name])}, must be a list of texts: "
+                f"[{format_value(values[name])}]"
+            )
+    own, peak = dict(OWN), _find_peak(values)
+    if peak is not None:
         own |= {"fp16_tflops": peak, "bf16_tflops": None, "fp32_tflops": peak / FP32_SHARE}
     assumed = {name: value for name, value in own.items() if name not in values}
     if assumed and "notes" not in values:
@@ -192,6 +218,21 @@ def load_device(name_or_file: str) -> Device:
         )
     device: Device = build(Device, assumed | values, f"device {format_name(name_or_file)}")
     return device
+
+
+def _find_peak(values: dict[str, Any]) -> float | None:
+    """Find the 16-bit peak, from which others are computed; None: none is given.
+
+    One that breaks its rule counts as 1: `build` refuses it, and says nothing of those that would be computed from it.
+    """
+    for name in ("bf16_tflops", "fp16_tflops"):
+        if values.get(name) is not None:
+            try:
+                peak = float(coerce(values[name], float))
+            except TypeError:
+                return 1.0
+            return peak if QUANTITY.holds(peak) else 1.0
+    return None
 
 
 FP32_SHARE = 16

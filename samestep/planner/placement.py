@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from samestep.cut.layout import Layout, shares, solve_layout
 from samestep.errors import UsageError
 from samestep.planner.convnet import ConvNet
@@ -19,7 +17,7 @@ from samestep.planner.memory import Memory
 from samestep.planner.timing import ALL_REDUCE, CALIBRATION, StepTime, count_work, default_software, step_time
 from samestep.planner.workload import Workload
 from samestep.recipe.launches import Refusal
-from samestep.recipe.reading import is_installed, shipped_folder
+from samestep.recipe.reading import is_installed, read_yaml, shipped_folder
 
 CONFIGS = shipped_folder("accelerate_configs")
 RESERVED = 1.2e9
@@ -151,7 +149,7 @@ class Placement:
         file, cores, has_other_precision = config_file or self.written_file, self.hardware.device.cores, False
         if config_file is None and (own_file := self.config_file) is not None:
             file = str(own_file) if is_installed() else _from_here(own_file)
-            has_other_precision = yaml.safe_load(own_file.read_text())["mixed_precision"] != self.mixed_precision
+            has_other_precision = read_yaml(own_file, file)["mixed_precision"] != self.mixed_precision
         script = Path("scripts", self.workload.script)
         words = [
             *("accelerate", "launch", "--config_file", file),

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
-from samestep.recipe.reading import format_name, format_value, read_json
+from samestep.recipe.reading import check_model_folder, format_name, format_value, read_json
 from samestep.recipe.recipe import Recipe
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,9 +47,15 @@ FindConfig = Callable[[str], Mapping[str, Any] | None]
 
 
 def read_local_config(name_or_path: str) -> dict[str, Any] | None:
-    """Read the config.json of a folder; None: there is none, or it is a name on the hub."""
-    path = Path(name_or_path).expanduser() / "config.json"
-    return read_json(path, f"model_name_or_path {format_name(name_or_path)}: config.json") if path.is_file() else None
+    """Read the config.json of a folder; None: there is none, or it is a name on the hub.
+
+    Raises:
+        UsageError: the folder holds what cannot be read as a model, see `check_model_folder`.
+    """
+    folder, origin = Path(name_or_path).expanduser(), f"model_name_or_path {format_name(name_or_path)}"
+    check_model_folder(folder, origin)
+    path = folder / "config.json"
+    return read_json(path, f"{origin}: config.json") if path.is_file() else None
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Reads the YAML and JSON files that people give, strictly: one clear line for whatever is wrong with one."""
+"""Reads small files of others, YAML and JSON among them, strictly: one clear line for whatever is wrong with one."""
 
 import json
 import math
@@ -11,8 +11,10 @@ import yaml
 
 from samestep.errors import UsageError
 
-MAX_YAML_BYTES, MAX_JSON_BYTES = 2**16, 2**24
+MAX_YAML_BYTES, MAX_TEXT_BYTES, MAX_JSON_BYTES = 2**16, 2**20, 2**24
 """Bytes of a file. The files that ship with the package have 4,000; PyYAML takes about a second for 65,536."""
+MAX_TOKENIZER_BYTES = 2**28
+"""Bytes of a file of a model's folder that is read whole; tokenizer.json of 256,000 tokens has 3e7."""
 MAX_DEPTH = 16
 """Levels of nesting; recipes and devices have 2, configurations of models 4."""
 
@@ -48,7 +50,11 @@ def read_yaml(path: Path, origin: str) -> dict[str, Any]:
         UsageError: the file is no regular file, too large, not UTF-8 or not YAML, or holds more than `field: value` lines
             can say: aliases, keys that are no text or come twice, deep nesting, numbers that are too long.
     """
-    text = _read_text(path, origin, MAX_YAML_BYTES)
+    return parse_yaml(read_text(path, origin, MAX_YAML_BYTES), origin)
+
+
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """Read the mapping in a text, as `read_yaml` does in a file's."""
     try:
         values = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
@@ -62,7 +68,13 @@ def read_yaml(path: Path, origin: str) -> dict[str, Any]:
 
 def read_json(path: Path, origin: str) -> dict[str, Any]:
     """Read the object in a JSON file. Arguments, result and errors are those of `read_yaml`."""
-    text = _read_text(path, origin, MAX_JSON_BYTES)
+    return parse_json(read_text(path, origin, MAX_JSON_BYTES), origin)
+
+
+def parse_json(text: str | bytes, origin: str) -> dict[str, Any]:
+    """Read the object in a text of JSON, which came over a network or through a lock, as `read_json` does in a file's."""
+    if len(text) > MAX_JSON_BYTES:
+        raise UsageError(f"{origin} cannot be read: it has more than {MAX_JSON_BYTES:,} bytes")
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -70,6 +82,73 @@ def read_json(path: Path, origin: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{origin} is nested too deeply: {MAX_DEPTH} levels at most") from None
     return _check_mapping(values, origin, 'an object: {"field": value}')
+
+
+def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read a small file whole: no more of it than is allowed, and nothing that could be waited for.
+
+    Args:
+        path: of the file.
+        origin: what the file is, for messages.
+        max_bytes: bytes that it may have.
+
+    Raises:
+        UsageError: the file is missing, no regular file (a folder, a device, a pipe, a socket), too large, or not UTF-8.
+    """
+    try:
+        # Without waiting for the other end of a pipe, and without a terminal that becomes this process's own
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UsageError(f"{origin} cannot be read: it is no regular file. Copy what it gives into one")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise UsageError(f"{origin} cannot be read: it has more than {max_bytes:,} bytes. Give another file")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
+    except UsageError:
+        raise
+    except ValueError as error:  # no UTF-8, or a name that no file can have
+        raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
+
+
+def find_fault(file: str | os.PathLike[str]) -> str | None:
+    """Say what is wrong with a path that leads to no regular file, whose opening could wait for ever; else return None."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}. Check the path and its permissions."
+    except ValueError:
+        return "has a name that no file can have. Check the path."
+    if stat.S_ISREG(mode):
+        return None
+    kind = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
+    return f"is a {kind}, not a regular file. Copy what it gives into one."
+
+
+def check_model_folder(folder: str | os.PathLike[str], origin: str) -> None:
+    """Check the files of a folder before a library reads them whole. What is no folder is left to the library.
+
+    Raises:
+        UsageError: a file that is none (a device, a pipe, a broken link), or a text (.json, .txt, .jinja) that is too large.
+    """
+    places = [path for path in (Path(folder), Path(folder) / "additional_chat_templates") if os.path.isdir(path)]
+    for place in places:
+        try:
+            entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+            for entry in entries:
+                if entry.is_dir():
+                    continue
+                if fault := find_fault(entry.path):
+                    raise UsageError(f"{origin}: {format_name(entry.name)} {fault}")
+                if entry.name.endswith((".json", ".txt", ".jinja")) and entry.stat().st_size > MAX_TOKENIZER_BYTES:
+                    raise UsageError(
+                        f"{origin}: {format_name(entry.name)} cannot be read: it has more than {MAX_TOKENIZER_BYTES:,} bytes. "
+                        "Give another folder"
+                    )
+        except OSError as error:
+            raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
 
 
 def format_value(value: Any, max_length: int = 60) -> str:
@@ -125,23 +204,6 @@ class _StrictLoader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 names.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-def _read_text(path: Path, origin: str, max_bytes: int) -> str:
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UsageError(f"{origin} cannot be read: it is no regular file")
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise UsageError(f"{origin} cannot be read: it has more than {max_bytes:,} bytes")
-        return content.decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{origin} cannot be read: {error.strerror or error}") from None
-    except UsageError:
-        raise
-    except ValueError as error:  # no UTF-8, or a name that no file can have
-        raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
 
 
 def _check_mapping(values: Any, origin: str, form: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from samestep.recipe.settings import (
     FRACTION,
     LAYERS,
     LENGTH,
+    LINE,
     NOT_NEGATIVE,
     PIXELS,
     POSITIVE,
@@ -127,7 +128,7 @@ class Recipe:
     extra: ClassVar[str | None] = None
 
     # What it is
-    name: str = setting("name in the catalog", decides=False, flag=False)
+    name: str = setting("name in the catalog", LINE, decides=False, flag=False)
     task: str = setting("which script trains it", flag=False)
     description: str = setting("what it trains, in a sentence", decides=False, flag=False)
     source: str = setting("where its numbers come from", decides=False, flag=False)

@@ -42,6 +42,7 @@ POSITIVE = Check("must be greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Check("must be 0 or greater", lambda value: value >= 0)
 PROBABILITY = Check("must lie in [0, 1]", lambda value: 0 <= value <= 1)
 FRACTION = Check("must lie in [0, 1)", lambda value: 0 <= value < 1)
+LINE = Check("must be one line of text", lambda value: bool(value.strip()) and value.isprintable())
 
 
 def choice(*choices: str) -> Check:

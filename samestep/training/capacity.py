@@ -62,10 +62,10 @@ class Capacity:
 
 def _read_all() -> dict[str, dict[str, Any]]:
     try:
-        entries = read_json(FILE, "what fits")
-        return {key: values for key, values in entries.items() if _is_valid(values)}
-    except UsageError:  # as if it were not there
+        entries = read_json(FILE, str(FILE))
+    except UsageError:  # a file that is missing or damaged costs measuring again
         return {}
+    return {key: values for key, values in entries.items() if _is_valid(values)}
 
 
 def _is_valid(values: object) -> bool:

@@ -37,7 +37,6 @@ import safetensors.torch
 import torch
 import transformers
 import xxhash
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import PyTorchModelHubMixin
@@ -56,9 +55,17 @@ from tqdm import tqdm
 
 from samestep._internals import torch_distributed
 from samestep.errors import RunError, UsageError, reason
-from samestep.recipe.reading import format_value
+from samestep.recipe.reading import (
+    MAX_JSON_BYTES,
+    format_name,
+    format_value,
+    parse_json,
+    read_json,
+    read_text,
+    read_yaml,
+)
 from samestep.recipe.recipe import Recipe
-from samestep.recipe.run_files import STATE, find_problems, open_regular
+from samestep.recipe.run_files import STATE, find_problems
 from samestep.recipe.run_settings import RunSettings
 from samestep.recipe.settings import build
 from samestep.step.exchange import Exchange
@@ -90,8 +97,6 @@ NUM_ROUTINE = 2
 """Newest checkpoints that remain where --checkpoints_total_limit is not given: older ones are deleted that the clock made."""
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ON_HOST = StateDictOptions(cpu_offload=True)
-MAX_OBJECT = 2**24
-"""Bytes of manifest.json, and of state.json."""
 FORMAT = 3
 READABLE_FORMATS = (2, FORMAT)
 """In format 2, names in the files of the model begin with the name under which a `SummedLosses` has the model."""
@@ -174,8 +179,8 @@ def _has_manifest(folder: Path) -> bool:
 def _is_routine(folder: Path) -> bool:
     """Tell whether the clock asked for a checkpoint, and nobody else. What cannot be read is kept."""
     try:
-        return _read_object(folder / "state.json")[1].get("is_routine") is True
-    except (OSError, ValueError):
+        return read_json(folder / "state.json", "state.json").get("is_routine") is True
+    except UsageError:
         return False
 
 
@@ -608,7 +613,7 @@ def _name_files(part: str, num_owners: int | None) -> list[str]:
 def read(folder: Path, part: str) -> dict[str, torch.Tensor]:
     """Read whole tensors: rows of all files that the manifest lists, in the order of the processes that wrote them."""
     rows: dict[str, list[torch.Tensor]] = {}
-    entries = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+    entries = read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")["files"]
     for file in sorted(name for name in entries if name.startswith(part)):
         for name, tensor in safetensors.torch.load_file(str(folder / file)).items():
             rows.setdefault(name, []).append(tensor)
@@ -666,10 +671,10 @@ def _verify(folder: Path) -> State:
         )
     _check_is_file(manifest)
     try:
-        text, content = _read_object(manifest)
-        content.pop("checksum", None)
+        text = read_text(manifest, "manifest.json", MAX_JSON_BYTES)
+        content = {key: value for key, value in parse_json(text, "manifest.json").items() if key != "checksum"}
         is_whole = text == _manifest(content)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):  # UsageError is a ValueError
         is_whole = False
     if not is_whole:
         raise DamagedCheckpoint("manifest.json is damaged")
@@ -694,9 +699,8 @@ def _verify(folder: Path) -> State:
         for name in (name for name in files if name.endswith(".safetensors")):
             with safe_open(folder / name, "pt") as file:
                 file.keys()
-        record = {"exact_sum": None, "growth": None} | _read_object(folder / "state.json")[
-            1
-        ]  # earlier versions had none
+        record = read_json(folder / "state.json", "state.json")
+        record = {"exact_sum": None, "growth": None} | record  # earlier versions had none
         if problems := find_problems(record, STATE):
             raise ValueError("; ".join(problems.values()))
         state = State(**{field.name: record[field.name] for field in dataclasses.fields(State)})
@@ -708,25 +712,6 @@ def _verify(folder: Path) -> State:
     if not state.step == step == (step if folder_step is None else folder_step):
         raise DamagedCheckpoint(f"it is of step {state.step}")
     return state
-
-
-def _read_object(path: Path) -> tuple[str, dict[str, Any]]:
-    """Read a JSON object, as text and as values.
-
-    Raises:
-        ValueError: it is none, or has more than `MAX_OBJECT` bytes.
-        OSError: it cannot be read.
-    """
-    with open_regular(path) as file:
-        content = file.read(MAX_OBJECT + 1)
-    try:
-        text = content.decode()
-        values = json.loads(text) if len(content) <= MAX_OBJECT else None
-    except (ValueError, RecursionError):
-        values = None
-    if type(values) is not dict:
-        raise ValueError(f"{path.name} is no JSON object of at most {MAX_OBJECT:,} bytes")
-    return text, values
 
 
 def _is_complete(files: dict[str, Any]) -> bool:
@@ -860,12 +845,7 @@ def _bring(store: CheckpointStore, folder: Path) -> State | None:
 
 def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, State]:
     if state.recipe_fingerprint != recipe.fingerprint:
-        try:
-            saved_recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-        except (yaml.YAMLError, ValueError, RecursionError):
-            saved_recipe = None
-        if not isinstance(saved_recipe, dict):
-            raise UsageError(f"checkpoint {folder} is damaged: recipe.yaml holds no recipe. Resume from an older one")
+        saved_recipe = _read_recipe(folder)
         pairs = [(name, saved_recipe.get(name), value) for name, value in recipe.decisive_fields().items()]
         differences = {name: (saved, value) for name, saved, value in pairs if saved != value}
         if not differences.keys() <= set(LATER_FIELDS):
@@ -876,6 +856,13 @@ def _check_recipe(folder: Path, state: State, recipe: Recipe) -> tuple[Path, Sta
     return folder, state
 
 
+def _read_recipe(folder: Path) -> dict[str, Any]:
+    try:
+        return read_yaml(folder / "recipe.yaml", "recipe.yaml")
+    except UsageError as error:
+        raise UsageError(f"checkpoint {format_name(folder)} is damaged: {error}. Resume from an older one") from None
+
+
 def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | None:
     """Read the recipe of a checkpoint that `find` returned, if it is another one: it differs in `LATER_FIELDS` alone.
 
@@ -884,7 +871,7 @@ def read_earlier_recipe(folder: Path, state: State, recipe: Recipe) -> Recipe | 
     """
     if state.recipe_fingerprint == recipe.fingerprint:
         return None
-    saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    saved = _read_recipe(folder)
     values = {name: saved.get(name) for name in LATER_FIELDS}
     if all(getattr(recipe, name) == value for name, value in values.items()):
         return None  # an earlier version's, without fields that are null here
@@ -919,11 +906,11 @@ def load(
             )
     try:
         tensors, moments = (read(folder, part) for part in ("model", "optimizer"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UsageError) as error:
         raise UsageError(
             f"checkpoint {folder} cannot be read ({error}): put it where every process sees it under this name"
         ) from None
-    if json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["format"] > 2:
+    if read_json(folder / "manifest.json", f"checkpoint {folder}: manifest.json")["format"] > 2:
         prefix = _find_prefix(get_model_state_dict(model))
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     bare_model = accelerator.unwrap_model(model)

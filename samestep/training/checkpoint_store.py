@@ -9,7 +9,6 @@ are made again, after longer and longer waits; a checkpoint that cannot be copie
 import contextlib
 import functools
 import hashlib
-import json
 import random
 import re
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from samestep.errors import RunError, UsageError, reason
+from samestep.recipe.reading import MAX_JSON_BYTES, parse_json, read_text
 
 PATIENCE = 300.0
 """Seconds from the first failure of a request to giving it up."""
@@ -139,7 +139,7 @@ class CheckpointStore:
 
     def copy(self, folder: Path, lines: Iterable[Path] = ()) -> None:
         """Copy a checkpoint, its manifest last; see `add`."""
-        manifest = (folder / "manifest.json").read_bytes()
+        manifest = read_text(folder / "manifest.json", f"{folder.name}/manifest.json", MAX_JSON_BYTES).encode()
         target = f"{self.root}/{folder.name}"
         for path in lines:
             if path.exists():
@@ -147,7 +147,7 @@ class CheckpointStore:
         if self._read_manifest(folder.name) == manifest:
             return
         self._insist(lambda: self.files.makedirs(target, exist_ok=True))
-        for name, entry in json.loads(manifest)["files"].items():
+        for name, entry in parse_json(manifest, f"{folder.name}/manifest.json")["files"].items():
             self._insist(functools.partial(self._copy_file, folder / name, f"{target}/{name}", entry["sha256"]))
         self._insist(lambda: self._put(manifest, f"{target}/manifest.json"))
 
@@ -202,8 +202,8 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            manifest = self._insist(lambda: self.files.cat_file(f"{self.root}/{name}/manifest.json"))
-            for file, entry in json.loads(manifest)["files"].items():
+            manifest = self._insist(lambda: self._cat_manifest(name))
+            for file, entry in parse_json(manifest, "manifest.json")["files"].items():
                 if Path(file).name != file:
                     raise ValueError(f"{file!r} is no name of a file")
                 for _ in range(TRIES):
@@ -234,9 +234,13 @@ class CheckpointStore:
 
     def _read_manifest(self, name: str) -> bytes | None:
         try:
-            return self._insist(lambda: self.files.cat_file(f"{self.root}/{name}/manifest.json"))
+            return self._insist(lambda: self._cat_manifest(name))
         except FileNotFoundError:
             return None
+
+    def _cat_manifest(self, name: str) -> bytes:
+        """Return a manifest that is there, no more of it than can be one."""
+        return self.files.cat_file(f"{self.root}/{name}/manifest.json", end=MAX_JSON_BYTES + 1)
 
     def _insist(self, request: Callable[[], Any]) -> Any:
         """Make a request until it succeeds; wait longer each time, by chance a little more or less."""
