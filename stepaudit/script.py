@@ -435,8 +435,6 @@ def compare_resumed_runs(
 def _find_program_problem(name: str) -> str:
     """Say why Python cannot run a file; empty if it can."""
     try:
-        if os.path.exists(name) and not os.path.isfile(name):  # a device without an end, a pipe that nobody writes to
-            return "is no regular file"
         if os.path.getsize(name) > MAX_PROGRAM_BYTES:
             return f"is no Python program: it has more than {MAX_PROGRAM_BYTES:,} bytes"
         compile(Path(name).read_bytes(), name, "exec")

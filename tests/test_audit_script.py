@@ -399,12 +399,21 @@ def test_the_global_batch_is_the_same_on_every_number_of_processes():
         ([*VARY, "--per_process", "batch", "--", "README.md"], "--per_process batch is no flag of --vary"),
         ([*VARY, "--processes", "9" * 5000, "--", "README.md"], "not numbers from 1 to 64"),
         ([*VARY, "--", "README.md"], "README.md is no Python program: line"),
+        ([*VARY, "--", "/dev/zero"], "/dev/zero is not a file"),
+        ([*VARY, "--", "docs"], "docs is not a file"),
     ],
 )
 def test_bad_usage(argv, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UsageError, match=message):
         audit_script(argv)
+
+
+def test_a_file_that_is_too_large_for_a_program(tmp_path):
+    with (tmp_path / "large.py").open("wb") as file:
+        file.truncate(2**40)  # zeros, which take no place
+    with pytest.raises(UsageError, match=r"large\.py is no Python program: it has more than 16,777,216 bytes"):
+        audit_script([*VARY, "--", str(tmp_path / "large.py")])
 
 
 def test_a_program_that_fails_or_takes_no_step(tmp_path):

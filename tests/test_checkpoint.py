@@ -853,6 +853,38 @@ def test_what_cannot_be_by_chance_is_no_traceback_either(tmp_path, monkeypatch):
     refuse("manifest.json is missing")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Each line is nine of the line before: written out, they are more than any memory holds
+        "a0: &a0 x\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)),
+        "seed: &s 0\nglobal_batch_size: *s\n",
+        "- 1\n",
+        "seed: 1\nseed: 2\n",
+        "a: " + "[" * 5000,
+        "#" * 2**17,
+    ],
+)
+def test_a_recipe_that_others_put_into_a_checkpoint_is_read_strictly(tmp_path, text):
+    """The manifest has been made anew, so that the folder is whole."""
+    small = Small(tmp_path)
+    small.save(1)
+    folder = tmp_path / "checkpoint-1"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksum"]
+    state = json.loads((folder / "state.json").read_text()) | {"recipe_fingerprint": "0" * 16}
+    for name, content in (("recipe.yaml", text), ("state.json", json.dumps(state))):
+        (folder / name).write_text(content)
+        manifest["files"][name] = {"size": len(content), "sha256": checkpoint._sha256(folder / name)}
+    (folder / "manifest.json").write_text(checkpoint._manifest(manifest))
+    state = checkpoint.verify(folder)
+    with pytest.raises(UsageError, match=r"checkpoint-1 is damaged: recipe\.yaml .*Resume from an older one") as error:
+        small.find()
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match=r"checkpoint-1 is damaged: recipe\.yaml "):
+        checkpoint.read_earlier_recipe(folder, state, small.recipe)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("more", ["", " --async_checkpointing"])
 def test_two_processes_agree_on_damage_and_on_a_full_disk(train, trainings, corpus, tmp_path, more):

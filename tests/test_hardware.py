@@ -219,6 +219,19 @@ def test_bad_spellings_give_one_clear_message(text, message):
         (("memory_gb_per_s", "memory_gb_s"), "unknown key 'memory_gb_s': did you mean memory_gb_per_s"),
         (("reachable: 0.6", "reachable: 1.6"), "reachable is 1.6, must lie in"),
         (("reachable: 0.6", "reachable: [0.6"), "is not valid YAML"),
+        (("fp16_tflops: 65", f"fp16_tflops: -7{'0' * 399}"), "fp16_tflops is -inf, must be from"),
+        (("fp16_tflops: 65", "fp16_tflops: 1e-300"), "fp16_tflops is 1e-300, must be from"),
+        (
+            ("unverified: [network_gb_per_s]", "unverified: [network]\ndistributed_type: GPU"),
+            "must be one of MULTI_CPU",
+        ),
+        (("unverified: [network_gb_per_s]", "unverified: [speed]"), "unverified names 'speed', which is no field"),
+        (("unverified: [network_gb_per_s]", "unverified: watts"), r"unverified is 'watts', must be a list of texts"),
+        (("unverified: [network_gb_per_s]", "notes: it is small"), r"notes is 'it is small', must be a list of texts"),
+        (("unverified: [network_gb_per_s]", "notes: ['']"), r"notes is \(''.*, must be a list of lines of text"),
+        (("description: ", 'name: "a\\tb"\ndescription: '), r"name is 'a\\tb', must be one line of text"),
+        (("description: ", "name: 2031-05-06\ndescription: "), r"name is datetime.date\(2031, 5, 6\), must be str"),
+        (("network: 50 Gb/s Ethernet", "network: ' '"), "network is ' ', must be one line of text"),
     ],
 )
 def test_bad_files_give_clear_messages(change, message, tmp_path):
@@ -226,6 +239,16 @@ def test_bad_files_give_clear_messages(change, message, tmp_path):
     file.write_text((DEVICES / "t4.yaml").read_text().replace(*change))
     with pytest.raises(UsageError, match=message):
         load_device(str(file))
+
+
+@pytest.mark.parametrize("peak", ["1" + "0" * 400, "-1", "0", ".inf", "often", "[65]", "true", "2001-01-01"])
+def test_a_peak_is_checked_before_others_are_computed_from_it(peak, tmp_path):
+    """The file leaves out fp32_tflops, which is a share of the peak."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"memory_mib: 16000\nmemory_gb_per_s: 320\nbf16_tflops: {peak}\n")
+    with pytest.raises(UsageError) as error:
+        load_device(str(file))
+    assert len(error.value.problems) == 1 and "bf16_tflops is " in str(error.value)
 
 
 def test_a_file_that_is_no_mapping(tmp_path):

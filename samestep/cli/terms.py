@@ -9,7 +9,7 @@ from samestep.errors import UsageError
 from samestep.planner import answer
 from samestep.planner.costs import DISK, MAX_PER_DAY, Terms, read_start
 from samestep.planner.hardware import Hardware, find_device, read_bandwidth
-from samestep.recipe.reading import format_name, read_yaml
+from samestep.recipe.reading import format_name, format_value, read_yaml
 from samestep.recipe.settings import LARGEST, choice, limit, setting
 
 
@@ -74,7 +74,7 @@ def read_prices(value: str | None, hardware: list[Hardware]) -> list[float | Non
 def _read_price(text: Any, value: str) -> float:
     try:
         price = float(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         price = 0.0
     if not 0 < price <= LARGEST or isinstance(text, bool):
         raise UsageError(
@@ -89,7 +89,7 @@ def _read_price_file(file: str, hardware: list[Hardware]) -> list[float]:
     prices = {}
     for name, price in values.items():
         device = name if name in {each.device.name for each in hardware} else find_device(name)
-        prices[device] = _read_price(price, f"{name}: {price}")
+        prices[device] = _read_price(price, f"{name}: {format_value(price)}")
     if missing := sorted({each.device.name for each in hardware} - prices.keys()):
         raise UsageError(
             f"price_per_hour {format_name(file)} has no price of {', '.join(missing)}: add a line for each"
