@@ -248,7 +248,8 @@ def test_a_peak_is_checked_before_others_are_computed_from_it(peak, tmp_path):
     file.write_text(f"memory_mib: 16000\nmemory_gb_per_s: 320\nbf16_tflops: {peak}\n")
     with pytest.raises(UsageError) as error:
         load_device(str(file))
-    assert len(error.value.problems) == 1 and "bf16_tflops is " in str(error.value)
+    assert len(error.value.problems) == 1
+    assert "bf16_tflops is " in str(error.value)
 
 
 def test_a_file_that_is_no_mapping(tmp_path):
