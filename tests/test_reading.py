@@ -19,6 +19,7 @@ OWN_FILES = {
     "recipe/rehearsal.py": "the command line of the parent",
     "planner/hardware.py": "devices of the package",
     "data/documents.py": "Python's own library",
+    "data/template_process.py": "/proc/self/statm",
     "data/images.py": "an image, after its kind of file is known",
     "training/checkpoint_store.py": "lines of a run, of any length",
     "training/report.py": "lines of a run, of any length",

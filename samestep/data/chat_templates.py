@@ -5,6 +5,7 @@ rendered alone, and must be, token for token, the beginning of the whole: what f
 not hold is refused.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -15,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import jinja2
 import numpy as np
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data.conversation_rows import has_turns
 from samestep.data.documents import shorten
+from samestep.data.template_process import PROCESS, Part, Rendering, Request, TemplateLimitError, TemplateRefusal
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe
 from samestep.errors import UsageError, reason
 from samestep.recipe.extras import optional
@@ -91,15 +92,16 @@ class Renderer:
                 "the tokenizer has no chat template, but the rows have turns: give one, --chat_template FILE, or texts "
                 "(columns prompt and completion, or text)"
             )
+        self.token_texts = dict(tokenizer.special_tokens_map)
         try:
-            self.find_template(None)
-            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-        except (jinja2.TemplateSyntaxError, ValueError) as error:  # ValueError: several templates, none the default
-            raise UsageError(
-                f"the chat template cannot be used: {reason(error)}: mend it, or give --chat_template FILE"
-            ) from None
-        except Exception:  # of any kind: a template may refuse this turn, but not those of the rows
-            return
+            next(PROCESS.take(self._make_request([{"role": "user", "content": "a"}], None, [Part(1)])))
+        except (TemplateRefusal, ValueError) as error:  # ValueError: several templates, none the default
+            if isinstance(error, TemplateLimitError):
+                raise
+            if isinstance(error, ValueError) or error.is_syntax:  # it may refuse this turn, but not those of the rows
+                raise UsageError(
+                    f"the chat template cannot be used: {reason(error)}: mend it, or give --chat_template FILE"
+                ) from None
 
     def find_template(self, tools: list | None) -> str:
         """Find the template that is used with these tools."""
@@ -159,39 +161,82 @@ class Renderer:
     def _render_turns(
         self, prompt: list[dict], answer: list[dict], tools: list[dict] | None
     ) -> tuple[list[int], np.ndarray]:
-        turns = prompt + answer
-        text = self._apply(turns, tools)
-        _check_nothing_is_lost(turns, tools, text)
-        first = 0 if self.train_on == "assistant" else len(prompt)
-        if self.train_on != "all" and MARKER.search(self.find_template(tools)):
-            return self._find_marked(turns, tools, first)
-        tokens = self._encode(text)
+        request = self._plan(prompt, answer, tools)
+        turns, first, has_markers = request.turns, self._find_first(prompt), request.has_markers
+        renderings = self._render(request)
+        whole = next(renderings)
+        _check_nothing_is_lost(turns, tools, whole.text)
+        if has_markers:
+            return self._find_marked(turns, tools, first, whole, renderings)
+        tokens = self._encode(whole.text)
         if self.train_on == "all":
             return tokens, np.ones(len(tokens), bool)
-        return tokens, self._find_answers(turns, tools, tokens, first)
+        return tokens, self._find_answers(turns, tools, tokens, first, renderings)
 
-    def _apply(self, turns: list[dict], tools: list[dict] | None, **options: Any) -> Any:
+    def ask(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Ask ahead for what `render` will need for rows, which it then gets without waiting."""
+        if self.has_turns:
+            PROCESS.ask([self._plan(row["prompt"], answer, row["tools"]) for row in rows for answer in row["answers"]])
+
+    def _find_first(self, prompt: list[dict]) -> int:
+        """Find the number of the first turn that may be trained."""
+        return 0 if self.train_on == "assistant" else len(prompt)
+
+    def _plan(self, prompt: list[dict], answer: list[dict], tools: list[dict] | None) -> Request:
+        """List the parts of a conversation that have to be rendered to find what is trained."""
+        turns, first = prompt + answer, self._find_first(prompt)
+        has_markers = self.train_on != "all" and MARKER.search(self.find_template(tools)) is not None
+        parts = [Part(len(turns))]
+        if has_markers and first:
+            parts.append(Part(first, begins_answer=True))
+        elif not has_markers and self.train_on != "all":
+            answers = [place for place, turn in enumerate(turns) if place >= first and turn["role"] == "assistant"]
+            for place in answers if 0 not in answers else ():  # the first turn of all has no beginning
+                parts += [Part(place, begins_answer=True), *[Part(place + 1)] * (place < len(turns) - 1)]
+        return self._make_request(turns, tools, parts, has_markers)
+
+    def _make_request(
+        self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
+    ) -> Request:
+        return Request(self.find_template(tools), self.token_texts, turns, tools, parts, has_markers)
+
+    def _render(self, request: Request) -> Iterator[Rendering]:
         try:
-            return self.tokenizer.apply_chat_template(turns, tools=tools, **({"tokenize": False} | options))
-        except Exception as error:  # of any kind: others wrote the template
+            yield from PROCESS.take(request)
+        except TemplateRefusal as error:
             raise UsageError(
-                f"the chat template refuses it ({reason(error)}): mend the row, or give another template, --chat_template FILE"
+                f"the chat template refuses it ({error}): mend the row, or give another template, --chat_template FILE"
             ) from None
+
+    def _render_whole(self, turns: list[dict], tools: list[dict] | None) -> str:
+        return next(self._render(self._make_request(turns, tools, [Part(len(turns))]))).text
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _find_marked(self, turns: list[dict], tools: list[dict] | None, first: int) -> tuple[list[int], np.ndarray]:
-        """Find the tokens, and those inside of the template's markers, of the turns from number `first` on."""
-        quiet = {"tokenizer_kwargs": {"verbose": False}}
-        encoding = self._apply(
-            turns, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **quiet
-        )
-        tokens, mask = encoding["input_ids"], np.array(encoding["assistant_masks"], bool)
+    def _find_marked(
+        self, turns: list[dict], tools: list[dict] | None, first: int, whole: Rendering, renderings: Iterator[Rendering]
+    ) -> tuple[list[int], np.ndarray]:
+        """Find the tokens, and those inside of the template's markers, of the turns from number `first` on.
+
+        Args:
+            turns, tools: of the conversation.
+            first: number of a turn.
+            whole: the conversation.
+            renderings: where `first` is not 0, the beginning up to it.
+        """
+        encoding = self.tokenizer(whole.text, add_special_tokens=False, verbose=False)
+        tokens = encoding["input_ids"]
+        mask = np.zeros(len(tokens), bool)
+        for start, end in whole.spans:  # as apply_chat_template does with return_assistant_tokens_mask
+            start_token, end_token = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+            if start_token is None:
+                break
+            mask[start_token : end_token + 1 if end_token else len(tokens)] = True
         is_assistant = np.array([turn["role"] == "assistant" for turn in turns])
         num_answers = _count_runs(is_assistant & (np.arange(len(turns)) >= first))
         if first:
-            before = self._encode(self._apply(turns[:first], tools, add_generation_prompt=True))
+            before = self._encode(next(renderings).text)
             starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # of each run of marked tokens
             is_one_run_per_turn = (
                 len(starts) == _count_runs(is_assistant) and not is_assistant[first - 1 : first + 1].all()
@@ -219,8 +264,22 @@ class Renderer:
                 )
         return tokens, mask
 
-    def _find_answers(self, turns: list[dict], tools: list[dict] | None, tokens: list[int], first: int) -> np.ndarray:
-        """Find the tokens of the assistant's turns from number `first` on, by rendering the turns before each."""
+    def _find_answers(
+        self,
+        turns: list[dict],
+        tools: list[dict] | None,
+        tokens: list[int],
+        first: int,
+        renderings: Iterator[Rendering],
+    ) -> np.ndarray:
+        """Find the tokens of the assistant's turns from number `first` on.
+
+        Args:
+            turns, tools: of the conversation.
+            tokens: of the whole of it.
+            first: number of a turn.
+            renderings: for each of these turns the beginning up to it, and with it, unless that is the whole.
+        """
         mask = np.zeros(len(tokens), bool)
         for number, turn in enumerate(turns):
             if number < first or turn["role"] != "assistant":
@@ -230,9 +289,9 @@ class Renderer:
                     "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
                     "give one, --chat_template FILE, or leave out the turn"
                 )
-            before = self._encode(self._apply(turns[:number], tools, add_generation_prompt=True))
+            before = self._encode(next(renderings).text)
             is_last = number == len(turns) - 1
-            after = tokens if is_last else self._encode(self._apply(turns[: number + 1], tools))
+            after = tokens if is_last else self._encode(next(renderings).text)
             if tokens[: len(before)] != before:
                 self._refuse_beginning(turns[:number], tools, tokens, before)
             if tokens[: len(after)] != after:
@@ -252,7 +311,7 @@ class Renderer:
             before: tokens of `turns` and of the beginning of an answer; None: the fault is not there.
         """
         others = ", or set train_on to completions" if self.train_on == "assistant" else ""
-        alone = self._encode(self._apply(turns, tools))
+        alone = self._encode(self._render_whole(turns, tools))
         if before is not None and tokens[: len(alone)] == alone:
             begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
             raise UsageError(
@@ -278,7 +337,7 @@ class Renderer:
     def find_end_token(self) -> str | None:
         """Find the special token with which the template ends a turn of the assistant; None: it has none."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        tokens = self._encode(self._apply(turns, None))
+        tokens = self._encode(self._render_whole(turns, None))
         end = self._find_end_of_turn(tokens)
         return None if end is None else self.tokenizer.convert_ids_to_tokens(tokens[end])
 
@@ -402,8 +461,29 @@ def make_tokenizer(recipe: Any, rows: Dataset) -> PreTrainedTokenizerBase:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = template
     if template is not None:
-        tokenizer.eos_token = Renderer(tokenizer, "assistant", True).find_end_token() or tokenizer.eos_token
+        with naming_template(recipe):
+            tokenizer.eos_token = Renderer(tokenizer, "assistant", True).find_end_token() or tokenizer.eos_token
     return tokenizer
+
+
+def try_template(recipe: Any) -> None:
+    """Refuse a template file that is missing, or takes too much for the shortest conversation, before data are read."""
+    if recipe.chat_template is not None:
+        turns = [{"role": "user", "content": "a"}]
+        with naming_template(recipe), contextlib.suppress(TemplateRefusal):  # which `Renderer` reports
+            next(PROCESS.take(Request(_read_template(recipe.chat_template), {}, turns, None, [Part(1)])))
+
+
+@contextlib.contextmanager
+def naming_template(recipe: Any) -> Iterator[None]:
+    """Name the template of a recipe in the error of one that takes too much."""
+    try:
+        yield
+    except TemplateLimitError as error:
+        name = f"chat_template {format_name(recipe.chat_template)}"
+        if recipe.chat_template is None:
+            name = f"the chat template of {format_name(recipe.tokenizer_name or recipe.model_name_or_path)}"
+        raise UsageError(f"{name} {error}") from None
 
 
 def _read_template(file: str) -> str:

@@ -4,12 +4,13 @@ Rows are tokenized once, into a memory-mapped file, with a mask of the tokens th
 predict (see `chat_templates`). Sequences lie end to end in a micro-batch: nothing is padded.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +19,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import chat_templates
+from samestep.data import chat_templates, template_process
 from samestep.data.arrow import ListColumn
-from samestep.data.chat_templates import Renderer, make_tokenizer
+from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
 from samestep.data.conversation_rows import has_turns, load_sources, name_sources
+from samestep.data.template_process import PROCESS, TemplateLimitError
 from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 else:
     Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
 
+READ_AHEAD = 2**17  # characters that are rendered ahead, about
 MAX_PROBLEMS = 10  # different faults of rows that are reported
 KEPT, CUT, TOO_LONG, UNTRAINED = range(4)
 """What became of a row: its sample is whole, or cut at max_seq_length; or it is left out, for its length or its mask."""
@@ -449,6 +452,7 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
     Raises:
         UsageError: data, tokenizer or template that cannot be used.
     """
+    try_template(recipe)
     sources = load_sources(recipe)
     rows = datasets.concatenate_datasets([source.train for source in sources])
     held_out = datasets.concatenate_datasets([source.held_out for source in sources])
@@ -467,10 +471,11 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
         "entries": [source.entry for source in sources],
     }
     mixing |= {"weights": recipe.mixture_weights}
-    train = Conversations(rows, tokenizer, **settings, **mixing, description="training conversations")
-    if not len(held_out):
-        return train, None
-    return train, Conversations(held_out, tokenizer, **settings, description="held-out conversations")
+    with naming_template(recipe), contextlib.closing(PROCESS):
+        train = Conversations(rows, tokenizer, **settings, **mixing, description="training conversations")
+        if not len(held_out):
+            return train, None
+        return train, Conversations(held_out, tokenizer, **settings, description="held-out conversations")
 
 
 def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, cuts: bool) -> dict[str, list]:
@@ -480,12 +485,14 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
         name: [] for name in ("tokens", "trained", "border", "state", "stops", "special", "problem")
     }
     nothing = (np.zeros(0, np.int32), np.zeros(0, bool))
-    for text in batch["row"]:
-        row, sequences, state, stop, problem = json.loads(text), [nothing], KEPT, -1, None
+    for place, row in _read_ahead(batch["row"], renderer):
+        sequences, state, stop, problem = [nothing], KEPT, -1, None
         try:
             sequences = renderer.render(row)
             if len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0]):
                 raise UsageError("chosen and rejected are the same tokens: leave out the row")
+        except TemplateLimitError as error:  # which other rows would take, too
+            raise TemplateLimitError(f"{error} ({batch['place'][place]})") from None
         except UsageError as error:
             problem = str(error)
         if problem is None and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
@@ -510,10 +517,26 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
     return columns
 
 
+def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read rows and their numbers, a few at a time, for which the renderer asks at once."""
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for place, text in enumerate(texts):
+        rows.append(json.loads(text))
+        prompt = rows[-1]["prompt"]
+        size += len(text) * (
+            len(prompt) + 1 if isinstance(prompt, list) else 1
+        )  # each turn's beginning may be rendered
+        if size > READ_AHEAD or place == len(texts) - 1:
+            renderer.ask(rows)
+            yield from enumerate(rows, start=place + 1 - len(rows))
+            rows, size = [], 0
+
+
 def _hash(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _source() -> str:
     """Hash what makes samples of rows, so that cached samples are made anew when it changes."""
-    return _hash(*(Path(file).read_bytes() for file in (__file__, chat_templates.__file__)))
+    return _hash(*(Path(file).read_bytes() for file in (__file__, chat_templates.__file__, template_process.__file__)))

@@ -1,0 +1,319 @@
+"""Renders chat templates, small programs of others, in a process whose time, memory and output are limited.
+
+A template can ask for a gigabyte of text in one call of C, which nothing in the same process interrupts. So a forked process
+renders. The kernel counts its processor time, however busy the machine is, ends it when that is spent, and refuses it memory
+beyond its limit (where a process's address space can be limited: on Linux).
+"""
+
+import atexit
+import collections
+import contextlib
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from samestep.errors import UsageError, reason
+
+SECONDS = 1.0  # of processor time for a rendering
+AVERAGE_SECONDS, SECONDS_PER_BYTE = 0.02, 1e-6  # of a rendering among many; and more for each byte of a conversation
+MEMORY = 3 * 2**28  # bytes beyond those that the process begins with
+CHARACTERS, CHARACTERS_PER_BYTE = 2**20, 64  # of a rendered text; and more for each byte of a conversation
+REMEDY = "mend it, or give another template, --chat_template FILE"
+BUFFER = 2**16  # bytes
+LENGTH = struct.Struct(">Q")  # of a message between the processes
+
+
+class TemplateRefusal(Exception):
+    """A template that does not render a conversation; the message says why.
+
+    Attributes:
+        is_syntax: whether it renders none, because it is not Jinja.
+    """
+
+    def __init__(self, message: str, is_syntax: bool = False):
+        super().__init__(message)
+        self.is_syntax = is_syntax
+
+
+class TemplateLimitError(UsageError):
+    """A template that takes more than is allowed. The message has no subject: "takes more than ...", and the remedy."""
+
+
+class Part(NamedTuple):
+    """What is rendered of a conversation.
+
+    Attributes:
+        num_turns: of its beginning.
+        begins_answer: whether the beginning of an answer follows (`add_generation_prompt`).
+    """
+
+    num_turns: int
+    begins_answer: bool = False
+
+
+class Request(NamedTuple):
+    """A conversation to render.
+
+    Attributes:
+        template: in Jinja.
+        special_tokens: of the tokenizer: "eos_token" and so on -> text.
+        turns, tools: of the conversation.
+        parts: of the conversation.
+        has_markers: whether the template has markers, whose spans are found.
+    """
+
+    template: str
+    special_tokens: Mapping[str, str]
+    turns: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    parts: Sequence[Part]
+    has_markers: bool = False
+
+
+class Rendering(NamedTuple):
+    """A rendered text.
+
+    Attributes:
+        text: the whole of it.
+        spans: [first character, the one after the last] of what each of the template's markers hold.
+    """
+
+    text: str
+    spans: list[list[int]]
+
+
+class TemplateProcess:
+    """The process that renders: started for the first conversation, again after its end, and anew in a forked process."""
+
+    def __init__(self) -> None:
+        self.owner = self.pid = 0  # process that started it, and its own number; 0: there is none
+        self.pipes: list[BinaryIO] = []  # for requests, for answers
+        self.queue: collections.deque[tuple[Request, int]] = (
+            collections.deque()
+        )  # requests, and numbers of their answers
+        self.setup: tuple[str, Mapping[str, str]] | None = None  # template and special tokens that it knows
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
+        if self.owner != os.getpid():
+            self._start()
+        content, setup = [], self.setup
+        for request in requests:
+            turns = [{key: value for key, value in turn.items() if value is not None} for turn in request.turns]
+            own_setup = request.template, request.special_tokens
+            told = None if own_setup == setup else own_setup
+            content.append(_frame(_encode([told, turns, request.tools, request.parts, request.has_markers])))
+            setup = own_setup
+        with contextlib.suppress(OSError, EOFError):  # the process has ended: who takes will see it
+            while self.queue:  # of a caller that has refused the conversation half-way
+                self._drop_first()
+            self.pipes[0].write(_frame(b"".join(content)))  # one message: it is read before there is any answer
+            self.pipes[0].flush()
+            self.setup = setup
+        self.queue = collections.deque((request, len(request.parts)) for request in requests)
+
+    def take(self, request: Request) -> Iterator[Rendering]:
+        """Render the parts of a conversation as `apply_chat_template` does.
+
+        Yields:
+            The rendering of each part, which waits for nothing if it was asked for.
+
+        Raises:
+            TemplateRefusal: the template does not render a part.
+            TemplateLimitError: the template takes too much.
+        """
+        is_alone, num_taken = False, 0
+        with contextlib.suppress(EOFError):
+            whole = request, len(request.parts)  # what is left of an equal one is another caller's
+            while self.owner == os.getpid() and self.queue and self.queue[0] != whole:
+                self._drop_first()
+        if self.owner != os.getpid() or not self.queue:
+            is_alone = True
+            self.ask([request])
+        while num_taken < len(request.parts):
+            try:
+                answer = self._receive()
+            except EOFError:
+                end = self._explain_end()
+                if is_alone:
+                    raise TemplateLimitError(f"{end}: {REMEDY}") from None
+                is_alone = True  # another conversation of those that were asked for may have ended it
+                self.ask([request])
+                with contextlib.suppress(EOFError):
+                    for _ in range(num_taken):
+                        self._receive()
+                continue
+            if "limit" in answer:
+                raise TemplateLimitError(f"{answer['limit']}: {REMEDY}")
+            if "refusal" in answer:
+                raise TemplateRefusal(answer["refusal"], answer["is_syntax"])
+            num_taken += 1
+            yield Rendering(answer["text"], answer["spans"])
+
+    def close(self) -> None:
+        """End the process. The next conversation starts another one."""
+        if self.owner == os.getpid():
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # what is not sent needs nobody any more
+                pipe.close()
+        self.owner, self.pipes, self.setup = 0, [], None
+        self.queue.clear()
+
+    def _start(self) -> None:
+        self.close()  # pipes of the process that this one was forked from
+        read_requests, write_requests = os.pipe()
+        read_answers, write_answers = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of threads: the forked process calls nothing of theirs
+            pid = os.fork()
+        if not pid:
+            _become_renderer(read_requests, write_answers)
+        os.close(read_requests)
+        os.close(write_answers)
+        self.pipes = [os.fdopen(write_requests, "wb", BUFFER), os.fdopen(read_answers, "rb", BUFFER)]
+        self.owner, self.pid = os.getpid(), pid
+
+    def _receive(self) -> dict[str, Any]:
+        """Return the next answer. Raises EOFError: the process has ended."""
+        answer: dict[str, Any] = _decode(_receive(self.pipes[1]))
+        request, num_answers = self.queue.popleft()
+        if num_answers > 1:
+            self.queue.appendleft((request, num_answers - 1))
+        return answer
+
+    def _drop_first(self) -> None:
+        for _ in range(self.queue[0][1]):
+            self._receive()
+
+    def _explain_end(self) -> str:
+        """Say why the process has ended, and forget it."""
+        _, status = os.waitpid(self.pid, 0)
+        self.owner = 0  # nobody is to be killed
+        self.close()
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGPROF:
+            return f"takes more than {SECONDS:g} s of processor time for a conversation"
+        if code == -signal.SIGKILL:
+            return "has its process killed while it renders a conversation, perhaps for its memory"
+        return f"ends the process that renders it (exit code {code})"
+
+
+PROCESS = TemplateProcess()
+"""The process for all templates of this one."""
+atexit.register(PROCESS.close)
+
+
+def _become_renderer(requests: int, answers: int) -> NoReturn:
+    """Serve requests until the other end is closed. Nothing of the forked process but its code and these pipes is used."""
+    code = 1
+    try:
+        gc.freeze()  # objects of the other process, whose finalizers are its own
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which end the other process, and so this one
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor, target in ((requests, 0), (answers, 1), (null, 2)):
+            os.dup2(descriptor, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # sockets and locks of the other process
+        _limit_memory()
+        with open(0, "rb", closefd=False) as incoming, open(1, "wb", BUFFER, closefd=False) as outgoing:
+            _serve(incoming, outgoing)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":
+        size = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize() + MEMORY
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([size, *limits]), hard))
+
+
+def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    template, special_tokens, left = "", {}, SECONDS
+    while True:
+        try:
+            message = _receive(incoming)
+        except EOFError:
+            return
+        requests = io.BytesIO(message)
+        while requests.tell() < len(message):
+            request = _receive(requests)
+            size = len(request)
+            setup, turns, tools, parts, has_markers = _decode(request)
+            if setup is not None:
+                template, special_tokens = setup
+            for num_turns, begins_answer in parts:
+                options = {"return_assistant_tokens_mask": has_markers, "add_generation_prompt": begins_answer}
+                begin, more = time.process_time(), SECONDS_PER_BYTE * size
+                signal.setitimer(signal.ITIMER_PROF, SECONDS + more)  # whose signal ends this process
+                answer = _render(template, turns[:num_turns], tools, special_tokens | options, size)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                left += AVERAGE_SECONDS + more + begin - time.process_time()
+                if left < 0:
+                    answer = _encode({"limit": f"takes more than {AVERAGE_SECONDS:g} s of processor time on average"})
+                outgoing.write(_frame(answer))
+        outgoing.flush()  # one wake-up of the other process for all that the buffer holds
+
+
+def _render(
+    template: str, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any], size: int
+) -> bytes:
+    """Render a conversation of a size in bytes; return the answer."""
+    try:
+        if not turns:
+            raise ValueError("a conversation without a turn")
+        texts, spans = render_jinja_template(
+            conversations=[turns], tools=tools, chat_template=template, **({"documents": None} | options)
+        )
+        largest = CHARACTERS + CHARACTERS_PER_BYTE * size
+        if len(texts[0]) > largest:
+            return _encode({"limit": f"makes more than {largest:,} characters of a conversation of {size:,} bytes"})
+        return _encode({"text": texts[0], "spans": spans[0] if spans else []})
+    except MemoryError:
+        return _encode({"limit": f"takes more than {MEMORY / 2**20:.0f} MiB of memory for a conversation"})
+    except Exception as error:  # of any kind: others wrote the template
+        is_syntax = isinstance(error, jinja2.TemplateSyntaxError)
+        return _encode({"refusal": reason(error), "is_syntax": is_syntax})
+
+
+def _encode(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _decode(message: bytes) -> Any:
+    return json.loads(message.decode("utf-8", "surrogatepass"))
+
+
+def _frame(message: bytes) -> bytes:
+    return LENGTH.pack(len(message)) + message
+
+
+def _receive(pipe: BinaryIO) -> bytes:
+    """Return a message. Raises EOFError: the other end is closed."""
+    head = pipe.read(LENGTH.size)
+    size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+    message = pipe.read(size)
+    if not size or len(message) < size:
+        raise EOFError
+    return message
