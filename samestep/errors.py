@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ __all__ = [
     "RunError",
     "UsageError",
     "exit_code",
+    "explain_unwritable",
     "is_lost_connection",
     "is_utf8",
     "nearest",
@@ -26,6 +28,33 @@ __all__ = [
 ]
 
 PROCESS_0_SECONDS = 3
+CACHES = {
+    "HF_DATASETS_CACHE": "$HF_HOME/datasets",
+    "HF_HUB_CACHE": "$HF_HOME/hub",
+    "HF_HOME": "~/.cache/huggingface",
+    "TORCHINDUCTOR_CACHE_DIR": "$TMPDIR/torchinductor_$USER",
+    "TRITON_CACHE_DIR": "~/.triton/cache",
+    "MPLCONFIGDIR": "~/.cache/matplotlib",
+    "TMPDIR": "/tmp",
+}
+"""Variable of the environment that names a folder into which libraries write -> the folder where it is not set."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNWRITABLE = FULL | {
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOLCK,
+    errno.ELOOP,
+}
+"""Numbers of errors that say that a place is full, or cannot be used, whatever the program is."""
+UNWRITABLE_TEXT = re.compile(
+    "No space left on device|Disk quota exceeded|Read-only file system|File too large|No usable temporary directory"
+)
+"""What such an error says where a library leaves out its number."""
+LITTLE = 2**26  # free bytes of a folder that is as good as full
 LOST_PROCESS = (
     "another process has ended or hangs: this one ends, and the launcher starts it again from the newest checkpoint"
 )
@@ -78,6 +107,74 @@ def is_utf8(name: str) -> bool:
     return True
 
 
+def explain_unwritable(error: BaseException) -> str | None:
+    """Say in a line which folder a library could not write to, and how to give it another; None: the error is another one.
+
+    Libraries wrap such errors in their own, and leave out the path where a disk is full. Then the folder of `CACHES` with the
+    least room is named, if it is as good as full.
+    """
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    folders = {name: _find_cache(name) for name in CACHES}
+    for cause in causes:
+        text, path, number = UNWRITABLE_TEXT.search(str(cause)), None, None
+        if isinstance(cause, OSError):
+            path, number = cause.filename if isinstance(cause.filename, str) else None, cause.errno
+        owner = None if path is None else _find_owner(path, folders)
+        is_cache = number is not None and owner not in (
+            None,
+            "TMPDIR",
+        )  # a library's own, which it makes if it is missing
+        if number not in UNWRITABLE and text is None and not is_cache:
+            continue
+        if path is None:
+            rooms = {name: _count_free_bytes(folder) for name, folder in folders.items()}
+            least = min(rooms, key=lambda name: rooms[name])
+            owner = least if rooms[least] < LITTLE else None
+        place = path or (folders[owner] if owner else "a file")
+        problem = text[0] if text else os.strerror(number or 0)
+        remedy = "give the right to write there"
+        if number in FULL or text:
+            free = _count_free_bytes(place) if path or owner else math.inf
+            problem += f", {free / 1e6:,.1f} MB are free" if free < math.inf else ""
+            remedy = "make room there" if free < LITTLE else "make room, or raise the limit of files (ulimit -f)"
+        other = f"set {owner} to another folder" if owner else "give another folder"
+        return f"{place[:300]} cannot be used ({problem}): {remedy}, or {other}"
+    return None
+
+
+def _find_cache(name: str) -> str:
+    """Find the folder that a variable of `CACHES` names, or that stands for it."""
+    folder = os.environ.get(name) or CACHES[name]
+    if folder.startswith("$"):
+        other, _, rest = folder[1:].partition("/")
+        folder = os.path.join(_find_cache(other), os.path.expandvars(rest))
+    return os.path.abspath(os.path.expanduser(folder))
+
+
+def _find_owner(path: str, folders: dict[str, str]) -> str | None:
+    """Find the variable of the innermost folder that holds a path; None: none of them does."""
+    path = os.path.abspath(path)
+    holders = [name for name, folder in folders.items() if path == folder or path.startswith(folder + os.sep)]
+    holders += [name for name, folder in folders.items() if folder.startswith(path + os.sep) and name in os.environ]
+    return max(holders, key=lambda name: len(folders[name]), default=None)
+
+
+def _count_free_bytes(path: str) -> float:
+    """Count the free bytes of the file system of a path, or of its first parent that exists."""
+    while True:
+        try:
+            status = os.statvfs(path)
+            return float(status.f_bavail * status.f_frsize)
+        except (OSError, ValueError):
+            if os.path.dirname(path) == path:
+                return math.inf
+            path = os.path.dirname(path)
+
+
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
@@ -104,17 +201,19 @@ def exit_code(main: Callable[[], int | None]) -> int:
     try:
         try:
             code = main() or 0
-        except RuntimeError as error:
-            if isinstance(error, RunError) or not is_lost_connection(error):
+        except (UsageError, RunError):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
+            if problem := explain_unwritable(error):
+                raise UsageError(problem) from None
+            if not isinstance(error, RuntimeError) or not is_lost_connection(error):
                 raise
             if will_be_restarted():
                 raise LostProcessError(LOST_PROCESS) from None
             if "RANK" in os.environ:  # what has ended the other process stands in its own message
                 _wait_for_launcher()
-            raise
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                raise UsageError(f"no file can have so long a name: {str(error.filename)[:60]!r}...") from None
             raise
         except SystemExit as error:
             if error.code:

@@ -393,7 +393,7 @@ def test_a_full_disk_is_one_message(cache):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
-            RunError,
+            UsageError,
             match=r"captchas cannot be written to .*captchas \(File too large\): 0\.5 MB must fit there, or set HF_DATA",
         ):
             build(make(), 1)
@@ -404,7 +404,7 @@ def test_a_full_disk_is_one_message(cache):
 
 def test_a_folder_that_cannot_be_made_is_one_message(cache):
     cache.parent.write_text("a file")
-    with pytest.raises(RunError, match=r"captchas cannot be written to .*captchas \(.*\): 0\.5 MB must fit"):
+    with pytest.raises(UsageError, match=r"captchas cannot be written to .*captchas \(.*\): 0\.5 MB must fit"):
         build(make(), 1)
 
 

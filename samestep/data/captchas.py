@@ -239,8 +239,8 @@ def build(recipe: CaptchaRecognition, num_workers: int | None = None) -> tuple[C
         num_workers: processes that draw; None: as many as there are processors.
 
     Raises:
-        UsageError: see `draw_captcha`.
-        RunError: the cache cannot be written, or a process that draws was killed.
+        UsageError: see `draw_captcha`; or the cache cannot be written.
+        RunError: a process that draws was killed.
     """
     return _build(recipe, "train", num_workers), _build(recipe, "validation", num_workers)
 
@@ -288,7 +288,7 @@ def _write(file: Path, recipe: CaptchaRecognition, split: str, num_samples: int,
         return digest.hexdigest()
     except OSError as error:
         size = num_samples * _row((recipe.image_height, recipe.image_width), recipe.num_characters).itemsize
-        raise RunError(
+        raise UsageError(
             f"captchas cannot be written to {file.parent} ({error.strerror or error}): {size / 1e6:,.1f} MB must fit there, or "
             "set HF_DATASETS_CACHE to another folder"
         ) from error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.errors import UsageError, is_utf8, nearest, reason
+from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault
@@ -260,7 +260,9 @@ def cache_rows(
         return Dataset.from_generator(
             generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
         )
-    except datasets.exceptions.DatasetGenerationError:
+    except datasets.exceptions.DatasetGenerationError as error:
+        if explain_unwritable(error):  # the cache is at fault, and not what is read
+            raise
         for _ in generate(**kwargs):  # meet the user's error again
             pass
         raise
@@ -286,6 +288,8 @@ def load_hub(
     try:
         return datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except Exception as error:  # of any kind: others wrote the files that are read
+        if problem := explain_unwritable(error):
+            raise UsageError(problem) from None
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         raise UsageError(
             f"dataset_name {name!r} (config {config!r}, split {split!r}): {reason(cause or error)}. Check the names and the "

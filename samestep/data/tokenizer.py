@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.errors import UsageError, reason
+from samestep.errors import UsageError, explain_unwritable, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import check_model_folder, format_name
 
@@ -192,6 +192,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         entries = tokenizer.backend_tokenizer.get_vocab()
     except Exception as error:  # of any kind: the files were written by others
+        if problem := explain_unwritable(error):
+            raise UsageError(problem) from None
         raise UsageError(
             f"tokenizer {name_or_path} cannot be loaded ({reason(error)}): check the name or the folder"
             f"{'' if is_required else ', or train one on the text: --tokenizer_name none'}"
