@@ -146,3 +146,11 @@ def test_the_noise_scale_has_a_panel_where_it_was_measured(monkeypatch):
     assert ranges[0] == pytest.approx([64, 64])
     assert ranges[-1][1] == 16_000
     assert axes.get_legend_handles_labels()[1] == ["global batch: 16"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [[1.7e308, -1.7e308, 1.0], [None, 1.7e308, None], [5e-324, 0.0, -5e-324]])
+def test_losses_at_the_ends_of_what_a_float_holds_are_drawn(values):
+    steps = [{"step": 2**53 - 4 + number, "loss": value} for number, value in enumerate(values)]
+    evaluations = [{"step": 2, "eval_loss": 1.7e308, "eval_accuracy": -1.7e308}]
+    assert plots.plot_training(steps, evaluations, ["lm"], "a run").startswith(b"\x89PNG")

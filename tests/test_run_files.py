@@ -123,6 +123,7 @@ def test_a_line_that_does_not_end_is_given_up(tmp_path, monkeypatch):
         ("noise.jsonl", {"step": 1, "samples": 1, "targets": {}}, "layers is missing"),
         ("digests.jsonl", {"step": 1, "gradients": {}, "parameters": {"w": 1}, "moments": {}}, "parameters is "),
         ("samples.jsonl", {"step": 1, "process": None}, "process is None, must be a whole number"),
+        ("samples.jsonl", {"step": 1, "event": {"a": 1}}, "event is .*must be a finite number, true, false"),
     ],
 )
 def test_lines_of_other_files(name, line, message, tmp_path):

@@ -186,7 +186,7 @@ FIELDS: dict[str, dict[str, Rule]] = {
     "digests.jsonl": {"step": COUNT, "gradients": DIGESTS, "parameters": DIGESTS, "moments": DIGESTS},
     "samples.jsonl": {"step": COUNT, "process": COUNT, "micro_step": COUNT, "epochs": LIST, "samples": LIST},
 }
-"""File -> field -> its rule. Other fields of metrics.jsonl are numbers or null, in lines of events single values."""
+"""File -> field -> its rule. Other fields of metrics.jsonl are numbers or null, elsewhere and in events single values."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "metrics.jsonl": ("step",),
     "noise.jsonl": ("step", "samples", "targets", "layers"),
@@ -284,7 +284,7 @@ def parse_line(text: bytes | None, file: str) -> dict[str, Any]:
         rules: Mapping[str, Rule] = {name: _find_metric_rule(name, is_event) for name in line}
     else:
         rules = FIELDS[file]
-    if problems := find_problems(line, rules):
+    if problems := find_problems(line, rules, SINGLE):
         raise ValueError(next(iter(problems.values())))
     return line
 

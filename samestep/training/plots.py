@@ -13,6 +13,7 @@ COLOURS = {"strong": "#3f8ccb", "weak": "#d0690b"}
 OUTCOMES = {"wrong": "#b3261e", "right": "#1f5fa8"}  # told apart by the colour-blind, too
 NUM_WINDOWS = 10  # of a training, whose noise scales are drawn
 COLUMNS, MAX_PICTURES = 8, 16  # of predictions: images in a row, and of a kind (right, wrong) at most
+LARGEST = 1e300  # value that is drawn as it is
 MARKERS = {"strong": "o", "weak": "s"}
 # Of a confusion matrix: the most classes for which cells hold numbers, and the most characters of a name
 MAX_NUMBERED_CLASSES, NAME_LENGTH = 20, 16
@@ -147,9 +148,15 @@ def plot_training(
 
 
 def _columns(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return steps and values of those lines that have a value; a value that is null, not finite, is NaN. None: no line has."""
+    """Return steps and values of those lines that have a value; a value that is null, not finite, is NaN. None: no line has.
+
+    Values are cut off at `LARGEST`, as the differences of larger ones are no numbers any more, which axes need.
+    """
     pairs = [(line["step"], line[name]) for line in lines if name in line]
-    return (np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)) if pairs else None
+    if not pairs:
+        return None
+    values = np.array([value for _, value in pairs], float)
+    return np.array([step for step, _ in pairs]), np.clip(values, -LARGEST, LARGEST)
 
 
 def _plot_points(axes: Any, evaluations: Sequence[Mapping[str, Any]], name: str, color: str, style: str) -> None:
