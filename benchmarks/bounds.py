@@ -1,7 +1,11 @@
-"""Tries odd values for every field that can be set: each is refused in one line, or it runs. A part of `make chaos`.
+"""Tries odd values for every field that can be set, and odd files and programs: each is refused in one line, or it runs.
+
+A part of `make chaos`.
 
 - fields: of recipes, settings of runs, device files and models' configurations, by flag and by file, and files that are none
   of them (tests/helpers/odd_inputs.py draws them from the classes themselves).
+- others: what others wrote: devices, pipes and the like in each place where a file is read, contents of such files, chat
+  templates, and caches that cannot be written.
 - runs: lines, settings and checkpoints' states in the folder of a run, whatever reads them (tests/helpers/odd_runs.py).
 - requests: what a client sends to the page of `watch`. Its answer must be one of HTTP, short where it is a refusal, and the
   next request must be answered.
@@ -26,10 +30,15 @@ import harness
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
-from odd_inputs import CASES, Answer, Case, answer
+from odd_inputs import BOUNDED, CASES, Answer, Case, answer
 from odd_runs import REQUEST_CASES, RUN_CASES
 
-PARTS = {"fields": (CASES, 1.0), "runs": (RUN_CASES, 0.6), "requests": (REQUEST_CASES, 0.2)}
+PARTS = {
+    "fields": (CASES, 1.0),
+    "others": (BOUNDED, 0.2),
+    "runs": (RUN_CASES, 0.6),
+    "requests": (REQUEST_CASES, 0.2),
+}
 """Part -> what is drawn, and the share of --cases that it takes."""
 MAX_CHARACTERS = 2000  # characters of a case and of what it wrote, in the result
 
@@ -95,7 +104,7 @@ def markdown(results: dict) -> str:
         "bounds.py",
         about,
         f"{harness.table(columns, lines)}\n"
-        "Memory: beyond that of the imported libraries. Slowest: also of what is accepted.\n\n"
+        "Memory: beyond that of the imported libraries. Slowest: also of what is accepted; seconds of processor time.\n\n"
         f"{problem_lines}{chr(10) if problem_lines else ''}"
         f"Seed {about['seed']}, {sum(about['minutes'].values()):.0f} minutes.\n",
     )

@@ -1,19 +1,21 @@
-"""No value of any field, no file of a run and no request ends in a traceback, a hang or silence: it is refused, or it runs.
+"""No value of any field, no file or program of others, no file of a run and no request ends in a traceback, a hang or silence.
 
 The same in thousands of cases: `make chaos` (benchmarks/bounds.py).
 """
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from odd_inputs import CASES, answer
+from odd_inputs import BOUNDED, CASES, PLACES, READERS, _case, answer
 from odd_runs import REQUEST_CASES, RUN_CASES
+
+NUMBERS = {"fields": (CASES, 75), "others": (BOUNDED, 75), "runs": (RUN_CASES, 60), "requests": (REQUEST_CASES, 60)}
+ACCEPTED = ("capacity", "verified images")
+"""Readers of caches, which are made anew where they are damaged."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cases", "number"), [(CASES, 75), (RUN_CASES, 60), (REQUEST_CASES, 60)], ids=["fields", "runs", "requests"]
-)
-def test_odd_values_are_refused_in_one_line_or_run(cases, number):
+@pytest.mark.parametrize(("cases", "number"), NUMBERS.values(), ids=NUMBERS)
+def test_odd_inputs_are_refused_in_one_line_or_run(cases, number):
     @settings(
         max_examples=number,
         derandomize=True,
@@ -28,3 +30,12 @@ def test_odd_values_are_refused_in_one_line_or_run(cases, number):
         assert not result.problem, f"{result.problem}: {case}\n{result.errors[-3000:]}"
 
     check_case()
+
+
+@pytest.mark.parametrize("reader", sorted(READERS))
+@pytest.mark.parametrize("place", ["zeros", "pipe", "endless"])
+def test_what_has_no_end_is_refused_wherever_a_file_is_read(reader, place):
+    assert place in PLACES
+    result = answer(_case("file that is none", reader, place))
+    assert not result.problem, f"{result.problem}\n{result.errors[-3000:]}"
+    assert result.code == (0 if reader in ACCEPTED else 2)

@@ -58,6 +58,17 @@ def test_what_is_no_small_text_is_refused_in_a_line(read, odd_file):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_of_the_kernel_that_waits_is_refused(tmp_path, monkeypatch):
+    """As /proc/kmsg, which is called a regular file: a pipe that others hold open stands for it."""
+    os.mkfifo(tmp_path / "odd")
+    writer = os.open(tmp_path / "odd", os.O_RDWR)
+    monkeypatch.setattr(reading.stat, "S_ISREG", lambda mode: True)
+    with pytest.raises(UsageError, match=r"^it cannot be read: it holds nothing yet"):
+        reading.read_text(tmp_path / "odd", "it")
+    monkeypatch.undo()
+    os.close(writer)
+
+
 def test_a_text_of_the_largest_size_is_read_whole(tmp_path):
     file = tmp_path / "text"
     file.write_text("é" * 50)

@@ -21,7 +21,7 @@ import numpy as np
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
-from samestep.recipe.reading import find_fault
+from samestep.recipe.reading import find_fault, open_without_waiting
 from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
@@ -415,7 +415,7 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
 
 def read_lines(file: str) -> Iterator[tuple[int, str]]:
     """Read lines with their numbers, from 1; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
-    with open(file, "rb") as stream:
+    with open_without_waiting(file) as stream:
         offset = 0
         for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
             if len(line) > MAX_LINE:

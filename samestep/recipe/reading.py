@@ -5,7 +5,7 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -96,12 +96,12 @@ def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         UsageError: the file is missing, no regular file (a folder, a device, a pipe, a socket), too large, or not UTF-8.
     """
     try:
-        # Without waiting for the other end of a pipe, and without a terminal that becomes this process's own
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with open_without_waiting(path) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UsageError(f"{origin} cannot be read: it is no regular file. Copy what it gives into one")
             content = file.read(max_bytes + 1)
+        if content is None:  # a file of the kernel, which would have to be waited for
+            raise UsageError(f"{origin} cannot be read: it holds nothing yet. Copy what it gives into a file")
         if len(content) > max_bytes:
             raise UsageError(f"{origin} cannot be read: it has more than {max_bytes:,} bytes. Give another file")
         return content.decode("utf-8")
@@ -111,6 +111,11 @@ def read_text(path: Path, origin: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
         raise
     except ValueError as error:  # no UTF-8, or a name that no file can have
         raise UsageError(f"{origin} cannot be read: {_shorten(error)}") from None
+
+
+def open_without_waiting(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading so that no read waits for what others may write, as in files of the kernel."""
+    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
 
 
 def find_fault(file: str | os.PathLike[str]) -> str | None:

@@ -1,16 +1,20 @@
-"""Odd values for every field that can be set, and what is done with them: tests/test_bounds.py, benchmarks/bounds.py.
+"""Odd values for every field that can be set, odd files in every place, and programs of others, and what is done with them.
 
-The fields are read from the classes themselves. A new field is tried without a word here.
+For tests/test_bounds.py and benchmarks/bounds.py. The fields are read from the classes themselves: a new field is tried without
+a word here.
 """
 
 import contextlib
 import dataclasses
+import datetime
+import functools
 import io
 import json
 import math
 import os
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -18,6 +22,7 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import yaml
 from hypothesis import strategies as st
 
@@ -25,12 +30,23 @@ from samestep.cli import main
 from samestep.cli.model import ModelSettings
 from samestep.cli.plan import PlanSettings
 from samestep.cli.scale import ScaleSettings
-from samestep.errors import exit_code
+from samestep.data import (
+    chat_templates,
+    conversation_rows,
+    documents,
+    images,
+    labelled_texts,
+    template_process,
+    tokenizer,
+)
+from samestep.errors import UsageError, exit_code
 from samestep.planner.base_models import FIELDS
 from samestep.planner.configs import LISTS, RATES, SIZES
 from samestep.planner.hardware import DEVICES, Device
+from samestep.recipe import pretrained_shape
 from samestep.recipe import recipe as recipes
 from samestep.recipe import run_settings as run
+from samestep.training import capacity, checkpoint
 
 SECONDS, MEMORY = 20, 2 * 2**30
 LONGEST = 300  # seconds after which a case hangs
@@ -68,6 +84,8 @@ ODD = st.one_of(
     st.floats(),
     *[st.integers(1, 5000), st.floats(0, 1), st.sampled_from([10**6, 10**9, 10**12, 1e-12, 1e-3, 1e12])] * 2,
     st.text(max_size=20),
+    st.sampled_from([datetime.date(2031, 5, 6), datetime.datetime(2031, 5, 6, 7, 8), b"bytes", {1, 2}]),
+    st.lists(st.dates() | st.none() | st.booleans() | st.floats() | st.text(max_size=3), min_size=1, max_size=3),
     st.recursive(st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5),
 )
 INTEGERS = st.one_of(
@@ -102,18 +120,23 @@ class Case:
         kind: which kind of field is odd in it.
         task: of the script whose flags are read; None: `python -m recipes`.
         words: its arguments.
-        files: name -> content of the folder that it runs in.
+        files: name -> content of the folder that it runs in; a text names one of `PLACES`, which is put there.
+        call: what is called instead of a program.
         most_memory, most_seconds: bytes and seconds that its kind may take, whatever it does.
     """
 
     kind: str
     task: str | None
     words: tuple[str, ...]
-    files: tuple[tuple[str, bytes], ...] = ()
+    files: tuple[tuple[str, bytes | str], ...] = ()
+    call: Callable[[], object] | None = None
     most_memory: typing.ClassVar[int] = MEMORY
     most_seconds: typing.ClassVar[float] = LONGEST
 
     def main(self) -> int | None:
+        if self.call is not None:
+            self.call()
+            return None
         if self.task is None:
             return main()
         run.parse(sys.argv[1:], self.task, "")
@@ -344,9 +367,363 @@ HOSTILE = [
     b"a: [" + b"1," * 40_000 + b"1]",
     "".join(f"f{i}: {i}\n" for i in range(6000)).encode(),
 ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files in every place
+
+
+def _put_endless(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)  # zeros, which take no place
+
+
+def _put_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "nothing": lambda path: path.symlink_to("/dev/null"),
+    "random": lambda path: path.symlink_to("/dev/urandom"),
+    "terminal": lambda path: path.symlink_to("/dev/tty"),
+    "pipe": os.mkfifo,
+    "socket": _put_socket,
+    "folder": Path.mkdir,
+    "itself": lambda path: path.symlink_to(path.name),
+    "nowhere": lambda path: path.symlink_to("nothing/there"),
+    "below a file": lambda path: path.symlink_to("/etc/passwd/x"),
+    "memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "endless": _put_endless,
+}
+"""Kind of what is no small text -> function that puts it at a path."""
+
+
+def _read_tokenizer() -> None:
+    tokenizer.load_tokenizer("model", 1000, ("eos_token",), "GPT-2")
+
+
+def _read_template() -> None:
+    chat_templates.try_template(recipes.load("sft_small_cpu", {"chat_template": "odd.jinja"}))
+
+
+def _read_checkpoint() -> None:
+    checkpoint._read_recipe(Path())
+    try:
+        checkpoint.verify(Path())
+    except checkpoint.DamagedCheckpoint as error:
+        raise UsageError(str(error)) from None
+
+
+def _read_capacity() -> None:
+    capacity.FILE = Path("odd.json")  # of this process, which ends with the case
+    entries = capacity._read_all()
+    for values in entries.values():
+        capacity.Capacity("key", **values).note(1, True)
+
+
+def _read_results() -> None:
+    for mark, fault in images._load_results(Path("odd.json")).values():
+        assert isinstance(mark, str)
+        assert fault is None or isinstance(fault, str)
+
+
+def _in_own_cache(read: Callable[[], object]) -> Callable[[], None]:
+    @functools.wraps(read)
+    def call() -> None:
+        datasets.config.HF_DATASETS_CACHE = Path("cache").absolute()
+        datasets.disable_progress_bars()
+        read()
+
+    return call
+
+
+def _read_documents(file: str) -> None:
+    len(documents.load_documents(train_file=[file], dataset_name=None))
+
+
+def _read_texts(file: str) -> None:
+    len(labelled_texts.load_texts(train_file=[file]))
+
+
+def _read_rows(file: str) -> None:
+    len(conversation_rows.load_rows([file], train_on="all"))
+
+
+def _read_images() -> None:
+    recipe = recipes.load("digits_resnet_cpu", {"train_dir": "pictures", "dataset_name": None})
+    images.build(recipe)
+
+
+READERS: dict[str, tuple[str, tuple[str, ...] | Callable[[], object]]] = {
+    "recipe": ("odd.yaml", ("plan", "odd.yaml", "--on", GPUS)),
+    "base of a recipe": ("base.yaml", ("plan", "odd.yaml", "--on", GPUS)),
+    "device": ("odd.yaml", ("plan", "bert_base", "--on", "1xodd.yaml")),
+    "base of a device": ("base.yaml", ("plan", "bert_base", "--on", "1xodd.yaml")),
+    "prices": ("odd.yaml", ("plan", "bert_base", "--on", GPUS, "--price_per_hour", "odd.yaml")),
+    "launch file to write": ("odd.yaml", ("plan", "bert_base", "--on", GPUS, "--write_config", "odd.yaml")),
+    "page to write": ("odd.html", ("plan", "bert_base", "--on", GPUS, "--html", "odd.html")),
+    "model": ("config.json", ("plan", "--model_name_or_path", ".", "--global_batch_size", "8", "--seq_len", "8")),
+    "tokenizer": ("model/tokenizer.json", _read_tokenizer),
+    "tokenizer's configuration": ("model/tokenizer_config.json", _read_tokenizer),
+    "vocabulary": ("model/vocab.txt", _read_tokenizer),
+    "template of a tokenizer": ("model/chat_template.jinja", _read_tokenizer),
+    "chat template": ("odd.jinja", _read_template),
+    "recipe of a checkpoint": ("recipe.yaml", _read_checkpoint),
+    "manifest": ("manifest.json", _read_checkpoint),
+    "capacity": ("odd.json", _read_capacity),
+    "verified images": ("odd.json", _read_results),
+    **{
+        f"documents {kind}": (f"odd{kind}", functools.partial(_read_documents, f"odd{kind}"))
+        for kind in documents.READERS
+    },
+    **{
+        f"texts {kind}": (f"odd{kind}", functools.partial(_read_texts, f"odd{kind}")) for kind in labelled_texts.READERS
+    },
+    **{f"rows {kind}": (f"odd{kind}", functools.partial(_read_rows, f"odd{kind}")) for kind in labelled_texts.READERS},
+}
+"""What is read -> the file's name, and the words of a program, or a function."""
+
+
+def _case(kind: str, reader: str, content: bytes | str) -> Case:
+    name, how = READERS[reader]
+    others: tuple[tuple[str, bytes | str], ...] = ()
+    if name == "base.yaml":
+        others = (("odd.yaml", b"extends: base.yaml\n"),)
+    elif name == "manifest.json":
+        others = (("recipe.yaml", b"seed: 1\n"),)
+    files = ((name, content), *others)
+    if isinstance(how, tuple):
+        return Case(kind, None, how, files)
+    return Case(kind, None, (reader,), files, _in_own_cache(how))
+
+
+@st.composite
+def odd_places(draw) -> Case:
+    """Draw what is no small text, in a place where one is read."""
+    return _case("file that is none", draw(st.sampled_from(sorted(READERS))), draw(st.sampled_from(sorted(PLACES))))
+
+
+@st.composite
+def odd_contents(draw) -> Case:
+    """Draw a content for a file: a text of anything, or lines of JSON with the keys that are looked for, and odd values."""
+    reader = draw(st.sampled_from(sorted(READERS)))
+    keys = st.sampled_from(
+        "text label messages prompt completion chosen rejected tools role content fits way at_once files step".split()
+    )
+    value = st.one_of(ODD, st.lists(st.dictionaries(st.sampled_from(["role", "content"]), ODD, max_size=2), max_size=2))
+    mapping = st.dictionaries(keys, value, max_size=3)
+    lines = st.lists(mapping.map(_json), min_size=1, max_size=3).map(b"\n".join)
+    hostile = st.sampled_from(
+        [*HOSTILE, b"a" * 2**22, b'"' * 2**20, b"text\n" + b"," * 2**20, b'{"text": "' + b"a" * 2**21]
+    )
+    content = draw(st.one_of(lines, mapping.map(_json), hostile, st.binary(max_size=200)))
+    return _case("content of a file", reader, content)
+
+
+@st.composite
+def bare_device_files(draw) -> Case:
+    """Draw a device's file with some of the fields, one or two of them odd."""
+    kept = draw(st.sets(st.sampled_from(sorted(DEVICE))))
+    least = {name: DEVICE[name] for name in ("memory_mib", "memory_gb_per_s", "fp16_tflops")}
+    changes = draw(_changes(_fields(Device) | {"extends": None}))
+    huge = draw(
+        st.sampled_from([{}, {}, {}, {"fp16_tflops": 10**400}, {"bf16_tflops": -(10**400)}, {"memory_mib": 10**400}])
+    )
+    values = least | {name: DEVICE[name] for name in kept} | changes | huge
+    if draw(st.booleans()):
+        values = {"extends": "t4"} | changes | huge
+    words = draw(
+        st.sampled_from([("plan", "bert_base", "--on", "2xodd.yaml"), ("scale", "gpt2_124m", "--on", "odd.yaml")])
+    )
+    return Case("device file, with few fields", None, words, (("odd.yaml", _yaml(values)),))
+
+
+def _start_from(task: str) -> None:
+    pretrained_shape.load(RECIPES[task], {"model_name_or_path": "."})
+
+
+@st.composite
+def start_configurations(draw) -> Case:
+    """Draw the configuration of a model from which a training starts."""
+    task = draw(st.sampled_from([task for task in sorted(RECIPES) if "model_name_or_path" in BASES[task]]))
+    values = draw(st.sampled_from(MODELS)) | draw(
+        _changes(CONFIG_FIELDS | dict.fromkeys(("model_type", "torch_dtype")))
+    )
+    return Case(
+        "model to start from", None, (task,), (("config.json", _json(values)),), functools.partial(_start_from, task)
+    )
+
+
+@st.composite
+def price_files(draw) -> Case:
+    names = st.sampled_from(["t4", "T4", "nvidia t4", "a100-80", "nowhere", ""])
+    values = draw(st.dictionaries(names, odd(float), min_size=1, max_size=3))
+    words = ("plan", "bert_base", "--on", GPUS, "--price_per_hour", "odd.yaml")
+    return Case("prices", None, words, (("odd.yaml", _yaml(values)),))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs of others
+
+SIZES_OF_TEMPLATES = st.sampled_from([0, 1, 7, 10**3, 10**5, 10**6, 10**8, 10**9, 10**11, -1])
+VALUES = st.one_of(
+    SIZES_OF_TEMPLATES.map(str),
+    st.sampled_from(
+        ["'a'", "'%s'", "'\\n\\t'", "''", "messages", "messages[0]", "messages[0]['content']", "x", "[[], 1]"]
+    ),
+    st.sampled_from(
+        ["range(99999)", "none", "1.5", "true", "namespace(x='ab')", "{}", "bos_token", "undefined", "joiner('a')"]
+    ),
+)
+FILTERS = """center indent string length list sort join replace('a','b'*N) tojson(indent=N) format(N) batch(N) slice(N) int
+    float wordwrap(1) truncate(N) sum(start=N) unique map('string') reverse trim upper title urlize striptags round(N) abs
+    random first pprint xmlattr dictsort groupby('x') filesizeformat default('a'*N) center(N) indent(N,true)""".split()
+
+
+@st.composite
+def expressions(draw, depth: int = 3) -> str:
+    """Draw an expression of Jinja, with numbers of any size."""
+    if not depth or draw(st.integers(0, 4)) == 0:
+        return draw(VALUES)
+    inner = expressions(depth - 1)
+    one, other, size = draw(inner), draw(inner), draw(SIZES_OF_TEMPLATES)
+    name = draw(st.sampled_from(FILTERS)).replace("N", str(size))
+    methods = [
+        "center",
+        "ljust",
+        "zfill",
+        "expandtabs",
+        "format",
+        "join",
+        "split",
+        "replace",
+        "encode",
+        "to_bytes",
+        "upper",
+    ]
+    return draw(
+        st.sampled_from(
+            [
+                *(f"({one} {sign} {other})" for sign in ("*", "**", "%", "+", "~", "//", "/", "-", "in", "<", "and")),
+                *(f"({one} | {name})",) * 4,
+                *(f"({one}).{draw(st.sampled_from(methods))}({other})",) * 2,
+                f"({one})[{other}]",
+                f"({one})[::{size}]",
+                f"range({one})",
+                f"lipsum(n={size})",
+                f"('{draw(st.sampled_from(['%0', '%-', '%.', '%']))}{size}{draw(st.sampled_from('dsfxe'))}' % {one})",
+                f"('{{:>{size}}}{{:.{size}f}}').format({one}, {other})",
+            ]
+        )
+    )
+
+
+@st.composite
+def statements(draw, depth: int = 3) -> str:
+    """Draw a program of Jinja."""
+    inner = statements(depth - 1) if depth else expressions().map(lambda text: f"{{{{ {text} }}}}")
+    one, other, value = draw(inner), draw(inner), draw(expressions(2))
+    return draw(
+        st.sampled_from(
+            [
+                f"{{{{ {value} }}}}",
+                f"{{% for x in {value} %}}{one}{{% endfor %}}",
+                f"{{% for x in range(99999) %}}{one}{{% endfor %}}",
+                f"{{% for message in messages %}}{{{{ message['content'] }}}}{one}{{% endfor %}}",
+                f"{{% set n = namespace(x='ab') %}}{{% for i in range(9999) %}}{{% set n.x = n.x ~ n.x %}}{{% endfor %}}{one}",
+                f"{{% set n = namespace(x=7) %}}{{% for i in range(9999) %}}{{% set n.x = n.x * n.x %}}{{% endfor %}}{one}",
+                f"{{% macro m(x) %}}{one}{{{{ m(x) }}}}{{{{ m(x) }}}}{{% endmacro %}}{{{{ m(1) }}}}",
+                f"{{% if {value} %}}{one}{{% else %}}{other}{{% endif %}}",
+                f"{{% generation %}}{one}{{% endgeneration %}}{other}",
+                f"{{% for x in {value} recursive %}}{{{{ loop([1, 2]) }}}}{{% endfor %}}",
+                f"{{% filter center(99999999) %}}{one}{{% endfilter %}}",
+                f"{one}{other}",
+                f"{{{{ raise_exception({value}) }}}}",
+                f"{{{{ strftime_now({value}) }}}}",
+                "{{ " + "(" * 3000 + value + ")" * 3000 + " }}",
+                "{% if 1 %}" * 300 + one + "{% endif %}" * 300,
+                f"{{% {value} %}}",
+            ]
+        )
+    )
+
+
+def _render(template: str) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 1000}]
+    parts = [template_process.Part(2), template_process.Part(1, begins_answer=True)]
+    for has_markers in (False, True):
+        request = template_process.Request(template, {"bos_token": "<s>"}, turns, None, parts, has_markers)
+        try:
+            for rendering in template_process.PROCESS.take(request):
+                assert len(rendering.text) < 2**21
+        except template_process.TemplateRefusal as error:
+            raise UsageError(f"refused: {error}") from None
+        finally:
+            template_process.PROCESS.close()
+
+
+@st.composite
+def programs(draw) -> Case:
+    template = draw(statements())
+    return Case("chat template", None, (template,), (), functools.partial(_render, template))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Caches
+
+
+def _fill_cache(folder: str, limit: int | None) -> None:
+    os.environ["HF_DATASETS_CACHE"] = folder
+    datasets.config.HF_DATASETS_CACHE = folder
+    datasets.disable_progress_bars()
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    Path("odd.txt").write_text("one line of text\n\n" * (3 if limit else 2000))
+    try:
+        rows = documents.load_documents(train_file=["odd.txt"], dataset_name=None)
+        tokenizer.train_characters(rows, 50)
+    finally:
+        sys.stderr.flush()
+
+
+@st.composite
+def caches(draw) -> Case:
+    """Draw a folder into which nobody can write, or a size that files may have."""
+    folders = [
+        "file/x",
+        "/proc/x",
+        "/dev/null/x",
+        "/sys/x",
+        "itself",
+        "nowhere",
+        "pipe",
+        "x" * 300,
+        "/dev/full/y",
+        "cache",
+    ]
+    folder = draw(st.sampled_from(folders))
+    limit = draw(st.sampled_from([None, 1000, 2000, 4000])) if folder == "cache" else None
+    files = (("file", b""), ("itself", "itself"), ("nowhere", "below a file"), ("pipe", "pipe"))
+    return Case("cache", None, (folder, str(limit)), files, functools.partial(_fill_cache, folder, limit))
+
+
 CASES = st.one_of(
     recipe_flags(), run_flags(), recipe_files(), device_files(), model_configurations(), model_flags(), hostile_texts()
 )
+BOUNDED = st.one_of(
+    odd_places(),
+    odd_contents(),
+    bare_device_files(),
+    start_configurations(),
+    price_files(),
+    programs(),
+    programs(),
+    caches(),
+)
+"""Cases of what others wrote: files in every place, programs, caches."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,7 +772,12 @@ def answer(case: Case) -> Answer:
     """Run a case in a process of its own, forked from this one, which has imported all."""
     with tempfile.TemporaryDirectory(prefix="odd-") as folder:
         for name, content in case.files:
-            (Path(folder) / name).write_bytes(content)
+            path = Path(folder) / name
+            path.parent.mkdir(exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                PLACES[content](path)
         errors = Path(folder) / "stderr"
         _, least = _forked(lambda: None)
         status, usage = _forked(lambda: _child(case.main, case.words, folder, errors))
