@@ -104,7 +104,7 @@ def markdown(results: dict) -> str:
         "bounds.py",
         about,
         f"{harness.table(columns, lines)}\n"
-        "Memory: beyond that of the imported libraries. Slowest: also of what is accepted; seconds of processor time.\n\n"
+        "Memory: beyond that of the imported libraries. Slowest: also of what is accepted.\n\n"
         f"{problem_lines}{chr(10) if problem_lines else ''}"
         f"Seed {about['seed']}, {sum(about['minutes'].values()):.0f} minutes.\n",
     )

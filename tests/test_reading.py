@@ -69,6 +69,14 @@ def test_a_file_of_the_kernel_that_waits_is_refused(tmp_path, monkeypatch):
     os.close(writer)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/version"), reason="only Linux has it")
+def test_files_of_the_kernel_are_no_data(tmp_path):
+    (tmp_path / "vocab.txt").symlink_to("/proc/version")
+    assert reading.find_fault(tmp_path / "vocab.txt") == "is a file of the kernel. Copy what it gives into one."
+    with pytest.raises(UsageError, match=r"^the model: vocab\.txt is a file of the kernel"):
+        reading.check_model_folder(tmp_path, "the model")
+
+
 def test_a_text_of_the_largest_size_is_read_whole(tmp_path):
     file = tmp_path / "text"
     file.write_text("é" * 50)

@@ -127,6 +127,8 @@ def find_fault(file: str | os.PathLike[str]) -> str | None:
     except ValueError:
         return "has a name that no file can have. Check the path."
     if stat.S_ISREG(mode):
+        if os.path.realpath(file).startswith(("/proc/", "/sys/")):  # such as /proc/kmsg, which waits
+            return "is a file of the kernel. Copy what it gives into one."
         return None
     kind = "folder" if stat.S_ISDIR(mode) else "device, a pipe or a socket"
     return f"is a {kind}, not a regular file. Copy what it gives into one."
