@@ -295,7 +295,8 @@ def test_compiled_layers_take_the_same_steps(train, program):
 
     One program's graphs become machine code, which takes half a minute; the others' are run as they are.
     """
-    backend = None if program == "pretrain_gpt2" else "eager"
+    has_vectors = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # without, torch 2.13 writes code that is none
+    backend = None if program == "pretrain_gpt2" and has_vectors else "eager"
     flags = "--global_batch_size 8 --per_device_train_batch_size 4" + DROPOUTS.get(program, "")
     plain = train("plain", flags, program=program)
     torch._dynamo.reset()
