@@ -20,6 +20,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS=os.environ.get("TESTS_NUM_THREADS", "1"),
     PYTHONWARNINGS="ignore",
+    COLUMNS="80",  # of help, whatever terminal the tests are started in
     PYTHONPATH=os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]),
 )
 # As where a terminal started the tests, also under nohup; children inherit it.
