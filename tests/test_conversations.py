@@ -1,5 +1,7 @@
 """Conversations and pairs: what is read and refused, which tokens are trained, and how they lie in a micro-batch."""
 
+import base64
+import hashlib
 import json
 import re
 import sys
@@ -713,7 +715,12 @@ def test_the_page_shows_samples_as_they_are(make, tmp_path):
     assert not [
         name for _, attributes in page.tags for name in attributes if name.startswith("on") or name in ("src", "href")
     ]
-    assert not re.search(r"url\(|@import|http|//", text.partition("</style>")[0].partition("<style>")[2])
+    style = text.partition("</style>")[0].partition("<style>")[2]
+    assert not re.search(r"url\(|@import|http|//", style)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{digest}'; base-uri" in text, (
+        "a browser takes this style, and no other"
+    )
     assert page.shown == [marked(source, number)[0].replace("[[", "").replace("]]", "") for number in range(2)]
     assert page.marked[1:] == [
         f"no {HOSTILE}<|im_end|>",
