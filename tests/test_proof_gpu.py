@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from common import ROOT, fresh_accelerator, load_benchmark
+from common import ROOT, fresh_accelerator, load_benchmark, tasks_of, tiny_argv
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.errors import UsageError, exit_code
 from samestep.models import attention, gpt2_pretraining
 from samestep.planner import transformer
+from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 from samestep.step import accumulate, batch_norm, losses
 
@@ -264,6 +265,15 @@ def test_what_ends_a_process_is_a_row_and_the_rest_is_computed(tmp_path, monkeyp
     assert f"ended with {-signal.SIGSEGV}: see " in rows["crash"]["failed"]
     assert "took more than 10000 s: see " in rows["hang"]["failed"]
     assert not {"failed"} & (rows["first"].keys() | rows["last"].keys() | rows["after"].keys())
+
+
+@pytest.mark.parametrize("name", proof.equivalence.MODELS)
+def test_models_are_what_their_program_trains(name, tmp_path):
+    program, flags, _ = proof.equivalence.MODELS[name]
+    cut = proof.equivalence.CUTS["uneven"]
+    argv = tiny_argv(program, tmp_path / "corpus.jsonl", tmp_path / "run", f"{proof.equivalence.STEP}{flags}{cut}")
+    recipe, _ = run_settings.parse(argv, tasks_of(program), "")
+    assert recipe.global_batch_size == 16
 
 
 def test_what_differs_is_not_as_promised():

@@ -14,7 +14,7 @@ rounding; there, models of sequences take torch's kernel of variable length (var
 share the device over gloo; one whose weights FSDP2 divides.
 """
 CHATS = "finetune_causal_lm"
-PAIRS = " --dataset_name builtin/drawn_chats --dataset_config_name pairs --train_on completions --objective dpo"
+PAIRS = " --dataset_name builtin/drawn_pairs --train_on completions --objective dpo"
 # Name -> program, flags; its kernel in 16 bits on GPUs, where that is not sdpa.
 MODELS = {
     "GPT-2": ("pretrain_gpt2", " --resid_pdrop 0.1 --embd_pdrop 0.1", None),
