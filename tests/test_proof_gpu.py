@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from samestep.planner import transformer
 from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 from samestep.step import accumulate, batch_norm, losses
+from samestep.training import launch
 
 proof = load_benchmark("proof_gpu")
 speed, speed_cases, tasks = proof.speed, sys.modules["speed_cases"], sys.modules["tasks"]
@@ -134,29 +136,37 @@ def test_plans_stand_beside_what_is_measured(rehearse):
     assert all(load(name) for name in recipes)
 
 
-@pytest.mark.parametrize("way", ["sft", "2 processes"])
-def test_kernels_and_processes_are_those_of_a_gpu(monkeypatch, tmp_path, way):
-    """What a GPU computes otherwise than a CPU: the kernel of variable length, and gloo for processes that share a device."""
-    if way == "sft":
-        trained = []
-        monkeypatch.setattr(
-            proof.equivalence, "_train", lambda *words: trained.append(words) or ([1.0], {"w": torch.ones(1)})
-        )
-        proof.equivalence.compute("SFT, bf16, cuda", is_tiny=False)
-        assert [words[3:] for words in trained if words[2] == "bf16"] == [("varlen",)] * 4
-        assert [words[3:] for words in trained if words[2] == "no"] == [()]
-        return
-    started = []
+def test_in_16_bits_a_gpu_takes_the_kernel_of_variable_length(monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        proof.equivalence, "_train", lambda *words: trained.append(words) or ([1.0], {"w": torch.ones(1)})
+    )
+    proof.equivalence.compute("SFT, bf16, cuda", is_tiny=False)
+    assert [words[3:] for words in trained if words[2] == "bf16"] == [("varlen",)] * 4
+    assert [words[3:] for words in trained if words[2] == "no"] == [()]
+
+
+def test_processes_share_a_gpu(monkeypatch, tmp_path):
+    """Over gloo, each as the first process of the device."""
+    started, done = [], subprocess.CompletedProcess([], 1, "", "RuntimeError: no such device")
     monkeypatch.setattr(tasks, "has_gpu", lambda: True)
     monkeypatch.setattr(tasks, "corpus", lambda: tmp_path / "corpus.jsonl")
-    done = subprocess.CompletedProcess([], 1, "", "RuntimeError: no such device")
     monkeypatch.setattr(subprocess, "run", lambda words, **options: started.append(options["env"]) or done)
     with pytest.raises(RuntimeError, match="no such device"):
         tasks.train_on(2, "pretrain_gpt2", "", tmp_path / "run", "bf16", is_sharded=False)
     (environment,) = started
-    assert environment["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
     assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert not {"ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"} & (environment.keys() - os.environ.keys())
+    program = types.SimpleNamespace(main=lambda argv: started.append((argv, os.environ["LOCAL_RANK"])))
+    monkeypatch.setattr(tasks, "_script", lambda name: program)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "InitProcessGroupKwargs", launch.InitProcessGroupKwargs)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    tasks.run_rank("pretrain_gpt2", ["--flag"])
+    assert started[1] == (["--flag"], "0")
+    assert launch.InitProcessGroupKwargs(init_method=None).to_kwargs()["backend"] == "gloo"
 
 
 @pytest.mark.slow

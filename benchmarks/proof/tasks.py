@@ -167,7 +167,6 @@ def train_on(num_processes: int, program: str, flags: str, folder: Path, precisi
     environment = launch_environment(ROOT / "accelerate_configs" / f"{name}.yaml", *words)
     if has_gpu():
         environment = {name: value for name, value in environment.items() if name not in NO_GPU}
-        environment["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"  # Accelerate gives DDP the device number LOCAL_RANK
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--max_restarts=0"]
     call = ["train", program, *tiny_argv(program, corpus(), folder, flags)]
@@ -187,6 +186,7 @@ def run_rank(program: str, argv: list[str]) -> None:
 
     if torch.cuda.is_available() and int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
         launch.InitProcessGroupKwargs = functools.partial(launch.InitProcessGroupKwargs, backend="gloo")
+        os.environ["LOCAL_RANK"] = "0"  # by which Accelerate numbers the device of its barriers and of DDP
     _script(program).main(argv)
 
 
