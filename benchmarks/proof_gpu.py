@@ -33,22 +33,17 @@ from typing import Any, TextIO
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-sys.path[:0] = [str(BENCHMARKS / "proof"), str(BENCHMARKS), str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(BENCHMARKS), str(ROOT), str(ROOT / "tests" / "helpers")]
 
-import equivalence
 import harness
-import memory
-import planner
-import programs
-import reproducible
-import speed
 import torch
-import trainers
-from tasks import CHILD, Task
+from proof import equivalence, memory, planner, programs, reproducible, speed, trainers
+from proof.tasks import CHILD, Task
 
 from samestep.errors import UsageError, exit_code
 
-PARTS = {module.__name__: module for module in (programs, equivalence, reproducible, planner, speed, trainers, memory)}
+MODULES = (programs, equivalence, reproducible, planner, speed, trainers, memory)
+PARTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 PAGE = ROOT / "docs" / "gpu.md"
 SECONDS = 1500
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")

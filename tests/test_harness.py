@@ -200,6 +200,8 @@ def test_programs_run_only_in_their_turns(tmp_path, monkeypatch):
 
     def is_still(program) -> bool:
         """Whether it has ended or is stopped, which is not at once after the signal."""
+        if program.done:
+            return True
         state = Path(f"/proc/{program.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in "TZ"
 

@@ -68,13 +68,13 @@ def test_a_name_that_is_not_utf8(model):
         ("--model_name_or_path EMPTY --tokenizer_name none", "EMPTY cannot be loaded"),
         ("--tokenizer_name EMPTY", "tokenizer EMPTY cannot be loaded"),
         ("--train_file EMPTY/none.txt", "EMPTY/none.txt: no such file"),
-        ("--train_file EMPTY/zero.txt", "EMPTY/zero.txt is a device"),
+        ("--train_file EMPTY.txt", "EMPTY.txt is a device"),
         ("--vocab_size 1", "vocab_size is 1"),
     ],
 )
 def test_an_earlier_run_stays_when_a_new_one_cannot_begin(train, tmp_path, flags, message):
     (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "EMPTY" / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "EMPTY.txt").symlink_to("/dev/zero")
     earlier = tmp_path / "earlier"
     (earlier / "checkpoint-3").mkdir(parents=True)
     (earlier / "metrics.jsonl").write_text("{}\n")

@@ -14,13 +14,11 @@ import time
 import traceback
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [
-    str(path) for path in (FOLDER, FOLDER.parent, FOLDER.parents[1] / "tests" / "helpers", FOLDER.parents[1])
-]
+BENCHMARKS = Path(__file__).resolve().parents[1]
+# In place of this folder, whose modules are called by the package's name
+sys.path[:1] = [str(path) for path in (BENCHMARKS, BENCHMARKS.parent / "tests" / "helpers", BENCHMARKS.parent)]
 
-import tasks
-
+from proof import tasks
 from samestep.errors import UsageError
 
 
@@ -35,7 +33,7 @@ def append(file: Path, row: dict) -> None:
 
 
 def main(part: str, file: str, session: str, size: str, *items: str) -> int:
-    module = importlib.import_module(part)
+    module = importlib.import_module(f"proof.{part}")
     for item in items:
         begin, row = time.perf_counter(), {"part": part, "item": item, "session": int(session)}
         try:

@@ -1,8 +1,9 @@
 """Part 2: ten steps of AdamW or SGD, cut in time and in space, beside the same steps in one micro-batch on the same device."""
 
 import harness
-import tasks
-from tasks import FULL_FLOAT32, NO_GPU, Task
+
+from proof import tasks
+from proof.tasks import FULL_FLOAT32, NO_GPU, Task
 
 TITLE = "The same step, however it is cut"
 ABOUT = """\

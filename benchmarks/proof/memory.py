@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
-import tasks
-from tasks import FULL_FLOAT32, Task
+
+from proof import tasks
+from proof.tasks import FULL_FLOAT32, Task
 
 TITLE = "Memory that runs out"
 ABOUT = """\

@@ -10,8 +10,9 @@ import time
 from typing import Any
 
 import harness
-import tasks
-from tasks import Task
+
+from proof import tasks
+from proof.tasks import Task
 
 TITLE = "What is planned, beside what is measured"
 ABOUT = """\
@@ -95,10 +96,10 @@ def plan(work: Work) -> dict[str, float | str]:
 
 def measure(work: Work) -> dict[str, float | None]:
     """Take the steps; the memory is None on a CPU."""
-    import speed
     import torch
-    from speed_cases import Step
 
+    from proof import speed
+    from proof.speed_cases import Step
     from samestep.recipe.recipe import load
     from samestep.step import optim
     from samestep.training import launch

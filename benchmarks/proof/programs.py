@@ -6,8 +6,9 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import harness
-import tasks
-from tasks import PRECISIONS, Task
+
+from proof import tasks
+from proof.tasks import PRECISIONS, Task
 
 TITLE = "The six scripts"
 ABOUT = """\

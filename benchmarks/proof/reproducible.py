@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import harness
-import tasks
-from tasks import PRECISIONS, Task
+
+from proof import tasks
+from proof.tasks import PRECISIONS, Task
 
 TITLE = "The same bits"
 ABOUT = """\

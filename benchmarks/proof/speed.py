@@ -19,7 +19,7 @@ Every variant is checked before it is timed, on a few layers of full width and t
   as the reference's in bfloat16.
 - control: two faults, which the first check must find: k is not undone; each micro-batch divided by its own counts.
 
-    python benchmarks/proof/speed.py        # makes lengths.json anew
+    cd benchmarks && python -m proof.speed        # makes lengths.json anew
 """
 
 import contextlib
@@ -39,7 +39,10 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from speed_cases import (
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from proof.speed_cases import (
     LENGTHS,
     REFERENCE,
     Case,
@@ -52,10 +55,7 @@ from speed_cases import (
     make_step,
     variants,
 )
-from tasks import ROOT, Task, free, line, verdict
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
+from proof.tasks import ROOT, Task, free, line, verdict
 from samestep.data.steps import to_device
 from samestep.errors import RunError
 from samestep.planner import hardware, transformer
@@ -532,7 +532,7 @@ def table_of_lengths() -> dict:
     return {
         "about": "Tokens of sentence pairs, [CLS] and both [SEP] counted: bert_small_cpu's (builtin/python_docs, WordPiece of "
         "8,192), epoch 0, at most 128 and 512 tokens. counts: in bins of equal width from 0 on; full: of the greatest length.",
-        "command": "python benchmarks/proof/speed.py",
+        "command": "cd benchmarks && python -m proof.speed",
         "lengths": tables,
     }
 

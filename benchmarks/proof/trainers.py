@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import harness
-import tasks
-from tasks import Task
+
+from proof import tasks
+from proof.tasks import Task
 
 TITLE = "Speed beside other trainers"
 ABOUT = """\

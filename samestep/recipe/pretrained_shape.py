@@ -88,13 +88,13 @@ def load(
         num_positions = config.get("max_position_embeddings", config.get("n_positions"))
         if isinstance(num_positions, int) and recipe.max_seq_length > num_positions:
             raise UsageError(
-                f"max_seq_length is {recipe.max_seq_length}, but {location} has {num_positions} positions: set it to "
-                f"{num_positions} or less"
+                f"max_seq_length is {recipe.max_seq_length}, but {location} has {format_value(num_positions)} positions: set "
+                "it to that or less"
             )
         return recipe
     trained = next(name for name, fields in SHAPES.items() if all(hasattr(recipe, field) for field in fields))
     model_type: Any = config.get("model_type")
-    if MODEL_TYPES.get(model_type, model_type) != trained:
+    if not isinstance(model_type, str) or MODEL_TYPES.get(model_type, model_type) != trained:
         raise UsageError(
             f"{location} is a model of type {format_value(model_type)}, but {recipe.task} trains {trained}: give a checkpoint "
             f"of {trained}; other architectures train in a loop of your own, or with ExactTrainer (docs/your-own-loop.md)"
