@@ -108,6 +108,7 @@ def test_other_faults_are_refusals_with_a_reason(template):
 
 def test_many_slow_renderings_are_refused_by_their_average(monkeypatch):
     PROCESS.close()
+    monkeypatch.setattr(template_process, "SECONDS", 0.3)
     monkeypatch.setattr(template_process, "AVERAGE_SECONDS", 0.0)
     monkeypatch.setattr(template_process, "SECONDS_PER_BYTE", 0.0)
     template = "{% for a in range(9999) %}{% set x = range(99) | list %}{% endfor %}"  # some milliseconds each

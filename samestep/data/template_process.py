@@ -273,6 +273,9 @@ def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
                 if left < 0:
                     answer = _encode({"limit": f"takes more than {AVERAGE_SECONDS:g} s of processor time on average"})
                 outgoing.write(_frame(answer))
+                if left < 0:
+                    outgoing.flush()
+                    return  # and renders nothing more of what was asked for
         outgoing.flush()  # one wake-up of the other process for all that the buffer holds
 
 
