@@ -7,8 +7,7 @@ PRECISION ?= $(shell grep -qsm1 avx512_bf16 /proc/cpuinfo && echo bf16 || echo n
 OUTPUT ?= mine.yaml
 # On a terminal pip shows its progress in place; a log has the lines of the stages.
 PIP_INSTALL = $(BIN)/pip install --disable-pip-version-check $$(test -t 1 || echo --quiet)
-# One worker more than there are cores, as tests wait for processes and files of theirs.
-IN_PARALLEL = --numprocesses $$(( $$(nproc) < 8 ? $$(nproc) + 1 : 8 )) --dist worksteal
+IN_PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help venv pretrain pretrain-gpt2 finetune finetune-lm train-digits train-captcha test test-fast test-kinds check bench bench-images bench-finetuning bench-batch-norm bench-loops bench-shakespeare bench-timing bench-device proof-gpu bench-scaling bench-memory bench-language bench-accumulation bench-loader bench-linear bench-choices bench-stability bench-startup bench-verdicts bench-packages bench-own-loops bench-noise bench-chat-grid bench-sharding bench-chats bench-noise-scale bench-advise bench-ramp bench-communication bench-modern bench-muon bench-reproducible docs claims test-studies audit audit-peers chaos bench-replicas chaos-machines figures site types release
