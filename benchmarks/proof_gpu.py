@@ -80,13 +80,14 @@ def check_packages() -> None:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of earlier sessions; a last line that was cut off is left out."""
+    """Read the lines of earlier sessions. What is no row, as a line that was cut off, is left out: it is computed again."""
     if not file.exists():
         return []
     rows = []
     for text in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(text))
+            row = json.loads(text)
+            rows += [row] if isinstance(row, dict) and type(row.get("session")) is int else []
     return rows
 
 
@@ -308,8 +309,14 @@ def main(argv: list[str]) -> int:
         raise UsageError("no CUDA device is there, which the proof is about: --tiny rehearses it on a CPU")
     check_packages()
     output = arguments.output or (ROOT / "runs" / "proof-gpu-tiny" if arguments.tiny else harness.RESULTS / "gpu")
-    output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_suffix(".jsonl")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UsageError(
+            f"--output {output} cannot be written ({error.strerror}): give a path in another folder"
+        ) from None
     page = output.with_suffix(".md") if arguments.tiny or arguments.output else PAGE
     about = describe_session(arguments.tiny, "make proof-gpu" + (" FLAGS=--tiny" if arguments.tiny else ""))
     lines = read_rows(file)

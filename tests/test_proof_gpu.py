@@ -216,6 +216,12 @@ def test_what_cannot_be_proved_is_said(monkeypatch, capsys, tmp_path):
     words = ["--tiny", "--output", str(tmp_path / "gpu"), "--items", "nothing of the kind"]
     assert exit_code(lambda: proof.main(words)) == 2
     assert "is part of no item's name in programs, equivalence" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    words = ["--tiny", "--output", str(tmp_path / "file" / "gpu")]
+    assert exit_code(lambda: proof.main(words)) == 2
+    assert "file/gpu cannot be written" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"session": 1}\n[1]\n{"session": "1"}\n{"part": "sp')
+    assert proof.read_rows(tmp_path / "rows.jsonl") == [{"session": 1}]
     lines = tmp_path / "requirements.txt"
     lines.write_text("# what is needed\nno-such-package>=2\ntrl\n")
     monkeypatch.setattr(proof, "REQUIREMENTS", lines)
