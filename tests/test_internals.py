@@ -2,6 +2,7 @@
 
 import ctypes
 import http.server
+import inspect
 import itertools
 import os
 import subprocess
@@ -32,6 +33,7 @@ from waiting import PATIENCE, until
 from samestep._internals import (
     accelerate_state,
     datasets_rows,
+    late_imports,
     libc,
     torch_autograd,
     torch_distributed,
@@ -52,6 +54,43 @@ def test_libraries_show_bars_of_long_work_only(trainings, tmp_path):
     printed = {name: (tmp_path / name).read_text() for name in ("loud", "quiet")}
     assert [word for word in words if word in printed["loud"]] == words
     assert [word for word in words if word in printed["quiet"]] == ["LONG"]
+
+
+# ------------------------------------------------------------------------------------------------------------- imports
+
+
+def test_a_package_is_loaded_when_it_is_used(monkeypatch, tmp_path):
+    (tmp_path / "slow_package").mkdir()
+    (tmp_path / "slow_package" / "__init__.py").write_text("import os; os.environ['LOADED'] = 'yes'; value = 7")
+    (tmp_path / "slow_package" / "part.py").write_text("other = 8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LOADED", "no")
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    late_imports.load_when_used("slow_package")
+    late_imports.load_when_used("no_such_package")
+    assert "no_such_package" not in sys.modules
+    import slow_package
+
+    assert inspect.getmodule(slow_package.__spec__.loader.exec_module) is not slow_package, "which looks at all modules"
+    assert os.environ["LOADED"] == "no"
+    from slow_package import part
+
+    assert os.environ["LOADED"] == "yes"
+    assert (slow_package.value, part.other) == (7, 8)
+    late_imports.load_when_used("slow_package")
+    assert sys.modules["slow_package"] is slow_package, "it was loaded already"
+
+
+def test_a_package_that_cannot_be_loaded_is_not_there_afterwards(monkeypatch, tmp_path):
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late_imports.load_when_used("broken_package")
+    import broken_package
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        broken_package.value  # noqa: B018
+    assert "broken_package" not in sys.modules
 
 
 # ---------------------------------------------------------------------------------------------------------------- libc

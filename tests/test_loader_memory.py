@@ -9,7 +9,7 @@ import pytest
 from common import ROOT
 from run_loader_memory import COLUMNS, write
 
-FEW, MANY = 100_000, 1_000_000
+FEW, MANY = 100_000, 500_000
 
 
 @pytest.fixture(scope="module")
