@@ -6,6 +6,7 @@ own log, and can be killed at a chosen moment. `Server` is the benchmark's end; 
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -78,9 +79,13 @@ def serve() -> None:
 
 
 def _calls() -> dict:
+    import matplotlib.figure  # noqa: F401 -- it and scipy.io are imported when they are used, which is in every run
+    import scipy.io  # noqa: F401 -- by datasets, to be replaced
     from common import TINIES, load_script, write_corpus
 
     scripts = {name: load_script(name) for name in TINIES}
+    gc.collect()
+    gc.freeze()
     return {
         "train": lambda program, argv: scripts[program].main(argv),
         "train_on_a_slow_disk": lambda program, argv: _slow_disk() or scripts[program].main(argv),

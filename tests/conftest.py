@@ -46,6 +46,8 @@ collect_ignore = ["audited", "own_loops", "startup", "toy_task"]  # programs, wh
 FORKS = pytest.StashKey[Server]()
 FORK_SERVER = os.environ.setdefault("TESTS_FORK_SERVER", f"{_HOME.name}/forks")
 """Address of the fork server: the first process's, which workers of pytest-xdist inherit."""
+IMPORTED_LATE = ("torch._dynamo", "scipy.io", "sklearn.datasets", "sklearn.metrics", "sentence_transformers", "trl")
+"""What libraries and programs import when they use it: once in the fork server, and not in every process again."""
 TOOLS = {"hypothesis", "lightning", "psutil", "sentence_transformers", "tensorboard", "trl"}
 MISSING = sorted(name for name in TOOLS.union(*EXTRAS.values()) if find_spec(name) is None)
 """What a bare installation (`pip install . pytest`) lacks: tests that need it are skipped there."""
@@ -164,7 +166,8 @@ def train(scripts, corpus, tmp_path):
 def connect(config: pytest.Config) -> Server:
     """Connect to the fork server of all workers; the first one starts it, and nobody waits for its imports yet."""
     if FORKS not in config.stash:
-        forks = Server("run_layouts", libraries=("stepaudit.program", *AUDITED, "torch._dynamo"), address=FORK_SERVER)
+        libraries = ("stepaudit.program", *AUDITED, *IMPORTED_LATE)
+        forks = Server("run_layouts", libraries=libraries, address=FORK_SERVER)
         config.stash[FORKS] = forks.__enter__()
         config.add_cleanup(lambda: forks.__exit__())
     return config.stash[FORKS]

@@ -250,7 +250,7 @@ def test_the_formula_meets_the_trace(name, tmp_path):
         shallow = {recipe.task: {"depths": (1,) * len(recipe.depths)}}
     base = None if recipe.task != "causal_lm_finetuning" else find_base_model(recipe.model_name_or_path or "")
     if base is not None:
-        write(tmp_path, **base | {"num_hidden_layers": 4})
+        write(tmp_path, **base | {"num_hidden_layers": 6})
         shallow = {recipe.task: {"model_name_or_path": str(tmp_path)}}
     recipe = load(name, shallow.get(recipe.task))
     workload = from_recipe(recipe)

@@ -169,7 +169,8 @@ def serve(address: str, *modules: str) -> None:
     listener.listen()
     os.dup2(2, 1)
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # whoever needs it says so
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the recorder looks for modules and optimizers among all objects
     pids: set[int] = set()
