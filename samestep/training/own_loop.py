@@ -65,7 +65,7 @@ class Step:
 
     Attributes:
         index: number of the step; 0 is the first.
-        epoch: epochs done when the step is done, a fraction where it is known.
+        epoch: epochs done when the step is done, a fraction where it is known; of `exact_windows` those of its call.
         is_last_of_epoch: whether no process has a sample of the epoch left after the step: the place to evaluate. With
             `exact_steps` also where the step holds the first samples of the next epoch, too (`epoch_end="carry"`).
         num_targets: n_j, the targets in the whole step, on the device: int64, or float64 for sums of weights; of the shape that
