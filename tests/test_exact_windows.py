@@ -1,5 +1,7 @@
 """Windows of a loader: the epoch is the caller's, the number of steps is known before, targets may have weights."""
 
+import multiprocessing
+
 import datasets
 import pytest
 import torch
@@ -50,6 +52,19 @@ class Nameless(Shuffled):
 
     def __iter__(self):
         yield from range(self._number, self._number + 4)
+
+
+class Shared(Shuffled):
+    """One whose epoch workers share."""
+
+    def __init__(self):
+        self.epoch = multiprocessing.Value("i", 0)
+
+    def set_epoch(self, epoch):
+        self.epoch.value = epoch
+
+    def __iter__(self):
+        yield from (torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch.value))).tolist()
 
 
 class ShuffledBatches(Sampler):
@@ -109,13 +124,14 @@ def loaders(accelerator):
     yield "datasets", (DataLoader(data := hub_stream(), batch_size=2), data)
     prepared_stream = accelerator.prepare(DataLoader(hub_stream(), batch_size=2))
     yield "prepared datasets", (prepared_stream, prepared_stream)
+    yield "shared", (DataLoader(shared := Shared(), batch_size=2, num_workers=1), shared)
     yield "nameless", (DataLoader(nameless := Nameless(), batch_size=2), nameless)
     yield "one's own", (wrapper := Wrapper(), wrapper)
 
 
 NAMES = (
     "prepared|prepared, not set|sampler|prepared sampler|batch sampler|stream|prepared stream|stream, not set|datasets|"
-    "prepared datasets|nameless|one's own"
+    "prepared datasets|shared|nameless|one's own"
 ).split("|")
 
 

@@ -598,7 +598,7 @@ def to_counts(value: Any) -> torch.Tensor:
         )
     counts = torch.as_tensor(value, dtype=torch.float64 if is_float else torch.int64).detach().reshape(-1)
     if counts.device.type == "cpu" and not ((counts >= 0) & counts.isfinite()).all():
-        raise UsageError(f"targets returned {counts.tolist()}, must be finite and not negative: are all class weights?")
+        raise UsageError(f"targets returned {counts.tolist()}, must be finite and not negative")
     return counts
 
 

@@ -1,6 +1,7 @@
 """Reads DataLoaders, prepared by accelerate or not: every sample once, in the epoch that the caller has set."""
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -109,8 +110,12 @@ def _find_parts_with_epoch(loader: Any) -> list[Any]:
 
 
 def _get_epoch(part: Any) -> int | None:
+    """Read the epoch, a number, a tensor or a value that workers share; None: there is none."""
     epoch = getattr(part, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
+    try:
+        return operator.index(getattr(epoch, "value", epoch))
+    except TypeError:
+        return None
 
 
 @contextlib.contextmanager
