@@ -69,7 +69,7 @@ def accelerate_loop(kind: str) -> Callable[[], None]:
 
     def steps() -> Iterator:
         if kind == "exact_windows":
-            return exact_windows(accelerator, loader, gradient_accumulation_steps=K, targets=count)
+            return iter(exact_windows(accelerator, loader, gradient_accumulation_steps=K, targets=count))
         sizes = {"global_batch_size": B * K, "per_device_batch_size": B}
         return iter(exact_steps(accelerator, TEXTS, collate, **sizes, targets=count))
 

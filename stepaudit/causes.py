@@ -5,7 +5,8 @@ import dataclasses
 GUIDE = "docs/audit.md"
 WINDOWS = (
     "; shortest with samestep: for step in exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=count), "
-    "and accelerator.backward(step.loss(total)) (docs/your-own-loop.md)"
+    "and accelerator.backward(step.loss(total)); a shuffled loader needs DataLoaderConfiguration(use_seedable_sampler=True) "
+    "(docs/your-own-loop.md)"
 )
 STEPS = "; shortest with samestep: for step in exact_steps(accelerator, dataset, collate, ...) (docs/your-own-loop.md)"
 TRAINER = "; shortest with samestep: ExactTrainer in the place of Trainer (docs/your-own-loop.md)"
@@ -109,8 +110,8 @@ KINDS = {
     "dropped": Cause("samples are left out", "keep the last batch (drop_last=False), and step after it"),
     "other_samples": Cause(
         "the samples of a step depend on the layout",
-        "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]"
-        + STEPS,
+        "draw the order from a generator of its own, seeded by (seed, epoch), and deal it out by process: order[rank::N]; in "
+        "Accelerate Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))" + STEPS,
     ),
     "other_inputs": Cause(
         "what the model is given in a step depends on the layout (other samples, or masks drawn anew?)",

@@ -1,6 +1,7 @@
 """The exact step in a loop of one's own: the same on any number of processes, and wrong use refused in one line."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -48,10 +49,19 @@ def test_steps_are_the_same_on_any_number_of_processes(server, tmp_path):
                     assert len(process[name]["losses"]) == len(case["losses"]), (size, name)
                     assert process[name]["losses"] == pytest.approx(case["losses"], rel=1e-5), (size, name)
                     assert process[name]["weights"] == pytest.approx(case["weights"], rel=1e-4, abs=1e-6), (size, name)
+                    assert process[name]["ends"] == case["ends"], (size, name)
+                    assert process[name].get("length") == case.get("length"), (size, name)
                 else:
                     assert process[name] == pytest.approx(case, rel=1e-6), (size, name)
     assert len(alone["prepared"]["losses"]) == 4  # 2 epochs of 24 samples in steps of 12
-    assert len(alone["prepared, tail"]["losses"]) == 6
+    assert len(alone["prepared, tail"]["losses"]) == 6 == alone["prepared, tail"]["length"]
+    assert alone["prepared, tail"]["ends"] == [False, False, True] * 2
+    # Three steps in each of three epochs; resumed behind the first step of the second, on its samples
+    assert alone["shuffled"]["ends"] == [False, False, True] * 3
+    assert alone["shuffled, resumed"]["ends"] == [False, True, False, False, True]
+    assert len(alone["shuffled, resumed"]["losses"]) == alone["shuffled, resumed"]["length"] == 5
+    assert alone["prepared stream"]["length"] is alone["own shards"]["length"] is None
+    assert alone["synchronised"] == alone["prepared, tail"]
 
 
 def test_steps_are_those_of_whole_batches(accelerator):
@@ -197,7 +207,9 @@ def test_an_accelerator_that_would_make_steps_wrong(accelerator, monkeypatch):
     refused(lambda: next(iter(steps)), "scheduler is prepared", "leave it out of accelerator.prepare")
 
 
-@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0), torch.tensor([[2]]), torch.tensor([True]), True, None])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(2.0).half(), torch.tensor([[2]]), torch.tensor([True]), True, None, torch.tensor(2j), "2"]
+)
 def test_targets_that_are_no_numbers_of_targets(accelerator, value):
     refused(lambda: take_step(accelerator, targets=lambda batch: value), "targets returned", "int tensor")
 
@@ -205,6 +217,9 @@ def test_targets_that_are_no_numbers_of_targets(accelerator, value):
 def test_targets_that_cannot_be(accelerator):
     refused(lambda: take_step(accelerator, targets=lambda batch: 0), "targets counted [0] in the whole first step")
     refused(lambda: take_step(accelerator, targets=lambda batch: -1), "-1", "negative")
+    refused(lambda: take_step(accelerator, targets=lambda batch: torch.tensor(-0.5)), "-0.5", "negative")
+    refused(lambda: take_step(accelerator, targets=lambda batch: math.nan), "nan", "finite")
+    refused(lambda: take_step(accelerator, targets=lambda batch: torch.tensor([math.inf])), "inf", "finite")
     refused(
         lambda: take_step(accelerator, squares, targets=lambda batch: 3), "the loss counts [2]", "targets counts [3]"
     )

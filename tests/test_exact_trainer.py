@@ -1,69 +1,19 @@
 """`ExactTrainer`: the same weights from any cut, for the heads that it knows and for a loss of one's own."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from common import fresh_accelerator
-from torch.nn.utils.rnn import pad_sequence
+from run_own_trainer import HEADS, NUM_SAMPLES, Gradients, bert, collate, draw, evaluations, gpt2, make_arguments
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import GPT2LMHeadModel, TrainingArguments
 
 from samestep import ExactTrainer
 from samestep.errors import UsageError
-
-SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-NUM_SAMPLES = 11
-
-
-def bert(head: str, **more):
-    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **{"num_labels": 3} | more)
-    return getattr(transformers, head)(config)
-
-
-def gpt2(**more):
-    config = GPT2Config(vocab_size=30, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    config.update(more)
-    return GPT2LMHeadModel(config)
-
-
-def draw(kind: str, number: int) -> dict[str, torch.Tensor]:
-    ids = torch.arange(1, 4 + number * 5 % 8) * (number + 2) % 28 + 2
-    labels = {
-        "tokens": ids % 3,
-        "words": ids.where(ids % 2 == number % 2, -100),
-        "text": ids,
-        "class": torch.tensor(number % 3),
-        "number": torch.tensor(number / 4),
-        "several": torch.arange(3) % (number % 2 + 1) * 1.0,
-    }[kind]
-    return {"input_ids": ids, "labels": labels, "next_sentence_label": torch.tensor(number % 2)}
-
-
-def collate(samples):
-    ids = pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
-    labels = [sample["labels"] for sample in samples]
-    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    is_ragged = labels[0].ndim and not labels[0].is_floating_point()
-    batch["labels"] = pad_sequence(labels, True, -100) if is_ragged else torch.stack(labels)
-    if "next_sentence_label" in samples[0]:
-        batch["next_sentence_label"] = torch.stack([sample["next_sentence_label"] for sample in samples])
-    return batch
-
-
-HEADS = {
-    "causal": (gpt2, "text"),
-    "masked": (lambda: bert("BertForMaskedLM"), "words"),
-    "two terms": (lambda: bert("BertForPreTraining"), "words"),
-    "tokens": (lambda: bert("BertForTokenClassification"), "tokens"),
-    "classes": (lambda: bert("BertForSequenceClassification"), "class"),
-    "regression": (lambda: bert("BertForSequenceClassification", num_labels=1), "number"),
-    "several classes": (
-        lambda: bert("BertForSequenceClassification", problem_type="multi_label_classification"),
-        "several",
-    ),
-}
+from samestep.training import trainer_settings
 
 
 @pytest.fixture
@@ -72,22 +22,9 @@ def train(tmp_path):
 
     def run(model, kind: str, b: int, k: int, **more) -> ExactTrainer:
         fresh_accelerator()
-        options = {name: more.pop(name) for name in ("label_smoothing_factor",) if name in more}
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=b,
-            gradient_accumulation_steps=k,
-            num_train_epochs=1,
-            learning_rate=0.1,
-            optim="sgd",
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            train_sampling_strategy="sequential",
-            **options,
-        )
+        names = {field.name for field in dataclasses.fields(TrainingArguments)}
+        options = {name: more.pop(name) for name in names & set(more)}
+        arguments = make_arguments(tmp_path, per_device_train_batch_size=b, gradient_accumulation_steps=k, **options)
         data = [draw(kind, number) for number in range(NUM_SAMPLES)]
         trainer = ExactTrainer(model, arguments, **{"data_collator": collate, "train_dataset": data} | more)
         trainer.train()
@@ -197,3 +134,117 @@ def drop_pair_label(samples):
     batch = collate(samples)
     del batch["next_sentence_label"]
     return batch | {"labels": batch["input_ids"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def test_every_setting_is_classified_once():
+    """A field of a newer transformers fails here: try it, and put it where it belongs."""
+    tables = [names.split() for names in trainer_settings.NO_EFFECT.values()]
+    tables += [list(trainer_settings.HANDLED), list(trainer_settings.REFUSED)]
+    classified = [name for names in tables for name in names]
+    assert len(classified) == len(set(classified))
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= set(classified)
+
+
+REFUSED = {
+    "neftune_noise_alpha": 5.0,
+    "auto_find_batch_size": True,
+    "dataloader_drop_last": True,
+    "train_sampling_strategy": "group_by_length",
+    "optim": "galore_adamw_layerwise",
+    "accelerator_config": {"dispatch_batches": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_change_the_step_are_refused(train, name):
+    with pytest.raises(UsageError) as caught:
+        train(gpt2(), "text", 2, 2, **{name: REFUSED[name]})
+    (problem,) = str(caught.value).splitlines()
+    assert problem.startswith(f"{name} is ")
+
+
+def test_other_values_that_are_refused(tmp_path):
+    def problem(**more):
+        return trainer_settings.find_setting_problems(make_arguments(tmp_path, **more))
+
+    assert problem() == problem(neftune_noise_alpha=0.0) == problem(train_sampling_strategy="random") == []
+    assert "repeats" in problem(train_sampling_strategy="batch_rebalance")[0]
+    assert [problem(optim=name)[0].split(",")[0] for name in ("lomo", "adalomo")] == [
+        "optim is lomo",
+        "optim is adalomo",
+    ]
+    for name, value in (("split_batches", True), ("use_seedable_sampler", False)):
+        assert name in problem(accelerator_config={name: value})[0]
+    arguments = make_arguments(tmp_path)
+    arguments.use_liger_kernel = True  # TrainingArguments asks for its package
+    assert "no logits" in trainer_settings.find_setting_problems(arguments)[0]
+    assert len(problem(dataloader_drop_last=True, auto_find_batch_size=True)) == 2
+
+
+def test_a_setting_of_a_newer_transformers_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_settings, "NO_EFFECT", {})
+    monkeypatch.setattr(trainer_settings, "HANDLED", {})
+    problems = trainer_settings.find_setting_problems(make_arguments(tmp_path, warmup_steps=3))
+    assert any(line.startswith("warmup_steps is 3, a setting that ExactTrainer does not know") for line in problems)
+    assert not any(
+        line.startswith(("eval_delay", "include_for_metrics")) for line in problems
+    )  # they have their defaults
+
+
+TRIED = {
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "use_cache": {"use_cache": True},
+    "label smoothing": {"label_smoothing_factor": 0.2},
+    "clipping": {"max_grad_norm": 0.01},
+    "tokens": {"average_tokens_across_devices": False},
+    "workers": {"dataloader_num_workers": 1},
+    "memory": {"torch_empty_cache_steps": 1},
+    "synchronised": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    "not even": {"accelerator_config": {"even_batches": False}},
+    "random": {"train_sampling_strategy": "random", "data_seed": 3},
+    "fused": {"optim": "adamw_torch_fused"},
+    "eval": {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": [draw("text", 3)]},
+    "seen": {"include_num_input_tokens_seen": "all"},
+}
+if "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}:
+    TRIED["activation_checkpointing"] = {"activation_checkpointing": True}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_settings_without_effect_have_none(train, name):
+    """The gradients of both steps, of 8 and of 3 samples, for the cuts 1 x 8 and 2 x 4."""
+    found = []
+    for b, k in ((8, 1), (1, 8), (2, 4)):
+        torch.manual_seed(0)
+        gradients = Gradients()
+        train(gpt2(), "text", b, k, callbacks=[gradients], **copy.deepcopy(TRIED[name]))
+        found.append(gradients.all)
+        assert len(gradients.all) == 2
+    for step in range(2):
+        for other in found[1:]:
+            assert torch.dist(other[step], found[0][step]) <= 1e-6 * found[0][step].norm(), step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path, head):
+    losses = evaluations(tmp_path, head, (1, 2, 3, 8, 11))
+    fresh_accelerator()
+    assert losses == pytest.approx(losses[-1:] * len(losses), rel=2e-6)
+
+
+@pytest.mark.distributed
+def test_several_processes_train_and_evaluate_alike(run_processes):
+    """With samples that do not come out even, which accelerate repeats."""
+    (alone,), both = run_processes("run_own_trainer", 1), run_processes("run_own_trainer", 2)
+    for process in both:
+        for name, value in alone.items():
+            bound = 2e-6 * value.norm()
+            assert torch.dist(process[name], value) <= bound, name

@@ -1,22 +1,25 @@
-"""Four loops as people write them: the audit names what is wrong with each; with a few lines of samestep it says exact."""
+"""Five loops as people write them: the audit names what is wrong with each; with a few lines of samestep it says exact."""
 
 import pytest
 from common import ROOT
 from corpus import variation
 from own_loops import page
 
-from stepaudit.causes import HARMLESS
+from stepaudit.causes import HARMLESS, KINDS
 from stepaudit.judge import compare, find_faults
 from stepaudit.table import table
 
 LOOPS = ROOT / "tests" / "own_loops"
 TOLERANCE = 1e-5
 MAX_CHANGED_LINES = 8
+MORE_CHANGED_LINES = {"epochs": 11}
+"""Of a loop that does more: a schedule, clipping, an evaluation after every epoch."""
 NUM_STEPS = 2
 SHOWN, SHOWN_STEPS = "accelerate_loop", 8
 """Program whose audit the README shows, and the steps that the audit takes."""
 FAULTS = {
     "accelerate_loop": "mean_of_means",
+    "epochs": "mean_of_means",
     "causal_lm": "mean_of_means",
     "streaming": "mean_of_means",
     "trainer_bert": "ignores_num_items",
@@ -28,7 +31,7 @@ WINDOWS = {(15, 1, 1): [(5, 3, 1), (1, 15, 1), (5, 1, 3), (1, 5, 3)], (14, 1, 1)
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_few_lines_change(name):
-    assert 0 < page.changed_lines(*page.read(name)) <= MAX_CHANGED_LINES
+    assert 0 < page.changed_lines(*page.read(name)) <= MORE_CHANGED_LINES.get(name, MAX_CHANGED_LINES)
 
 
 def test_the_page_shows_the_programs():
@@ -67,3 +70,15 @@ def test_the_audit_says_exact_after(server, name):
             comparison = compare(reference, server.record([program], variation(layout)), TOLERANCE)
             assert comparison.is_exact, (layout, comparison.findings, comparison.errors)
             assert {finding.cause for finding in comparison.findings} <= HARMLESS
+
+
+@pytest.mark.distributed
+def test_a_shuffled_loader_needs_a_seedable_sampler(server, tmp_path):
+    """Without it the audit says `other_samples` on two processes, and its cure, like that of `mean_of_means`, names it."""
+    text = (LOOPS / "after" / "epochs.py").read_text(encoding="utf-8")
+    program = tmp_path / "epochs.py"
+    program.write_text(text.replace("dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)", ""))
+    reference, other = (server.record([str(program)], variation(layout), 2) for layout in ((14, 1, 1), (7, 1, 2)))
+    findings = {finding.cause: finding.remedy for finding in compare(reference, other, TOLERANCE).findings}
+    for remedy in (findings["other_samples"], KINDS["mean_of_means"].remedy, KINDS["tail"].remedy):
+        assert "DataLoaderConfiguration(use_seedable_sampler=True)" in remedy

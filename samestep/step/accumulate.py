@@ -27,11 +27,13 @@ def total_counts(accelerator: Accelerator, counts: torch.Tensor) -> torch.Tensor
     """Add up the processes' counts in one all-reduce of a few integers: n_j of the step.
 
     Args:
-        counts: int64 [terms], targets in this process's micro-batches.
+        counts: [terms], targets in this process's micro-batches: int64, or sums of weights in float64.
 
     Returns:
-        int64 [terms] on the accelerator's device. Its first use, after the first forward, waits for it; nothing does before.
+        [terms] on the accelerator's device. Its first use, after the first forward, waits for it; nothing does before.
     """
+    if counts.is_floating_point() and accelerator.device.type == "mps":  # which has no float64
+        counts = counts.float()
     counts = counts.to(accelerator.device, non_blocking=True)
     return counts if accelerator.num_processes == 1 else torch_distributed.total(counts)
 

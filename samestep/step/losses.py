@@ -150,10 +150,19 @@ def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tenso
 
     Args:
         sums: [terms], summed losses of a micro-batch or of the step.
-        counts: [terms], n_j: targets in the whole step. A term without targets counts 0, never NaN.
+        counts: [terms], n_j: targets in the whole step, or the sum of their weights. A term without counts 0, never NaN.
         weights: [terms], w_j.
 
     >>> weighted_loss(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]), torch.tensor([1.0, 1.0])).item()
     2.0
     """
-    return (weights * sums / counts.clamp(min=1)).sum()
+    return (weights * sums / nonzero(counts)).sum()
+
+
+def nonzero(counts: torch.Tensor) -> torch.Tensor:
+    """Replace counts of 0 by 1, so that one can divide by them.
+
+    >>> nonzero(torch.tensor([3.0, 0.0, 0.25])).tolist()
+    [3.0, 1.0, 0.25]
+    """
+    return counts.masked_fill(counts == 0, 1)

@@ -11,6 +11,7 @@ over all micro-batches of all processes; `Step.loss` computes a micro-batch's pa
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from samestep.data.steps import MicroBatch, Steps
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.step.accumulate import iterate_micro_batches, loss_scale, total_counts
-from samestep.step.losses import weighted_loss
+from samestep.step.losses import nonzero, weighted_loss
 from samestep.step.means import find_mean
 from samestep.step.noise import Noise
 from samestep.training import prepared
@@ -48,7 +49,7 @@ class CountedBatch:
 
     Attributes:
         batch: as collated.
-        counts: int64 [terms], numbers of targets in the batch.
+        counts: [terms], numbers of targets in the batch, int64, or float64 for sums of weights.
         is_placeholder: the batch counts nothing: this process has no sample left, but DDP waits for its gradient.
         samples: (epoch, sample id) of each sample, where they are known.
     """
@@ -64,9 +65,11 @@ class Step:
 
     Attributes:
         index: number of the step; 0 is the first.
-        epoch: epochs done when the step is done, a fraction where it is known.
-        num_targets: n_j, the targets in the whole step, int64 on the device; of the shape that `targets` returns: scalar or
-            [terms].
+        epoch: epochs done when the step is done, a fraction where it is known; of `exact_windows` those of its call.
+        is_last_of_epoch: whether no process has a sample of the epoch left after the step: the place to evaluate. With
+            `exact_steps` also where the step holds the first samples of the next epoch, too (`epoch_end="carry"`).
+        num_targets: n_j, the targets in the whole step, on the device: int64, or float64 for sums of weights; of the shape that
+            `targets` returns: scalar or [terms].
         num_micro_batches: k, micro-batches of this process in the step.
     """
 
@@ -78,9 +81,11 @@ class Step:
         micro_batches: Sequence[CountedBatch],
         num_targets: torch.Tensor,
         is_first: bool,
+        is_last_of_epoch: bool | torch.Tensor,
         noise: Noise | None = None,
     ):
         self.index, self.epoch, self.num_targets = index, epoch, num_targets
+        self._is_last_of_epoch = is_last_of_epoch
         self.num_micro_batches = len(micro_batches)
         self._accelerator, self._micro_batches, self._is_first = accelerator, micro_batches, is_first
         self._noise = noise
@@ -97,6 +102,10 @@ class Step:
             if self._is_first:
                 self._check_use(number)
         self._current = None
+
+    @property
+    def is_last_of_epoch(self) -> bool:  # of a tensor it waits for the device: where this process has no batch left
+        return bool(self._is_last_of_epoch)
 
     def loss(self, sums: Any, weights: Sequence[float] | torch.Tensor | None = None) -> torch.Tensor:
         """Compute this micro-batch's part of the step's loss, for `accelerator.backward`.
@@ -141,7 +150,7 @@ class Step:
         Returns:
             scalar or [terms], as `num_targets`.
         """
-        return self._accelerator.reduce(self._sums, reduction="sum") / self.num_targets.clamp(min=1)
+        return self._accelerator.reduce(self._sums, reduction="sum") / nonzero(self.num_targets)
 
     def _check_use(self, number: int) -> None:
         """Check after each micro-batch of the first step that the loop used it as it must."""
@@ -162,13 +171,13 @@ class Step:
         if (
             returned_counts is not None
             and not self._current.is_placeholder
-            and (loss_counts := to_counts(returned_counts).tolist()) != counts
+            and not np.allclose(loss_counts := to_counts(returned_counts).tolist(), counts, rtol=1e-5, atol=0)
         ):
             raise UsageError(
                 f"the loss counts {loss_counts} targets in a micro-batch, targets counts {counts}: both must be what the sum "
                 "is over"
             )
-        divisors = [[part, int(total)] for part, total in zip(counts, self.num_targets.view(-1).tolist(), strict=True)]
+        divisors = [[part, total] for part, total in zip(counts, self.num_targets.view(-1).tolist(), strict=True)]
         if mean := find_mean(sums, divisors):
             raise UsageError(
                 f"step.loss was given a mean ({mean}): give it {SUM}, or the mean times the number of targets"
@@ -213,7 +222,8 @@ def exact_steps(
         collate: list of samples -> batch (tensors in any nesting), or `per_sample(...)`.
         global_batch_size: B, samples of a step.
         per_device_batch_size: b, samples in one forward at most.
-        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms].
+        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms]; or the sum of their
+            weights, floats.
         seed: decides the order of the samples.
         num_epochs: default 1, where num_steps is not given.
         num_steps: steps in all, those before first_step included.
@@ -266,7 +276,7 @@ def exact_steps(
         layout,
         process_index=accelerator.process_index,
         max_tokens=max_tokens,
-        same_num_micro_batches=is_sharded(accelerator),
+        same_num_micro_batches=_reduces_every_micro_batch(accelerator),
     )
     notes = [] if noise is None else noise.notes
     accelerator.print(*notes, sep="\n", end="\n" * len(notes))
@@ -294,9 +304,11 @@ class ExactSteps:
             worker_init_fn=interrupt.ignore_stop_signals,
             generator=torch.Generator(),  # its own: the model's noise does not depend on it
         )
+        per_epoch, dtype = self._steps.order.steps_per_epoch, None
         with _reserve_accelerator(self._accelerator, "exact_steps"):
             for data in loader:
-                counts = total_counts(self._accelerator, data.counts)
+                dtype = dtype or agree_on_dtype(self._accelerator, data.counts)
+                counts = total_counts(self._accelerator, convert_counts(data.counts, dtype))
                 micro_batches = [
                     CountedBatch(
                         micro_batch["batch"], micro_batch["batch_counts"], micro_batch["is_placeholder"], samples
@@ -307,7 +319,10 @@ class ExactSteps:
                 if is_first:
                     _check_targets(counts)
                 counts = counts.view(data.micro_batches[0]["shape"])
-                yield Step(self._accelerator, data.step, data.epoch, micro_batches, counts, is_first, self._noise)
+                is_last = (data.step + 1) // per_epoch > data.step // per_epoch
+                yield Step(
+                    self._accelerator, data.step, data.epoch, micro_batches, counts, is_first, is_last, self._noise
+                )
 
 
 def exact_windows(
@@ -317,24 +332,29 @@ def exact_windows(
     gradient_accumulation_steps: int,
     targets: Targets,
     num_epochs: int = 1,
-) -> Iterator[Step]:
+) -> "ExactWindows":
     """Take steps of `gradient_accumulation_steps` batches of a loader on each process, exact for these samples.
 
     The loop is the same as with `exact_steps`. The loader may be prepared by accelerate (samples that it would repeat at the
-    end are left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k
+    end are left out) or not (then each process must have its own part of the samples), and may be a stream. It is read k + 1
     batches ahead. The last window of an epoch may be shorter; a process whose loader ends earlier than others computes batches
-    that count nothing until all loaders have ended. Each step takes one all-reduce of a few integers, for which no process
+    that count nothing until all loaders have ended. Each step takes one all-reduce of a few numbers, for which no process
     waits before its first forward.
+
+    The epoch of the loader stays the caller's: a prepared loader goes on by itself, as it does without samestep, and in a loop
+    over epochs the caller sets it, if anything has `set_epoch`. Only where num_epochs is above 1 the later epochs go on from
+    the caller's: `set_epoch(epoch + 1)`, and so on.
 
     Args:
         accelerator: made without gradient accumulation.
         dataloader: gives batches (tensors in any nesting), anew in every epoch.
         gradient_accumulation_steps: k, batches of a step on each process.
-        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms].
-        num_epochs: times that the loader is read; `set_epoch` of the loader, its sampler and its dataset is called, if any.
+        targets: batch -> number of targets over which the loss is summed, an int, or int tensor [terms]; or the sum of their
+            weights, floats.
+        num_epochs: times that the loader is read.
 
     Returns:
-        Iterator over `Step`.
+        `ExactWindows`: iterates over `Step`; has a length if the loader has one. All processes make it.
 
     Raises:
         UsageError: one line for each value that breaks a rule, with the remedy.
@@ -344,56 +364,91 @@ def exact_windows(
         problems.append(
             f"dataloader is {type(dataloader).__name__}, over which one cannot iterate: give it a DataLoader"
         )
-    if num_epochs > 1 and isinstance(dataloader, Iterator):
-        problems.append(
-            f"num_epochs is {num_epochs}, but dataloader is an iterator, which can be read once: give the DataLoader itself"
-        )
     for name, value in (("gradient_accumulation_steps", gradient_accumulation_steps), ("num_epochs", num_epochs)):
         if not isinstance(value, int) or value < 1:
             problems.append(f"{name} is {value!r}, must be a whole number, 1 or more")
     if not callable(targets):
         problems.append(f"targets is {type(targets).__name__}, must be a function")
+    if not problems and num_epochs > 1:
+        problems += prepared.find_epoch_problems(dataloader, num_epochs)
     if problems:
         raise UsageError(problems)
     prepared.check(accelerator, dataloader)
-    return _iterate_windows(accelerator, dataloader, gradient_accumulation_steps, targets, num_epochs)
+    return ExactWindows(accelerator, dataloader, gradient_accumulation_steps, targets, num_epochs)
 
 
-def _iterate_windows(
-    accelerator: Accelerator, loader: Iterable, k: int, targets: Targets, num_epochs: int
-) -> Iterator[Step]:
-    shape, placeholder, index, device = None, None, 0, accelerator.device
-    with _reserve_accelerator(accelerator, "exact_windows"):
-        for epoch in range(num_epochs):
-            _set_epoch(loader, epoch)
-            with prepared.without_repeats(accelerator, loader) as batches:
-                num_batches = 0
-                while True:
-                    window = [CountedBatch(batch, to_counts(targets(batch))) for batch in itertools.islice(batches, k)]
-                    if shape is None:
-                        shape, placeholder = _agree_on_shape(accelerator, window, targets)
-                        if shape is None:  # no process has a batch
-                            return
-                    num_batches += len(window)
-                    # [terms + 1]: targets of each term, and last the number of batches, summed over all processes
-                    counts = torch.zeros(shape.numel() + 1, dtype=torch.int64, device=device)
-                    for part in window:
-                        counts += torch.cat([part.counts.to(device), counts.new_ones(1)])
-                    counts = total_counts(accelerator, counts)
-                    # Only a process without a batch must know at once whether others have one: .item() waits for the device
-                    if not window and not counts[-1].item():
-                        break
-                    if window:
-                        placeholder = dataclasses.replace(window[-1], is_placeholder=True)
-                    if num_missing := (k if is_sharded(accelerator) else 1) - len(window):
+class ExactWindows:
+    """The steps of a loader, of type `Step`. See `exact_windows`."""
+
+    def __init__(self, accelerator: Accelerator, loader: Iterable, k: int, targets: Targets, num_epochs: int):
+        self._accelerator, self._loader, self._k, self._targets = accelerator, loader, k, targets
+        self._num_epochs = num_epochs
+        # Batches of the process with most; None: one of them does not know
+        lengths: list[int | None] = [prepared.num_batches(loader)]
+        if accelerator.num_processes > 1:
+            lengths = gather_object(lengths)
+        self._num_batches = max((length for length in lengths if length is not None), default=None)
+        if None in lengths:
+            self._num_batches = None
+
+    def __len__(self) -> int:
+        """Count the optimizer steps of all epochs, which a scheduler needs to know.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        if self._num_batches is None:
+            raise TypeError(
+                f"exact_windows has no len(): its {type(self._loader).__name__} has none (a stream?); give the scheduler the "
+                "number of steps yourself"
+            )
+        return self._num_epochs * -(-self._num_batches // self._k)
+
+    def __iter__(self) -> Iterator[Step]:
+        accelerator, k, index = self._accelerator, self._k, 0
+        form: _Form | None = None
+        placeholder: Any = None
+        with _reserve_accelerator(accelerator, "exact_windows"):
+            for epoch in prepared.iterate_epochs(self._loader, self._num_epochs):
+                with prepared.without_repeats(accelerator, self._loader) as batches:
+                    windows, num_done = _read_windows(batches, k), 0
+                    is_last: bool | torch.Tensor = False
+                    while not is_last:
+                        read, has_more = next(windows, ([], False))
+                        window = [CountedBatch(batch, to_counts(self._targets(batch))) for batch in read]
+                        if form is None:
+                            form, placeholder = _agree_on_form(accelerator, window, self._targets)
+                            if form is None:  # no process has a batch
+                                return
+                        local = sum(part.counts for part in window or [placeholder]) * (len(window) > 0)
+                        local = convert_counts(local, form.dtype)
+                        # [terms + 2]: the targets, then batches, and processes that have more, summed over all processes
+                        numbers = [local.new_full((1,), number) for number in (len(window), has_more)]
+                        counts = total_counts(accelerator, torch.cat([local, *numbers]))
+                        # Only a process without a batch must know at once whether others have one, and waits for the device
+                        if not window and not counts[-2].item():
+                            break
+                        if window:
+                            placeholder = dataclasses.replace(window[-1], is_placeholder=True)
+                        num_missing = (k if _reduces_every_micro_batch(accelerator) else 1) - len(window)
                         window += [placeholder] * max(0, num_missing)
-                    if not index:
-                        _check_targets(counts[:-1])
-                    sized: Any = loader
-                    length = len(sized) if hasattr(type(loader), "__len__") and _has_length(loader) else 0
-                    progress = min(1.0, num_batches / length) if length else 0.0
-                    yield Step(accelerator, index, epoch + progress, window, counts[:-1].view(shape), index == 0)
-                    index += 1
+                        if not index:
+                            _check_targets(counts[:-2])
+                        num_done += len(read)
+                        progress = min(1.0, num_done / self._num_batches) if self._num_batches else 0.0
+                        is_last = False if has_more else counts[-1] == 0
+                        num_targets = counts[:-2].view(form.shape)
+                        yield Step(accelerator, index, epoch + progress, window, num_targets, not index, is_last)
+                        index += 1
+
+
+def _read_windows(batches: Iterator, k: int) -> Iterator[tuple[list, bool]]:
+    """Iterate over (k batches, whether more come): fewer in the last window."""
+    window = list(itertools.islice(batches, k))
+    while window:
+        ahead = list(itertools.islice(batches, 1))
+        yield window, bool(ahead)
+        window = ahead + list(itertools.islice(batches, k - 1)) if ahead else []
 
 
 @torch.no_grad()
@@ -520,26 +575,51 @@ class _Source:
 
 
 def to_counts(value: Any) -> torch.Tensor:
-    """Convert numbers of targets to int64 [terms].
+    """Convert numbers of targets to int64 [terms], sums of their weights to float64 [terms].
 
     Raises:
-        UsageError: the value is neither an int nor an integer tensor of at most one dimension, or is negative.
+        UsageError: the value is no number, or no tensor of numbers of at most one dimension; it is negative or not finite.
     """
-    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    is_float = isinstance(value, (float, np.floating))
     if isinstance(value, torch.Tensor):
-        is_whole = value.ndim <= 1 and not value.is_floating_point() and value.dtype != torch.bool and value.numel() > 0
+        is_float = value.is_floating_point()
+        is_number = value.ndim <= 1 and value.numel() > 0 and value.dtype != torch.bool and not value.is_complex()
+        is_number &= value.dtype not in (torch.float16, torch.bfloat16)  # in which sums are coarse
         description = f"a tensor of {value.dtype} {list(value.shape)}"
+        if is_float and value.device.type == "mps":  # which has no float64
+            value = value.cpu()
     else:
         description = f"{value!r}"[:60]
-    if not is_whole:
+    if not is_number:
         raise UsageError(
             f"targets returned {description}, must be the number of targets, an int or an int tensor [terms]: for example "
-            "(labels != -100).sum()"
+            "(labels != -100).sum(); or the sum of their weights, a float or a tensor [terms] of float32 or float64"
         )
-    counts = torch.as_tensor(value, dtype=torch.int64).detach().reshape(-1)
-    if counts.device.type == "cpu" and int(counts.min()) < 0:
-        raise UsageError(f"targets returned {description}, must not be negative")
+    counts = torch.as_tensor(value, dtype=torch.float64 if is_float else torch.int64).detach().reshape(-1)
+    if counts.device.type == "cpu" and not ((counts >= 0) & counts.isfinite()).all():
+        raise UsageError(f"targets returned {counts.tolist()}, must be finite and not negative")
     return counts
+
+
+def agree_on_dtype(accelerator: Accelerator, counts: torch.Tensor | None) -> torch.dtype:
+    """Agree with all processes, which call it once, on the dtype of counts; None: this process has none."""
+    kinds = [counts is not None and counts.is_floating_point()]
+    return torch.float64 if any(gather_object(kinds) if accelerator.num_processes > 1 else kinds) else torch.int64
+
+
+def convert_counts(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert counts to the dtype that was agreed on in the first step.
+
+    Raises:
+        UsageError: a sum of weights where the first step had numbers of targets.
+    """
+    if counts.is_floating_point() and not dtype.is_floating_point:
+        raise UsageError(
+            f"targets returned {counts.tolist()}, but whole numbers in the first step: sums of weights must be floats in every "
+            "batch"
+        )
+    return counts.to(dtype)
 
 
 def check_contract(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -558,22 +638,31 @@ def check_contract(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _check_targets(counts: torch.Tensor) -> None:
     """Check in the first step that every term has targets: without, it teaches nothing."""
-    if 0 in counts.tolist():
+    if not all(0 < count < math.inf for count in counts.tolist()):
         raise UsageError(
-            f"targets counted {counts.tolist()} in the whole first step, must be above 0: count what the sum is over, for "
-            "example (labels != -100).sum()"
+            f"targets counted {counts.tolist()} in the whole first step, must be above 0 and finite: count what the sum is "
+            "over, for example (labels != -100).sum()"
         )
 
 
-def _agree_on_shape(
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """Shape and dtype of the targets on all processes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _agree_on_form(
     accelerator: Accelerator, window: list[CountedBatch], targets: Targets
-) -> tuple[torch.Size | None, Any]:
-    """Agree in the first window on the shape of the targets on all processes (None: no process has a batch).
+) -> tuple[_Form | None, CountedBatch | None]:
+    """Agree in the first window on the form of the targets on all processes (None: no process has a batch).
 
     Returns:
-        The shape, and a placeholder for processes without a batch.
+        The form, and a placeholder for processes without a batch.
     """
     first = window[:1]
+    dtype = agree_on_dtype(accelerator, first[0].counts if first else None)
     if accelerator.num_processes > 1:
         shapes = gather_object([_get_shape(targets(part.batch)) for part in first] or [None])
         distinct_shapes = {shape for shape in shapes if shape is not None}
@@ -586,25 +675,17 @@ def _agree_on_shape(
             first = first or [CountedBatch(*parts[0])]
     if not first:
         return None, None
-    return _get_shape(targets(first[0].batch)), dataclasses.replace(first[0], is_placeholder=True)
+    shape = _get_shape(targets(first[0].batch))
+    return _Form(shape, dtype), dataclasses.replace(first[0], is_placeholder=True)
 
 
 def _get_shape(num_targets: Any) -> torch.Size:
     return num_targets.shape if isinstance(num_targets, torch.Tensor) else torch.Size([])
 
 
-def _has_length(loader: Any) -> bool:
-    try:
-        len(loader)
-    except TypeError:  # a DataLoader of a stream
-        return False
-    return True
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
+def _reduces_every_micro_batch(accelerator: Accelerator) -> bool:
+    """Say whether each forward or backward needs all processes, so that all need as many micro-batches."""
+    return is_sharded(accelerator) or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,19 @@
-"""Reads DataLoaders that accelerate has prepared so that every sample comes once."""
+"""Reads DataLoaders, prepared by accelerate or not: every sample once, in the epoch that the caller has set."""
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    SkipDataLoader,
+)
 from accelerate.utils import find_batch_size, slice_tensors
 from torch.utils.data import DistributedSampler
 
@@ -32,16 +40,94 @@ def check(accelerator: Accelerator, loader: Any) -> None:
         )
 
 
+def find_shard(loader: Any) -> BatchSamplerShard | None:
+    """Find what deals the batches out to the processes, also below `skip_first_batches`; None: nothing does."""
+    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        while isinstance(sampler, SkipBatchSampler):
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, BatchSamplerShard):
+            return sampler
+    return None
+
+
+def num_batches(loader: Any) -> int | None:
+    """Count the batches of an epoch on this process; None: the loader does not know."""
+    try:
+        # A prepared stream is asked for all of its batches, also where the first ones are skipped
+        num_skipped = 0 if isinstance(loader, SkipDataLoader) else getattr(loader, "skip_batches", 0)
+        return max(0, len(loader) - num_skipped)
+    except (TypeError, NotImplementedError):  # as a DataLoader of a stream
+        return None
+
+
+def find_epoch_problems(loader: Any, num_epochs: int) -> list[str]:
+    """Find what forbids to read a loader in several epochs: a line for each."""
+    remedy = f"read one epoch at a time, and set it yourself: for epoch in range({num_epochs}): ... exact_windows(...)"
+    if isinstance(loader, Iterator):
+        return [
+            f"num_epochs is {num_epochs}, but dataloader is an iterator, which can be read once: give the DataLoader itself"
+        ]
+    if getattr(loader, "skip_batches", 0) or isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler):
+        return [f"num_epochs is {num_epochs}, but dataloader skips its first batches in every epoch: {remedy}"]
+    return [
+        f"num_epochs is {num_epochs}, but {type(part).__name__} has set_epoch and no attribute epoch, from which to go on: "
+        f"{remedy}"
+        for part in _find_parts_with_epoch(loader)
+        if _get_epoch(part) is None
+    ]
+
+
+def iterate_epochs(loader: Any, num_epochs: int) -> Iterator[int]:
+    """Iterate over 0, 1, ...: the first epoch is the caller's, and the later ones go on from it.
+
+    A prepared loader goes on by itself. What has `set_epoch` otherwise is set to the caller's epoch plus 1, 2, ...
+    """
+    parts = [(part, _get_epoch(part)) for part in _find_parts_with_epoch(loader)] if num_epochs > 1 else []
+    for number in range(num_epochs):
+        if number:
+            for part, first in parts:
+                part.set_epoch(first + number)
+        yield number
+
+
+def _find_parts_with_epoch(loader: Any) -> list[Any]:
+    """Find what has `set_epoch`, outermost first: the loader itself, or in it samplers and datasets."""
+    if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
+        return []  # it sets theirs in each epoch
+    found: list[Any] = []
+    todo, seen = [loader], set()
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if hasattr(part, "set_epoch"):
+            found.append(part)
+            continue
+        names = ("batch_sampler", "sampler", "dataset")
+        todo += [value for name in names if (value := getattr(part, name, None)) is not None]
+    return found
+
+
+def _get_epoch(part: Any) -> int | None:
+    """Read the epoch, a number, a tensor or a value that workers share; None: there is none."""
+    epoch = getattr(part, "epoch", None)
+    try:
+        return operator.index(getattr(epoch, "value", epoch))
+    except TypeError:
+        return None
+
+
 @contextlib.contextmanager
 def without_repeats(accelerator: Accelerator, loader: Iterable) -> Iterator[Iterator]:
     """Iterate once over a loader, prepared or not, without the samples that accelerate repeats to make the last batches even.
 
     So processes may have different numbers of batches.
     """
-    shard = getattr(loader, "batch_sampler", None)
+    shard = find_shard(loader)
     if isinstance(loader, DataLoaderDispatcher):
         yield _trim_last_batch(accelerator, loader)
-    elif isinstance(shard, BatchSamplerShard) and shard.even_batches:
+    elif shard is not None and shard.even_batches:
         shard.even_batches = False
         try:
             yield iter(loader)
@@ -79,6 +165,6 @@ class EvenShard(BatchSamplerShard):
 
 def make_even(loader: Any) -> None:
     """Let a prepared loader repeat no samples, and say the same length on every process, for loops that count batches."""
-    shard = getattr(loader, "batch_sampler", None)
+    shard = find_shard(loader)
     if type(shard) is BatchSamplerShard and shard.batch_size is not None:
         shard.even_batches, shard.__class__ = False, EvenShard

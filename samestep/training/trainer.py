@@ -2,11 +2,13 @@
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -18,11 +20,19 @@ from transformers.models.auto.modeling_auto import (
 
 from samestep.errors import UsageError
 from samestep.step.accumulate import total_counts
-from samestep.step.losses import IGNORED, cross_entropy_sum, weighted_loss
+from samestep.step.losses import IGNORED, cross_entropy_sum, nonzero, weighted_loss
 from samestep.step.means import find_mean
 from samestep.training import prepared
 from samestep.training.launch import is_sharded
-from samestep.training.own_loop import SUM, check_contract, find_problems, to_counts
+from samestep.training.own_loop import (
+    SUM,
+    agree_on_dtype,
+    check_contract,
+    convert_counts,
+    find_problems,
+    to_counts,
+)
+from samestep.training.trainer_settings import find_setting_problems
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -38,19 +48,21 @@ class ExactTrainer(Trainer):
     """A `Trainer` whose steps do not depend on how they are cut: micro-batches, processes, a last window that is not full.
 
     Its loss is sum_j w_j * (sum of term j over the whole step) / (targets of term j in the whole step). Trainer leaves that to
-    the model, and most heads take a mean. No sample comes twice at the end of an epoch. All else is Trainer's.
+    the model, and most heads take a mean. No sample comes twice at the end of an epoch. `eval_loss` is the mean over all
+    targets of the evaluation, too. All else is Trainer's.
 
     Args:
         args, kwargs: arguments of `Trainer`.
         loss: (model, batch) -> (sums, number of targets): scalars or [terms]. None: for causal, masked and two-term (BERT)
             language models and classifiers of sequences and tokens, computed from their logits, and compared with the model's
             own loss on the first micro-batch.
-        targets: batch -> number of targets, int or int tensor [terms]. None: built-in losses know it; for your `loss` it costs
-            one more forward of each batch, without gradients.
+        targets: batch -> number of targets, int or int tensor [terms], or the sum of their weights, floats. None: built-in
+            losses know it; for your `loss` it costs one more forward of each batch, without gradients.
         loss_weights: w_j; default 1.
 
     Raises:
-        UsageError: an unknown head without `loss`; a dataset without a length; settings that would change the step.
+        UsageError: an unknown head without `loss`; a dataset without a length; settings that would change the step
+            (`trainer_settings.REFUSED`).
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class ExactTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        problems = find_problems(self.accelerator, "ExactTrainer")
+        problems = find_problems(self.accelerator, "ExactTrainer") + find_setting_problems(self.args)
         if self.compute_loss_func is not None:
             problems.append("compute_loss_func is given, but it is not asked for sums: " + REMEDY)
         is_stream = isinstance(self.train_dataset, IterableDataset) or not hasattr(self.train_dataset, "__len__")
@@ -86,6 +98,8 @@ class ExactTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self._placeholder: _Placeholder | None = None
         self._num_windows = 0
+        self._dtype: torch.dtype | None = None
+        self._evaluated: torch.Tensor | None = None  # [2, terms]: sums and counts of the evaluation so far
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -96,14 +110,34 @@ class ExactTrainer(Trainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Read the micro-batches of a step, as many on every process, and count its n_j, int64 [terms]."""
+        """Read the micro-batches of a step, as many on every process, and count its n_j, [terms]."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         counts = [to_counts(self._count(batch)).to(device) for batch in batches or [self._placeholder]]
         local_counts = sum(counts) if batches else torch.zeros_like(counts[0])
+        self._dtype = self._dtype or agree_on_dtype(self.accelerator, local_counts)
         if self._placeholder is not None:
             batches += [self._placeholder] * (num_batches - len(batches))
         self._num_windows += 1
-        return batches, total_counts(self.accelerator, local_counts)
+        return batches, total_counts(self.accelerator, convert_counts(local_counts, self._dtype))
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate as Trainer does, whose loss is a mean of the batches' means; here it is the mean over all targets."""
+        prepared.check(self.accelerator, dataloader)
+        self._evaluated = None
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        name = f"{metric_key_prefix}_loss"
+        if name in output.metrics and self._evaluated is not None:
+            totals = self.accelerator.reduce(self._evaluated, reduction="sum").cpu()
+            weights = torch.ones_like(totals[0]) if self._weights is None else torch.as_tensor(self._weights).to(totals)
+            output.metrics[name] = weighted_loss(*totals, weights).item()
+        return output
 
     def compute_loss(
         self,
@@ -125,10 +159,27 @@ class ExactTrainer(Trainer):
             if self._num_windows == 1:
                 self._check_sums(sums, counts, num_items_in_batch)
             counts, scale = num_items_in_batch, self.accelerator.num_processes
+        elif not model.training:
+            self._note_evaluation(model, inputs, sums.view(-1), counts)
         sums = sums.view(-1) * 0 if isinstance(inputs, _Placeholder) else sums.view(-1)
         weights = torch.ones_like(sums) if self._weights is None else torch.as_tensor(self._weights).to(sums)
         loss = weighted_loss(sums, counts, weights) * scale
         return (loss, outputs[-1]) if return_outputs else loss
+
+    @torch.no_grad()
+    def _note_evaluation(self, model: nn.Module, batch: Any, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add up the sums and the counts of an evaluation, without the samples that accelerate repeats at its end."""
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            # Of the last batch of all processes only the first `remainder` samples are new
+            size = find_batch_size(batch)
+            num_samples = min(size, max(0, state.remainder - self.accelerator.process_index * size))
+            if num_samples < size or is_sharded(self.accelerator):
+                part = {name: _take_rows(name, value, size, max(1, num_samples)) for name, value in batch.items()}
+                sums, counts = (x.view(-1) * (num_samples > 0) for x in check_contract(self._loss(model, part)))
+        wide = torch.float32 if sums.device.type == "mps" else torch.float64
+        totals = torch.stack([sums.detach().to(wide), counts.to(sums.device).to(wide)])
+        self._evaluated = totals if self._evaluated is None else self._evaluated + totals
 
     @torch.no_grad()
     def _count(self, batch: Any) -> Any:
@@ -140,15 +191,27 @@ class ExactTrainer(Trainer):
         return counts
 
     def _check_sums(self, sums: torch.Tensor, counts: torch.Tensor, total: torch.Tensor) -> None:
-        if 0 in total.tolist():
+        if not all(0 < count < math.inf for count in total.tolist()):
             raise UsageError(
                 f"loss counts {total.tolist()} targets in the whole first step, must be above 0: do labels miss?"
             )
         if self._weights is not None and len(self._weights) != len(total):
             raise UsageError(f"loss_weights are {len(self._weights)}, but loss has {len(total)} term(s): one for each")
-        divisors = [list(map(int, pair)) for pair in zip(counts.tolist(), total.tolist(), strict=True)]
+        divisors = [list(pair) for pair in zip(counts.tolist(), total.tolist(), strict=True)]
         if mean := find_mean(sums, divisors):
             raise UsageError(f"loss returned a mean ({mean}), must return {SUM}, and the number of targets")
+
+
+def _take_rows(name: str, value: Any, size: int, num_rows: int) -> Any:
+    """Take the first rows of what a batch has for each of its `size` samples."""
+    if not isinstance(value, torch.Tensor) or not value.ndim or (len(value) == 1 and size > 1):
+        return value
+    if len(value) != size:
+        raise UsageError(
+            f"{name} of the last evaluation batch has {len(value)} rows for {size} samples, so that samples that accelerate "
+            "repeats cannot be taken out: evaluate on one process, or a number of samples that all batches together divide"
+        )
+    return value[:num_rows]
 
 
 class _Placeholder(dict):
@@ -204,7 +267,7 @@ class HeadLoss:
             sums.append(self._cross_entropy(pair, batch[self.pair_label]))
         sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
         if compares:
-            self._compare((sums / counts.clamp(min=1)).sum(), outputs.get("loss"), logits.dtype)
+            self._compare((sums / nonzero(counts)).sum(), outputs.get("loss"), logits.dtype)
         return sums, counts
 
     def _labels(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 Every case takes the same optimizer steps on any number of processes, and says its weights and its mean losses.
 """
 
+import contextlib
 import json
 import os
 from itertools import islice
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -60,7 +61,7 @@ def build(accelerator, kind):
 
 
 def train(accelerator, model, optimizer, steps, loss):
-    losses = []
+    losses, ends = [], []
     for step in steps:
         for batch in step:
             with accelerator.accumulate(model):
@@ -68,8 +69,16 @@ def train(accelerator, model, optimizer, steps, loss):
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(step.mean_loss().item())
+        ends.append(step.is_last_of_epoch)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"losses": losses, "weights": weights.tolist()}
+    return {"losses": losses, "weights": weights.tolist(), "ends": ends}
+
+
+def len_or_none(steps):
+    try:
+        return len(steps)
+    except TypeError:
+        return None
 
 
 def cases(accelerator):
@@ -78,10 +87,33 @@ def cases(accelerator):
     def points(batch):
         return len(batch[0])
 
-    def windows(loader, k, num_epochs=2):
+    def windows(loader, k, num_epochs=2, loss=squares, count=points):
         model, optimizer = build(accelerator, "points")
-        steps = exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=points, num_epochs=num_epochs)
-        return train(accelerator, model, optimizer, steps, squares)
+        steps = exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=count, num_epochs=num_epochs)
+        return train(accelerator, model, optimizer, steps, loss) | {"length": len_or_none(steps)}
+
+    def shuffled(num_skipped=0, k=6 // size):
+        """Read three epochs in one call; or the second one, resumed in its middle, and the third one."""
+        with setting(accelerator.dataloader_config, "use_seedable_sampler", True):
+            torch.manual_seed(3)
+            loader = accelerator.prepare(DataLoader(POINTS, batch_size=2, shuffle=True))
+        if not num_skipped:
+            return windows(loader, k, 3)
+        model, optimizer = build(accelerator, "points")
+        settings = {"gradient_accumulation_steps": k, "targets": points}
+        loader.set_epoch(1)
+        parts = [exact_windows(accelerator, skip_first_batches(loader, num_skipped), **settings)]
+        result = train(accelerator, model, optimizer, parts[0], squares)
+        loader.set_epoch(2)
+        parts.append(exact_windows(accelerator, loader, **settings))
+        second = train(accelerator, model, optimizer, parts[1], squares)
+        both = {name: result[name] + second[name] for name in ("losses", "ends")}
+        return second | both | {"length": sum(map(len, parts))}
+
+    def synchronised(run):
+        """With GradientAccumulationPlugin(sync_each_batch=True)."""
+        with setting(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", True):
+            return run()
 
     def steps(kind, data, collate, B, b, loss, count, **more):
         model, optimizer = build(accelerator, kind)
@@ -94,11 +126,28 @@ def cases(accelerator):
     yield "prepared, tail", lambda: windows(accelerator.prepare(DataLoader(POINTS, batch_size=2)), k)
     yield "prepared stream", lambda: windows(accelerator.prepare(DataLoader(Stream(), batch_size=2)), k, 1)
     yield "own shards", lambda: windows(DataLoader(Stream(rank, size), batch_size=2), k)
+    yield "shuffled", shuffled
+    yield "shuffled, resumed", lambda: shuffled(6 // size)
+    yield (
+        "weighted",
+        lambda: windows(
+            accelerator.prepare(DataLoader(POINTS, batch_size=2)), k, 2, weighted, lambda b: weigh(b[1]).sum()
+        ),
+    )
+    yield (
+        "synchronised",
+        lambda: synchronised(lambda: windows(accelerator.prepare(DataLoader(POINTS, batch_size=2)), k)),
+    )
     # All samples on process 0: the others never see one
     alone = DataLoader(POINTS, batch_size=12) if rank == 0 else []
     yield "others have none", lambda: windows(alone, 1, 1)
     yield "idle", lambda: steps("points", POINTS, stack, 2, 1, squares, points)
     yield "resumed", lambda: steps("points", POINTS, stack, 7, 2, squares, points, num_steps=5, first_step=3)
+    yield (
+        "weighted steps",
+        lambda: steps("points", POINTS, stack, 5, 2, weighted, lambda b: weigh(b[1]).sum(), num_epochs=2),
+    )
+    yield "synchronised steps", lambda: synchronised(lambda: steps("points", POINTS, stack, 7, 2, squares, points))
     collate = per_sample(mask, seed=3)
     yield "masks", lambda: steps("texts", TEXTS, collate, 6, 2, masked, count_masked, num_epochs=2)
     yield (
@@ -113,6 +162,29 @@ def cases(accelerator):
         )
         loader = accelerator.prepare(DataLoader(data, batch_size=4))
         yield f"evaluate {name}, prepared", lambda loader=loader: evaluate(accelerator, model, loader, squares).tolist()
+
+
+def weighted(model, batch):
+    """Squared errors times weights, the last of which is 0.3 of a whole target alone: a sum of weights below 1."""
+    x, y = batch
+    return (weigh(y) * (model(x) - y).square()).sum(), weigh(y).sum()
+
+
+def weigh(y):
+    return torch.where(y > 0, 0.013, 0.002).double() * (y > -1)
+
+
+@contextlib.contextmanager
+def setting(options, name, value):
+    """Set an attribute or an item for a while."""
+    before = dict(options) if isinstance(options, dict) else vars(options).copy()
+    options.__setitem__(name, value) if isinstance(options, dict) else setattr(options, name, value)
+    try:
+        yield
+    finally:
+        options.update(before) if isinstance(options, dict) else vars(options).update(before)
+        if isinstance(options, dict) and name not in before:
+            del options[name]
 
 
 def stack(samples):

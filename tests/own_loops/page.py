@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "your-own-loop.md"
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
-NAMES = ("accelerate_loop", "causal_lm", "streaming", "trainer_bert")
+NAMES = ("accelerate_loop", "epochs", "causal_lm", "streaming", "trainer_bert")
 CONTEXT = 2  # lines around a change
 
 

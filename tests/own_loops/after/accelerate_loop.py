@@ -4,7 +4,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -33,12 +33,12 @@ args = parser.parse_args()
 b, k = args.per_device_train_batch_size, args.gradient_accumulation_steps
 sentences = [(torch.arange(n) * n % 50, torch.arange(n) * n % 5) for n in (3 + 7 * number % 13 for number in range(77))]
 
-accelerator = Accelerator()
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 torch.manual_seed(0)
 model = Tagger()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-loader = DataLoader(sentences, batch_size=b, collate_fn=collate)
+loader = DataLoader(sentences, batch_size=b, shuffle=True, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 count = lambda batch: (batch[1] != -100).sum()
 for step in exact_windows(accelerator, loader, gradient_accumulation_steps=k, targets=count, num_epochs=2):

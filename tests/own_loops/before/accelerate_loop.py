@@ -36,8 +36,9 @@ torch.manual_seed(0)
 model = Tagger()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-loader = DataLoader(sentences, batch_size=b, collate_fn=collate)
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+loader = DataLoader(sentences, batch_size=b, shuffle=True, collate_fn=collate)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+scheduler = accelerator.prepare(scheduler)
 for epoch in range(2):
     for words, tags in loader:
         with accelerator.accumulate(model):
