@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data import documents
+from samestep.data import documents, tables
 from samestep.data.documents import load_documents, split_documents, split_sentences
 from samestep.errors import UsageError
 from samestep.recipe.recipe import load as load_recipe
@@ -167,7 +167,21 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
         ("data.csv", b"text\n", "data file data.csv holds no document"),
         ("data.txt", b"na\xc3\xafve\n\nna\xefve", "data.txt:3: not UTF-8 at byte offset 10 (0xef)"),
         ("data.csv", b"text\nfine\n\xff\n", "data.csv:3: not UTF-8 at byte offset 10 (0xff)"),
-        ("data.txt", "utf-16".encode("utf-16"), "not UTF-8 at byte offset 0"),
+        (
+            "data.txt",
+            "utf-16".encode("utf-16"),
+            "data.txt: UTF-16, must be UTF-8. Convert it: iconv -f UTF-16 -t UTF-8",
+        ),
+        (
+            "data.csv",
+            "text\na\n".encode("utf-16-le"),
+            "data.csv: UTF-16LE, must be UTF-8. Convert it: iconv -f UTF-16LE",
+        ),
+        (
+            "data.jsonl",
+            "{}".encode("utf-32"),
+            "data.jsonl: UTF-32, must be UTF-8. Convert it: iconv -f UTF-32 -t UTF-8",
+        ),
         ("data.xyz", b"text", "data file data.xyz: unknown kind '.xyz'. valid names: .csv, .json, .jsonl, .parquet"),
         ("data", b"text", "data file data: unknown kind ''. valid names: .csv"),
         ("data.jsonl", b'{"text": "a"}\n{"text": \n', "data.jsonl:2: not a JSON object, column 10: Expecting value"),
@@ -205,7 +219,7 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
 )
 def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message, monkeypatch):
     if b"bb" in raw or b"b\nb" in raw:
-        monkeypatch.setattr(documents, "MAX_LINE", 2000)
+        monkeypatch.setattr(tables, "MAX_LINE", 2000)
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UsageError) as raised:
         load(name)

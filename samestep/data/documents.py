@@ -1,7 +1,6 @@
 """Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
 
 import ast
-import csv
 import glob
 import hashlib
 import json
@@ -11,17 +10,17 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from samestep.data.tables import list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
-from samestep.recipe.reading import find_fault, open_without_waiting
+from samestep.recipe.reading import find_fault
 from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
@@ -33,8 +32,6 @@ else:
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
-MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
-MAX_NAMES, MAX_CHARACTERS = 20, 60  # names in a message, and characters of a text in it
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -324,17 +321,6 @@ def _no_column(location: str, text_column: str, columns: Sequence[str]) -> str:
     return f"{location} has no column {text_column!r}, only {list_names(columns)}. Set text_column: {hint}"
 
 
-def list_names(names: Sequence[str]) -> str:
-    """List names of columns or the like, for a message: the first 20, each shortened."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(repr(shorten(name)) for name in names[:MAX_NAMES]) + more
-
-
-def shorten(text: str) -> str:
-    """Shorten a text to its beginning, for a message."""
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
@@ -413,24 +399,6 @@ def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterato
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
 
 
-def read_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Read lines with their numbers, from 1; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
-    with open_without_waiting(file) as stream:
-        offset = 0
-        for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
-            if len(line) > MAX_LINE:
-                raise UsageError(f"{file}:{number}: a line of more than {MAX_LINE:,} bytes. Cut it into several.")
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise UsageError(
-                    f"{file}:{number}: not UTF-8 at byte offset {offset + error.start} "
-                    f"(0x{line[error.start]:02x}). Convert it: iconv -f ENCODING -t UTF-8"
-                ) from error
-            offset += len(line)
-            yield number, (text.removeprefix("\ufeff") if number == 1 else text).replace("\r\n", "\n")
-
-
 def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
@@ -492,37 +460,6 @@ def check_text(location: str, value: object) -> None:
     """Raise UsageError for a text that no file of UTF-8 can hold."""
     if isinstance(value, str) and not value.isascii() and not is_utf8(value):
         raise UsageError(f"{location}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
-
-
-def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
-    """Read line numbers and rows of .csv, or of .tsv, in which a quotation mark is a character, as in GLUE's files.
-
-    Raises:
-        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not
-            closed.
-    """
-    csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
-    quoting: Any = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
-    last_line = 0  # number of the last line that was read
-    try:
-        names = next(rows, None)
-        last_line = rows.line_num
-        if names is not None and (not names or len(set(names)) < len(names)):
-            fault = f"names a column twice ({list_names(names)})" if names else "is blank"
-            raise UsageError(f"{file}:1: the first line {fault}, must name each column once. Mend it.")
-        for row in filter(None, rows):
-            if len(row) != len(names):
-                raise UsageError(
-                    f"{file}:{rows.line_num}: {len(row)} fields, but the header names {len(names)}: put quotation marks around "
-                    "a text with commas, or mend the row"
-                )
-            last_line = rows.line_num
-            yield last_line, dict(zip(names, row, strict=True))
-    except csv.Error as error:
-        raise UsageError(
-            f"{file}: the row after line {last_line} is not CSV: {error}. Close its quotation marks, or mend it."
-        ) from error
 
 
 def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
