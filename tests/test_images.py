@@ -465,7 +465,7 @@ def test_bad_images_stop_the_run_before_training(folder):
     message = problem(lambda: images.build(make_recipe(folder)))
     assert f"train_dir {folder}: 3 of 11 images cannot be decoded: " in message
     assert all(name in message for name in bad)
-    assert message.endswith("mend or remove them, or set on_bad_sample to skip")
+    assert message.endswith("mend or remove them, or set on_bad_row to skip")
 
 
 def png(width: int, height: int) -> bytes:
@@ -537,7 +537,7 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
     clean, _ = images.build(make_recipe(folder, augmentation="imagenet"))
     bad = damage(folder)
     source, held_out = images.build(
-        make_recipe(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_sample="skip"
+        make_recipe(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_row="skip"
     )
     assert len(source) == len(clean) == len(held_out) == 8
     assert source.fingerprints == clean.fingerprints
@@ -560,7 +560,7 @@ def test_many_bad_images_are_counted(folder):
 def test_a_class_of_bad_images_only(folder):
     (folder / "ant").mkdir()
     (folder / "ant" / "1.png").write_bytes(b"bad")
-    message = problem(lambda: images.build(make_recipe(folder, num_labels=3), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder, num_labels=3), on_bad_row="skip"))
     assert "no image of ant can be decoded: mend some, or remove the class" in message
 
 
@@ -576,7 +576,7 @@ def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
 
     def build() -> set[str]:
         verified.clear()
-        assert len(images.build(make_recipe(folder), on_bad_sample="skip")[0]) + skipped == 11
+        assert len(images.build(make_recipe(folder), on_bad_row="skip")[0]) + skipped == 11
         return set(verified)
 
     skipped = 3
@@ -620,7 +620,7 @@ def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
         return whole(store, row)
 
     monkeypatch.setattr(images.Files, "open", failing)
-    message = problem(lambda: images.build(make_recipe(folder), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder), on_bad_row="skip"))
     assert "cat/4.jpg cannot be read (Input/output error): check the file and its permissions" in message
     monkeypatch.undo()
     assert len(images.build(make_recipe(folder))[0]) == 8

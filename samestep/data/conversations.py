@@ -442,12 +442,15 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, Conversations | None]:
+def build(
+    recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[Conversations, Conversations | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
         recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
         num_workers: processes that tokenize.
+        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
 
     Raises:
         UsageError: data, tokenizer or template that cannot be used.

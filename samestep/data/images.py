@@ -209,7 +209,7 @@ class Images:
 
 
 def build(
-    recipe: ImageClassification, num_workers: int | None = None, on_bad_sample: str = "stop"
+    recipe: ImageClassification, num_workers: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[Images, Images | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
@@ -219,10 +219,10 @@ def build(
     Args:
         recipe: gives the data and the size of images.
         num_workers: threads that decode every image once; None: one per core.
-        on_bad_sample: "stop", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
+        on_bad_row: "refuse", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
 
     Raises:
-        UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
+        UsageError: data that cannot be used, images that cannot be decoded with "refuse" among them.
     """
     require("images", "training on images")
     store, held_out_store = _open(recipe)
@@ -238,8 +238,8 @@ def build(
     stores = [store] if held_out_store is None else [store, held_out_store]
     bad_rows = [_find_bad_rows(source, num_workers) for source in stores]
     lines = [_describe_bad_rows(source, rows) if rows else None for source, rows in zip(stores, bad_rows, strict=True)]
-    if any(lines) and on_bad_sample == "stop":
-        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_sample to skip")
+    if any(lines) and on_bad_row == "refuse":
+        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
     good_rows = [
         np.setdiff1d(np.arange(len(source.labels)), list(rows)) for source, rows in zip(stores, bad_rows, strict=True)
     ]

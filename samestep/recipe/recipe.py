@@ -1302,7 +1302,7 @@ register(
     "image_classification",
     ImageClassification,
     Parts(
-        settings="samestep.recipe.run_settings:ImageSettings",
+        settings="samestep.recipe.run_settings:DataSettings",
         data="samestep.data.images:build",
         model="samestep.models.image_classification:ClassificationSums",
         shape="samestep.planner.memory:image_classification",

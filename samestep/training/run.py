@@ -24,6 +24,7 @@ from samestep._internals import torch_distributed
 from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
+from samestep.data.row_report import write_skipped
 from samestep.data.steps import MicroBatch, StepData, Steps, to_device
 from samestep.errors import UsageError
 from samestep.models import pretrained
@@ -173,6 +174,10 @@ class Run:
         recipe = self.recipe
         if self.held_out is None:
             self._say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
+        reports = getattr(train, "row_reports", ())
+        self._say(*map(str, reports))
+        if reports and self.accelerator.is_main_process and (file := write_skipped(self.output_dir, reports)):
+            self._say(f"skipped rows are listed in {file}")
         if (report := getattr(train, "mask_report", None)) is not None:
             self._say(str(report))
         mixture = getattr(train, "mixture", ())
