@@ -22,7 +22,10 @@ ROWS = [
 def read(path, content, delimiter=","):
     """Read the rows of a file with this content."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [list(row.values()) for _, row in tables.read_delimited(str(path), delimiter)]
+    rows = list(tables.read_delimited(str(path), delimiter))
+    if reasons := [f":{number}: {row}" for number, row in rows if isinstance(row, str)]:
+        raise UsageError(reasons)
+    return [list(row.values()) for _, row in rows]
 
 
 def written(rows, **options):

@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.data.tables import list_names, read_delimited, read_lines, shorten
+from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
@@ -32,6 +33,7 @@ else:
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
+MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -367,6 +369,40 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
     return files, [(os.path.abspath(file), (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
 
 
+def describe_sources(patterns: str | Sequence[str], kinds: Iterable[str]) -> list[str]:
+    """Say of folders which files are not read, and of tables how their cells are told apart where that is not the usual way.
+
+    Args:
+        patterns: as of `find_files`.
+        kinds: suffixes that are read.
+    """
+    lines = []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for folder in filter(os.path.isdir, map(os.path.expanduser, patterns)):
+        read = set(_list_folder(folder, kinds))
+        others = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+        others = [file for file in others if file not in read]
+        if others:
+            counts = Counter(_name_kind(file, folder) for file in others)
+            kinds_of_others = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(MAX_NAMES))
+            lines.append(f"{folder}: {format_count(len(read), 'file')} read, NOT read: {kinds_of_others}")
+    places: dict[str, list[str]] = {}
+    for file in find_files(patterns, kinds)[0][:MAX_TABLES]:
+        if text := describe_reading(file):
+            places.setdefault(text, []).append(file)
+    for text, files in places.items():
+        more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+        lines.append(f"{files[0]}{more}: {text}")
+    return lines
+
+
+def _name_kind(file: str, folder: str) -> str:
+    """Name the kind of a file that is not read: hidden, or its suffix."""
+    if any(part.startswith(".") for part in Path(os.path.relpath(file, folder)).parts):
+        return "hidden"
+    return Path(file).suffix.lower() or "without a suffix"
+
+
 def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
     """List the files of these kinds in a folder and in those inside it, sorted by path; hidden ones are left out."""
     files = []
@@ -458,8 +494,15 @@ def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
 
 def check_text(location: str, value: object) -> None:
     """Raise UsageError for a text that no file of UTF-8 can hold."""
-    if isinstance(value, str) and not value.isascii() and not is_utf8(value):
-        raise UsageError(f"{location}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
+    if isinstance(value, str) and (problem := find_fault_of_text(value)):
+        raise UsageError(f"{location}: {problem}")
+
+
+def find_fault_of_text(text: str) -> str | None:
+    """Say why no file of UTF-8 can hold a text; None: one can."""
+    if text.isascii() or is_utf8(text):
+        return None
+    return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
 
 
 def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:

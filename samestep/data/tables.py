@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.errors import UsageError
@@ -77,6 +78,10 @@ class Reading(NamedTuple):
         except csv.Error as error:
             return not is_whole and "end of data" in str(error) and len(sizes) == 1
         return len(sizes) <= 1
+
+
+USUAL = {".csv": Reading(","), ".tsv": Reading("\t", None)}
+"""Suffix -> the usual reading of such tables."""
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -199,6 +204,15 @@ def find_reading(file: str, delimiter: str = ",") -> Reading:
     return usual
 
 
+def describe_reading(file: str) -> str | None:
+    """Say how the cells of a table are told apart; None: in the usual way of its suffix, or the file is no table."""
+    usual = USUAL.get(Path(file).suffix.lower())
+    if usual is None:
+        return None
+    reading = find_reading(file, usual.delimiter)
+    return str(reading) if reading != usual or (not reading.mark and _has_marked_cell(file, reading)) else None
+
+
 def _find_delimiter(lines: list[str], usual: str) -> str:
     """Find the delimiter of the header; another one than the usual one only if a row has as many cells by it."""
     header, *rows = [line for line in islice(lines, 50) if line.strip()] or [""]
@@ -221,7 +235,7 @@ def _is_closed(cell: str, mark: str) -> bool:
 
 def _has_marked_cell(file: str, reading: Reading) -> bool:
     """Tell whether a cell of a file may begin with a mark, quickly."""
-    starts = [f"{before}{reading.mark}".encode() for before in (reading.delimiter, "\n", "\r")]
+    starts = [f"{before}{reading.mark or DOUBLE}".encode() for before in (reading.delimiter, "\n", "\r")]
     with open_without_waiting(file) as stream:
         data = b"\n"
         while len(data := data[-1:] + stream.read(BLOCK)) > 1:
@@ -272,15 +286,18 @@ def _is_quoted(file: str, lines: list[str] | None, reading: Reading, is_whole: b
     return (has_doubled or (bool(always) and num_rows > 1)) and reading.fits(read(), is_whole)
 
 
-def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
+def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str] | str]]:
     """Read line numbers and rows of a table whose first line names the columns, in the reading of `find_reading`.
 
     Args:
         delimiter: the usual one of the file's suffix.
 
+    Yields:
+        The number of the row's last line, and its cells by the names of their columns; of a row with more or fewer cells than
+        the header the reason why it cannot be read.
+
     Raises:
-        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not
-            closed.
+        UsageError: the first line does not name the columns, or quotation marks are not closed.
     """
     reading = find_reading(file, delimiter)
     rows = reading.parse(map(itemgetter(1), islice(read_lines(file), reading.first_line, None)))
@@ -294,7 +311,8 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
         for row in filter(None, rows):
             number = reading.first_line + rows.line_num
             if len(row) != len(names):
-                raise UsageError(f"{file}:{number}: {_explain_width(row, names, _read_line(file, number), reading)}")
+                yield number, _explain_width(row, names, reading)
+                continue
             last_line = number
             yield last_line, dict(zip(names, row, strict=True))
     except csv.Error as error:
@@ -308,11 +326,11 @@ def _read_line(file: str, number: int) -> str:
     return next((line for place, line in read_lines(file) if place == number), "")
 
 
-def _explain_width(row: list[str], names: list[str], line: str, reading: Reading) -> str:
+def _explain_width(row: list[str], names: list[str], reading: Reading) -> str:
     """Say that a row has another number of cells than the header, and what to do."""
     rule = f"{len(row)} fields, but the header names {len(names)}"
     for other in DELIMITERS:
-        if other != reading.delimiter and line.count(other) == len(names) - 1 and reading.delimiter not in line:
+        if len(row) == 1 and row[0].count(other) == len(names) - 1:
             return (
                 f"{rule}: the row has {DELIMITERS[other]}, the header {DELIMITERS[reading.delimiter]}: write both alike"
             )
