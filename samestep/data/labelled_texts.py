@@ -23,6 +23,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import make_micro_batch
+from samestep.data.row_report import BadRow
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
@@ -488,14 +489,16 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     current: str | None = None
     names: Any = ()
     for file, number, values in read_rows(files):
+        if isinstance(values, BadRow):
+            raise UsageError(f"{file}:{number}: {values}")
         if file != current or not all(name in values for name in names if name is not None):
             current, names = file, columns.find(f"{file}:{number}", list(values), needs_label)
         row = _Row(*(None if name is None else values[name] for name in names))
         yield row.validate(f"{file}:{number}", names, needs_label)
 
 
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time.
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
+    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time; a fault is a `BadRow`.
 
     Raises:
         UsageError: a file that cannot be read, or that holds no row; it names the file.
