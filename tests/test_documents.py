@@ -93,6 +93,17 @@ def test_byte_order_mark_and_windows_line_ends_in_csv_and_json(tmp_path):
     assert load("data.csv", "data.json")["text"][:] == ["one\ntwo", "three"]
 
 
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"indent": 0, "ensure_ascii": False}])
+def test_a_json_array_is_read_as_its_objects(tmp_path, options):
+    rows = [{"text": f"{text} ] é", "more": [{"text": "}"}]} for text in TEXTS]
+    (tmp_path / "data.json").write_text("\ufeff \n" + json.dumps(rows, **options) + "\n\n", encoding="utf-8")
+    read = list(documents.read_json_lines("data.json"))
+    assert [row for _, row in read] == rows
+    lines = (tmp_path / "data.json").read_text(encoding="utf-8").split("\n")
+    assert all('"text"' in "".join(lines[number - 1 : number + 1]) for number, _ in read[: 99 if options else 1])
+    assert load("data.json")["text"][:] == [row["text"] for row in rows]
+
+
 def test_order_is_that_of_the_patterns_then_of_the_paths(tmp_path, monkeypatch):
     for name in ("b/z.txt", "b/a.txt", "b/c/m.txt", "b/k.csv", "a.jsonl", "x[1].txt"):
         write(tmp_path / name, [name])
@@ -185,7 +196,32 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
         ("data.xyz", b"text", "data file data.xyz: unknown kind '.xyz'. valid names: .csv, .json, .jsonl, .parquet"),
         ("data", b"text", "data file data: unknown kind ''. valid names: .csv"),
         ("data.jsonl", b'{"text": "a"}\n{"text": \n', "data.jsonl:2: not a JSON object, column 10: Expecting value"),
-        ("data.json", b'[{"text": "a"}]', "data.json:1: a JSON list, not an object. One per line is read"),
+        (
+            "data.json",
+            b'{"text": "a"}\n["b"]',
+            "data.json:2: a JSON list, not an object. One per line is read, or an array",
+        ),
+        ("data.json", b'["b"]', "data.json:1: a JSON list, not an object. One per line is read, or an array"),
+        (
+            "data.json",
+            b'[\n{"text": "a"},\n{"text": \n',
+            "data.json:3: the JSON array is damaged, column 9: Expecting value",
+        ),
+        (
+            "data.json",
+            b'[\n{"text": "a"}\n{"text": "b"}]',
+            "data.json:3: the JSON array has no comma between two objects",
+        ),
+        (
+            "data.json",
+            b'[{"text": "a"},]',
+            "data.json:1: the JSON array has no comma between two objects, or one too many",
+        ),
+        ("data.json", b'[{"text": "a"}', "data.json:1: the JSON array ends here"),
+        ("data.json", b'[{"text": "a"}]\n{"text": "b"}', "data.json:2: text follows the JSON array"),
+        ("data.json", b'[{"text": "a"},\n3]', "data.json:2: a JSON int, not an object"),
+        ("data.json", b'[{"text": "a"},\n{"text": "\xff"}]', "not UTF-8 at byte offset 26 (0xff)"),
+        ("data.json", b'{\n"text": "a"\n}', "data.json:1: an object over several lines. Write one object per line"),
         ("data.json", b'{"text": ["a"]}', "data.json:1: 'text' holds list, not text"),
         ("data.json", b'{"text": "a \\ud83d"}', "data.json:1: half of a surrogate pair"),
         ("data.json", b'{"texts": "a", "id": 1}', "has no column 'text', only 'texts', 'id'. Set text_column: did you"),

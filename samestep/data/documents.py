@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
-from samestep.recipe.reading import find_fault
+from samestep.recipe.reading import find_fault, open_without_waiting
 from samestep.recipe.recipe import TextPretraining
 
 datasets, pa = optional("datasets"), optional("pyarrow")
@@ -34,6 +35,7 @@ else:
 FEATURES = Features({"text": Value("string")}) if datasets else None
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
+MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -461,31 +463,114 @@ def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> 
     return number, "".join(block)
 
 
-def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
-    """Read line numbers and objects. Raises UsageError where a line is no JSON object."""
+def read_json_lines(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Read line numbers and objects, one per line, or the elements of a JSON array, with the lines on which they begin.
+
+    What is no object comes as a `BadRow`.
+
+    Raises:
+        UsageError: lines that are not UTF-8 or too long; an array that is too large, or no JSON.
+    """
+    is_first = True
     for number, line in read_lines(file):
         if not _visible(line):
             continue
+        text = line.rstrip("\n")
         try:
-            row = json.loads(line.rstrip("\n"))
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            if is_first and text.lstrip().startswith("["):  # an array over several lines
+                yield from _read_array(file)
+                return
+            if is_first and text.strip() == "{":
+                raise UsageError(
+                    f"{file}:{number}: an object over several lines. Write one object per line, or an array of objects: "
+                    "jq -c . FILE"
+                ) from None
+            yield (
+                number,
+                BadRow(f"not a JSON object, column {error.colno}: {error.msg}. One object per line is read."),
+            )
+        except ValueError:
+            yield number, _describe_long_number()
+        except RecursionError:
+            yield number, TOO_DEEP
+        else:
+            if is_first and isinstance(row, list) and (not row or isinstance(row[0], dict)):  # an array on one line
+                yield from _read_array(file)
+                return
+            yield number, row if isinstance(row, dict) else _describe_no_object(row)
+        is_first = False
+
+
+def _describe_no_object(row: object) -> BadRow:
+    return BadRow(f"a JSON {type(row).__name__}, not an object. One per line is read, or an array of objects.")
+
+
+def _describe_long_number() -> BadRow:
+    limit = sys.get_int_max_str_digits()
+    return BadRow(f"a number of more than {limit:,} digits. Shorten it, or put it into quotation marks.")
+
+
+TOO_DEEP = BadRow("lists or objects nested too deep. Flatten or remove them.")
+
+
+def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Read the elements of a JSON array, one at a time; its text is in memory. Of an array on one line they are numbered."""
+    with open_without_waiting(file) as stream:
+        data = stream.read(MAX_ARRAY + 1)
+    if len(data) > MAX_ARRAY:
+        raise UsageError(
+            f"{file}: a JSON array of more than {MAX_ARRAY:,} bytes. Write one object per line: jq -c '.[]' FILE"
+        )
+    try:
+        text = data.decode().removeprefix("\ufeff").rstrip()
+    except UnicodeDecodeError as error:  # behind what `read_lines` has met
+        raise UsageError(
+            f"{file}: not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}). Convert it: iconv -f ENCODING -t "
+            "UTF-8"
+        ) from None
+    del data
+    is_one_line = "\n" not in text
+    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+
+    def skip(place: int) -> int:
+        return space.match(text, place).end()  # it matches nothing, too
+
+    place, line, counted, number = skip(text.index("[") + 1), 1, 0, 0
+    while text[place : place + 1] != "]":
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            row, place = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
             raise UsageError(
-                f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
-            ) from error
-        except ValueError as error:
-            limit = sys.get_int_max_str_digits()
-            raise UsageError(
-                f"{file}:{number}: a number of more than {limit:,} digits. Shorten it, or put it into quotation marks."
-            ) from error
-        except RecursionError as error:
-            raise UsageError(f"{file}:{number}: lists or objects nested too deep. Flatten or remove them.") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
-        yield number, row
+                f"{file}:{error.lineno}: the JSON array is damaged, column {error.colno}: {error.msg}. Mend it, or write one "
+                "object per line."
+            ) from None
+        except (ValueError, RecursionError) as error:  # its end is not known
+            fault = TOO_DEEP if isinstance(error, RecursionError) else _describe_long_number()
+            raise UsageError(f"{file}:{line}: {fault}") from None
+        number += 1
+        yield number if is_one_line else line, row if isinstance(row, dict) else _describe_no_object(row)
+        place = skip(place)
+        separator = text[place : place + 1]
+        after = skip(place + 1)
+        if separator == "," and text[after : after + 1] != "]":
+            place = after
+        elif separator != "]":
+            ending = "ends" if not separator else "has no comma between two objects, or one too many,"
+            line += text.count("\n", counted, place)
+            raise UsageError(f"{file}:{line}: the JSON array {ending} here. Mend it, or write one object per line.")
+    end = skip(place + 1)
+    if end != len(text):
+        line += text.count("\n", counted, end)
+        raise UsageError(f"{file}:{line}: text follows the JSON array. Write one array, or one object per line.")
 
 
 def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
     for number, row in read_json_lines(file):
+        if isinstance(row, BadRow):
+            raise UsageError(f"{file}:{number}: {row}")
         if text_column not in row:
             raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
         check_text(f"{file}:{number}", row[text_column])
@@ -507,6 +592,8 @@ def find_fault_of_text(text: str) -> str | None:
 
 def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
     for number, row in read_delimited(file):
+        if isinstance(row, BadRow):
+            raise UsageError(f"{file}:{number}: {row}")
         if text_column not in row:
             raise UsageError(_no_column(file, text_column, list(row)))
         yield number, row[text_column]

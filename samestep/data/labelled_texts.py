@@ -24,6 +24,7 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import documents, row_report
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import make_micro_batch
+from samestep.data.row_report import BadRow
 from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
@@ -494,7 +495,7 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
     rows = load_texts(train_file=files, columns=columns, needs_label=False)
-    rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(FEATURES)
+    rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(rows.features)
     settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
     return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
 
@@ -624,10 +625,10 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
     current: str | None = None
     names: Any = ()
     unused: dict[tuple[str, ...], list[str]] = {}
-    for file, number, values in read_rows(files, keeps_bad=True):
+    for file, number, values in read_rows(files):
         place = f"{file}:{number}"
-        if isinstance(values, str):
-            yield dict.fromkeys(FEATURES) | {"place": place, "problem": values}
+        if isinstance(values, BadRow):
+            yield dict.fromkeys(FEATURES) | {"place": place, "problem": str(values)}
             continue
         if file != current or not all(name in values for name in names if name is not None):
             try:
@@ -646,11 +647,8 @@ def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator
         yield _make_row(row, names, unused[present], place, needs_label)
 
 
-def read_rows(files: Sequence[str], *, keeps_bad: bool = False) -> Iterator[tuple[str, int, Any]]:
-    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time.
-
-    Args:
-        keeps_bad: whether a row that cannot be read is given, as the reason; else it is refused.
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
+    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time; a fault is a `BadRow`.
 
     Raises:
         UsageError: a file that cannot be read, or that holds no row; it names the file.
@@ -660,8 +658,6 @@ def read_rows(files: Sequence[str], *, keeps_bad: bool = False) -> Iterator[tupl
         try:
             read: Any = READERS[Path(file).suffix.lower()]
             for number, values in read(file):
-                if isinstance(values, str) and not keeps_bad:
-                    raise UsageError(f"{file}:{number}: {values}")
                 yield file, number, values
         except UsageError:
             raise

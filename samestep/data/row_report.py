@@ -27,6 +27,10 @@ SKIPPED_FILE = "skipped_rows.jsonl"
 VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*\b")  # in a reason: what differs between rows of one kind
 
 
+class BadRow(str):
+    """Says why a reader of files has no row here; it comes in the place of the row."""
+
+
 class Problem(NamedTuple):
     """Reason why a row is not used.
 

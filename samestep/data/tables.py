@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from samestep.data.row_report import BadRow
 from samestep.errors import UsageError
 from samestep.recipe.reading import open_without_waiting
 
@@ -286,15 +287,15 @@ def _is_quoted(file: str, lines: list[str] | None, reading: Reading, is_whole: b
     return (has_doubled or (bool(always) and num_rows > 1)) and reading.fits(read(), is_whole)
 
 
-def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str] | str]]:
+def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str] | BadRow]]:
     """Read line numbers and rows of a table whose first line names the columns, in the reading of `find_reading`.
 
     Args:
         delimiter: the usual one of the file's suffix.
 
     Yields:
-        The number of the row's last line, and its cells by the names of their columns; of a row with more or fewer cells than
-        the header the reason why it cannot be read.
+        The number of the row's last line, and its cells by the names of their columns; a `BadRow` where they are more or fewer
+        than the header's.
 
     Raises:
         UsageError: the first line does not name the columns, or quotation marks are not closed.
@@ -311,7 +312,7 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
         for row in filter(None, rows):
             number = reading.first_line + rows.line_num
             if len(row) != len(names):
-                yield number, _explain_width(row, names, reading)
+                yield number, BadRow(_explain_width(row, names, reading))
                 continue
             last_line = number
             yield last_line, dict(zip(names, row, strict=True))
