@@ -37,9 +37,10 @@ def write(path, texts, column="text"):
     rows = [{"id": 1, column: text} for text in ["", *texts, " \n "]]
     if path.suffix == ".txt":
         path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
+        delimiter = "," if path.suffix == ".csv" else "\t"
         with open(path, "w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, ["id", column], lineterminator="\n")
+            writer = csv.DictWriter(stream, ["id", column], lineterminator="\n", delimiter=delimiter)
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".parquet":
@@ -155,7 +156,7 @@ def test_files_are_read_as_a_stream(tmp_path, kind):
     file = write(tmp_path / f"data{kind}", TEXTS)
     with open(file, "ab") as stream:
         stream.write(b"\n" * 100_000 + b"\xff\n")
-    rows = documents._read([file], "text", "blocks")
+    rows = (row for row in documents._read([file], "text", "blocks") if row["problem"] is None)
     assert [next(rows)["text"] for _ in TEXTS[:-1]] == TEXTS[:-1]
     with pytest.raises(UsageError, match="not UTF-8"):
         list(rows)
@@ -262,7 +263,6 @@ def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message, monke
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
-    assert not list(tmp_path.glob("cache/**/*.arrow"))
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "parquet"])
@@ -345,15 +345,15 @@ def test_a_folder_is_all_of_its_texts(tmp_path):
     assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
 
 
-def test_several_txt_files_are_a_document_each(tmp_path, capsys):
+def test_several_txt_files_are_a_document_each(tmp_path):
     for name in "abc":
         write(tmp_path / f"{name}.txt", [f"{name} one", f"{name} two"])
     (tmp_path / "mine.yaml").write_text("extends: bert_base\ntrain_file: '*.txt'\nvalidation_fraction: 0.0\n")
 
     def counts(**changes) -> tuple[int, list[str]]:
-        train, held_out = documents.load_split(load_recipe("mine.yaml", changes))
+        train, held_out, (report,) = documents.load_split(load_recipe("mine.yaml", changes))
         assert not len(held_out)
-        return len(train), re.findall(r"(\d+) (?:files?|documents?)\b", capsys.readouterr().out)[:2]
+        return len(train), re.findall(r"(\d+) (?:files?|documents?)\b", str(report))[:2]
 
     assert counts() == (3, ["3", "3"])
     assert counts(train_file=["a.txt"]) == (2, ["1", "2"])
@@ -468,7 +468,8 @@ def test_python_docs_are_in_order_and_whole(python_docs):
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
     keys = []
-    monkeypatch.setattr(documents, "cache_rows", lambda generate, features, key: keys.append(key))
+    one = datasets.Dataset.from_dict({"text": ["a"]})
+    monkeypatch.setattr(documents, "cache_rows", lambda generate, features, key: keys.append(key) or one)
     load_name("builtin/python_docs")
     monkeypatch.setattr(sys, "version", "3.99")
     load_name("builtin/python_docs")

@@ -11,12 +11,14 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from samestep.data import row_report
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -33,6 +35,9 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
+ROWS = Features(dict.fromkeys(("text", "unused", "place", "problem"), Value("string"))) if datasets else None
+BLANK = "no visible character"
+"""What is said of a row that is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
 MAX_TABLES = 100  # tables of which it is said how their cells are told apart
 MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
@@ -48,22 +53,24 @@ def load_documents(
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
+    on_bad_row: str = "refuse",
 ) -> Dataset:
     """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
 
-    Documents without a visible character are dropped; the others are kept as they are.
+    Rows without a visible character are no documents; the others are kept as they are.
 
     Args:
         train_file: paths, globs (`data/*.txt`, `data/**/*.jsonl`) and folders, of which all files of these kinds are read, also
             those in folders inside; in the order given, each glob and folder sorted by path; a file named twice is read once.
-            Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
+            Kinds may be mixed. All are UTF-8, a byte order mark is dropped, and \\n, \\r\\n and \\r end a line.
 
             - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
               needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
               every title and every paragraph is a document of its own. With `txt_documents` files, the whole file is
               one document, to the last character.
             - `.jsonl`, `.json`: one object per line, the document in its key `text_column`.
-            - `.csv`: a header line, the document in column `text_column`.
+            - `.csv`, `.tsv`: a header line, the document in column `text_column`; how cells are told apart is found in the
+              file (see `tables.find_reading`).
             - `.parquet`: the document in the string column `text_column`.
         dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
             and the standard library's docstrings of the running Python, some 450 documents, no network needed.
@@ -72,6 +79,7 @@ def load_documents(
         text_column: the column that holds the document. Text files and built-in documents have no columns.
         txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
+        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
         A memory-mapped dataset with one string column `text`, at least one row. Files are read as a stream and cached
@@ -82,6 +90,57 @@ def load_documents(
             malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
             configuration.
     """
+    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "text_column": text_column}
+    source |= {"dataset_config_name": dataset_config_name, "split": split, "txt_documents": txt_documents}
+    return _take_good([_load_rows(**source, num_proc=num_proc).rows], on_bad_row)[0]
+
+
+def _take_good(tables: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
+    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all tables at once."""
+    problems = [problem for table in tables for problem in _find_faults(table)[0]]
+    if on_bad_row == "refuse":
+        row_report.refuse(problems, sum(map(len, tables)))
+    good = []
+    for table in tables:
+        rows = row_report.select_good(table) if "problem" in table.column_names else table
+        if not len(rows):
+            row_report.refuse(_find_faults(table)[0], len(table))
+        good.append(rows if rows.column_names == ["text"] else rows.select_columns("text"))
+    return good
+
+
+def _find_faults(table: Dataset) -> tuple[list[row_report.Problem], list[row_report.Problem]]:
+    """Find the rows that cannot be used, and those that are no documents."""
+    problems = row_report.find_problems(table) if "problem" in table.column_names else []
+    bad = [problem for problem in problems if problem.reason != BLANK]
+    return bad, [problem for problem in problems if problem.reason == BLANK]
+
+
+class _Table(NamedTuple):
+    """Rows of a source.
+
+    Attributes:
+        rows: of `ROWS`, or documents alone.
+        num_blank: rows that were no documents, and are not in `rows`.
+        unused: columns that are not in `rows`.
+    """
+
+    rows: Dataset
+    num_blank: int = 0
+    unused: tuple[str, ...] = ()
+
+
+def _load_rows(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    txt_documents: str = "blocks",
+    num_proc: int | None = None,
+) -> _Table:
+    """Load rows as `load_documents` does, of files with those that are no documents, and what `row_report` needs to know."""
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
@@ -96,12 +155,12 @@ def load_documents(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version)
+        return _Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version))
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
-        return cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
+        return _Table(cache_rows(_read, ROWS, key=(key, options), num_proc=workers, files=files, **options))
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
@@ -160,7 +219,20 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
     return train, validation
 
 
-def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Dataset, Dataset]:
+class Split(NamedTuple):
+    """Documents of a recipe.
+
+    Attributes:
+        train, held_out: one row per document, column `text`; `held_out` may be empty.
+        reports: what became of the rows of each source.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    reports: list[row_report.RowReport]
+
+
+def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse") -> Split:
     """Load the recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
 
     Raises:
@@ -170,14 +242,45 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     txt_documents = split_txt(recipe.txt_documents, files)
     source: dict[str, Any] = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    documents = load_documents(train_file=recipe.train_file, **hub, **source)
-    if recipe.validation_file is None:
-        train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+    tables = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    if recipe.validation_file is not None:
+        tables.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+    documents, *others = _take_good([table.rows for table in tables], on_bad_row)
+    if others:
+        train, held_out, num_held_out = documents, others[0], 0
     else:
-        train, held_out = documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
-    if files and os.environ.get("RANK", "0") == "0":
-        print(f"{describe_files(files, len(documents), txt_documents)}; {len(held_out)} held out", flush=True)
-    return train, held_out
+        train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+        num_held_out = len(held_out)
+    fields = ["train_file" if recipe.train_file else "dataset_name", "validation_file"]
+    reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, tables, strict=False)]
+    return Split(train, held_out, reports)
+
+
+def _report(
+    recipe: TextPretraining, field: str, table: _Table, num_held_out: int, txt_documents: str
+) -> row_report.RowReport:
+    """Report on the rows of the source that a field of the recipe names."""
+    bad, blank = _find_faults(table.rows)
+    num_used = len(table.rows) - len(bad) - len(blank)
+    unused = dict.fromkeys(table.unused, len(table.rows) + table.num_blank)
+    notes = [f"left out: {table.num_blank:,}, {BLANK}"] if table.num_blank else []
+    has_columns = field == "dataset_name" and recipe.dataset_name not in BUILTIN
+    if field != "dataset_name":
+        files = find_files(getattr(recipe, field), READERS)[0]
+        notes = [describe_files(files, num_used, txt_documents), *describe_sources(getattr(recipe, field), READERS)]
+        has_columns = any(Path(file).suffix.lower() != ".txt" for file in files)
+        unused = row_report.count_unused(table.rows)
+    return row_report.RowReport(
+        f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
+        num_read=len(table.rows) + table.num_blank,
+        num_used=num_used,
+        num_held_out=num_held_out,
+        bad=bad,
+        left_out=blank,
+        columns=[recipe.text_column] if has_columns else [],
+        unused=unused,
+        notes=notes,
+    )
 
 
 def split_txt(txt_documents: str, files: Sequence[str]) -> str:
@@ -298,10 +401,11 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> _Table:
     documents = load_hub(name, config, split, num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
+    unused = tuple(column for column in documents.column_names if column != text_column)
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
     feature = documents.features["text"]
     if feature not in (Value("string"), Value("large_string")):
@@ -311,7 +415,8 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
     visible = documents.filter(_visible, input_columns="text", num_proc=num_proc)
     if not len(visible):
         raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
-    return documents if len(visible) == len(documents) else visible
+    num_blank = len(documents) - len(visible)
+    return _Table(visible if num_blank else documents, num_blank, unused)
 
 
 def _visible(text: str | None) -> bool:
@@ -415,41 +520,50 @@ def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
     return sorted(files)
 
 
-def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
-    """Read the documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str | None]]:
+    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
-        empty = True
+        is_empty = True
         try:
-            for number, text in readers[Path(file).suffix.lower()](file, text_column):
-                if text is not None and not isinstance(text, str):
-                    raise UsageError(f"{file}:{number}: {text_column!r} holds {type(text).__name__}, not text.")
-                if _visible(text):
-                    yield {"text": text}
-                    empty = False
+            for number, text, unused in readers[Path(file).suffix.lower()](file, text_column):
+                problem = _find_fault(text, text_column)
+                row = {"text": None if problem else text, "unused": unused}
+                is_empty = is_empty and problem == BLANK
+                yield row | {"place": f"{file}:{number}" if problem else None, "problem": problem}
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
             ) from error
-        if empty:
+        if is_empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
 
 
-def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+def _find_fault(text: object, text_column: str) -> str | None:
+    """Say why a value is no document; None: it is one."""
+    if isinstance(text, BadRow):
+        return str(text)
+    if text is None or (isinstance(text, float) and text != text):  # NaN
+        return BLANK
+    if not isinstance(text, str):
+        return f"{text_column!r} holds {type(text).__name__}, not text."
+    return find_fault_of_text(text) or (None if _visible(text) else BLANK)
+
+
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
             number, text = _join(
                 file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
             )
-            yield number, text.removesuffix("\n")
+            yield number, text.removesuffix("\n"), ""
 
 
-def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    yield _join(
-        file, read_lines(file), "no end", "with txt_documents files it is one document. Cut it into several files"
-    )
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+    rule = "with txt_documents files it is one document. Cut it into several files"
+    yield *_join(file, read_lines(file), "no end", rule), ""
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
@@ -567,16 +681,6 @@ def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         raise UsageError(f"{file}:{line}: text follows the JSON array. Write one array, or one object per line.")
 
 
-def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
-    for number, row in read_json_lines(file):
-        if isinstance(row, BadRow):
-            raise UsageError(f"{file}:{number}: {row}")
-        if text_column not in row:
-            raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
-        check_text(f"{file}:{number}", row[text_column])
-        yield number, row[text_column]
-
-
 def check_text(location: str, value: object) -> None:
     """Raise UsageError for a text that no file of UTF-8 can hold."""
     if isinstance(value, str) and (problem := find_fault_of_text(value)):
@@ -590,30 +694,47 @@ def find_fault_of_text(text: str) -> str | None:
     return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
 
 
-def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    for number, row in read_delimited(file):
+def _pick(read: Callable[[str], Iterator], file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+    """Read line number, text and the names of other columns of each row that `read` reads of a file.
+
+    Raises:
+        UsageError: the first row has no such column; of others it is a `BadRow`.
+    """
+    unused: dict[tuple[str, ...], str] = {}
+    for number, row in read(file):
         if isinstance(row, BadRow):
-            raise UsageError(f"{file}:{number}: {row}")
-        if text_column not in row:
-            raise UsageError(_no_column(file, text_column, list(row)))
-        yield number, row[text_column]
+            yield number, row, ""
+        elif text_column not in row:
+            is_table = Path(file).suffix.lower() in (".csv", ".tsv")
+            problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
+            if not unused:
+                raise UsageError(problem)
+            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}."), ""
+        else:
+            present = tuple(row)
+            if present not in unused:
+                unused[present] = row_report.write_unused(name for name in present if name != text_column)
+            yield number, row[text_column], unused[present]
 
 
-def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
     with parquet.ParquetFile(file) as table:
-        if text_column not in table.schema_arrow.names:
-            raise UsageError(_no_column(file, text_column, table.schema_arrow.names))
+        names = table.schema_arrow.names
+        if text_column not in names:
+            raise UsageError(_no_column(file, text_column, names))
+        unused = row_report.write_unused(name for name in names if name != text_column)
         number = 0
         for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
             for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020
-                yield number, text
+                yield number, text, unused
 
 
-READERS = {
+READERS: dict[str, Any] = {
     ".txt": _blocks,
-    ".jsonl": _json_lines,
-    ".json": _json_lines,
-    ".csv": _csv_rows,
+    ".jsonl": partial(_pick, read_json_lines),
+    ".json": partial(_pick, read_json_lines),
+    ".csv": partial(_pick, read_delimited),
+    ".tsv": partial(_pick, partial(read_delimited, delimiter="\t")),
     ".parquet": _parquet_rows,
 }
 

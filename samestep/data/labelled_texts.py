@@ -25,7 +25,7 @@ from samestep.data import documents, row_report
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import make_micro_batch
 from samestep.data.row_report import BadRow
-from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
+from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.recipe import TextClassification
@@ -317,6 +317,9 @@ class LabelledTexts:
             new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
         )
         self.tokens = ListColumn(table, "tokens")
+        texts = rows.select_columns([name for name in PARTS_OF_ROW[:2] if name in rows.column_names])
+        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
+        self.notes = [unknown] if unknown else []
         self.first = table.data.column("first").to_numpy().astype(np.int64)
         self.num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
 
@@ -484,6 +487,7 @@ def build(
             ],
         )
         train.row_reports.append(report)
+    train.row_reports = row_report.add_notes(train.row_reports, train, rest)
     return train, rest
 
 

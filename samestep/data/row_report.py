@@ -111,6 +111,21 @@ class RowReport(NamedTuple):
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
+def add_notes(reports: Sequence[RowReport], train: Any, held_out: Any) -> list[RowReport]:
+    """Add the `notes` of training and held-out samples to the reports of the sources from which they come.
+
+    Args:
+        reports: one for both, or one for each.
+        train, held_out: None: there are none.
+    """
+    reports = list(reports)
+    for place, part in enumerate((train, held_out)):
+        if part is not None and reports:
+            place = min(place, len(reports) - 1)
+            reports[place] = reports[place]._replace(notes=[*reports[place].notes, *part.notes])
+    return reports
+
+
 def group(problems: Iterable[Problem]) -> list[Kind]:
     """Group problems by kind, in the order of their first rows.
 
