@@ -345,6 +345,59 @@ def test_a_folder_is_all_of_its_texts(tmp_path):
     assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
 
 
+def split(**changes) -> documents.Split:
+    return documents.load_split(load_recipe("bert_base", {"dataset_name": None, "validation_fraction": 0.0} | changes))
+
+
+def test_rows_that_are_no_documents_are_counted(tmp_path):
+    for kind in (".csv", ".tsv", ".jsonl", ".parquet"):
+        train, _, (report,) = split(train_file=[write(tmp_path / f"data{kind}", TEXTS)])
+        num_blank = 2 if kind in (".csv", ".tsv") else 3  # a cell that is missing is an empty one
+        assert (len(train), report.num_used) == (len(TEXTS), len(TEXTS))
+        assert report.num_read == len(TEXTS) + num_blank
+        assert {problem.reason for problem in report.left_out} == {"no visible character"}
+        assert report.left_out[0].place.startswith(str(tmp_path / f"data{kind}:"))
+        assert report.unused == {"id": report.num_read}
+        assert "  NOT used: id" in str(report)
+
+
+def test_values_that_are_no_text_are_named_by_their_column(tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        '{"body": ["a", "b"]}\n{"body": "fine"}\n{"body": {"a": 1}}\n{"body": NaN}\n{"text": "a"}\n{"body": "too"}\n'
+    )
+    pyarrow.parquet.write_table(pa.table({"body": [["a"], ["b"]]}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError) as raised:
+        split(train_file=["data.jsonl"], text_column="body")
+    first, second, third = map(str, raised.value.problems)
+    assert first == "data.jsonl:1: 'body' holds list, not text"
+    assert second == "data.jsonl:3: 'body' holds dict, not text"
+    assert third.startswith("data.jsonl:5: no column 'body', only 'text'; --on_bad_row skip leaves out these 3 of 6")
+    loaded = load("data.jsonl", text_column="body", on_bad_row="skip")
+    assert loaded["text"][:] == ["fine", "too"]
+    with pytest.raises(UsageError, match=r"data\.parquet:1: 'body' holds list, not text \(2 rows"):
+        load("data.parquet", text_column="body", on_bad_row="skip")
+
+
+def test_columns_and_blank_rows_of_a_dataset_by_name_are_said(tmp_path):
+    write(tmp_path / "hub" / "train.parquet", TEXTS)
+    _, _, (report,) = split(train_file=None, dataset_name=str(tmp_path / "hub"))
+    assert (report.num_read, report.num_used) == (len(TEXTS) + 3, len(TEXTS))
+    assert "left out: 3, no visible character" in str(report)
+    assert "NOT used: id" in str(report)
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path):
+    for name in ("texts/a.txt", "texts/b/c.csv", "texts/.hidden/d.txt", "texts/.e.txt"):
+        write(tmp_path / name, [name])
+    for name in ("texts/b/picture.PNG", "texts/more.png", "texts/README", "texts/data.csv.gz"):
+        (tmp_path / name).write_bytes(b"something")
+    _, _, (report,) = split(train_file=["texts"])
+    assert "texts: 2 files read, NOT read: 2 hidden, 2 .png, 1 without a suffix, 1 .gz" in str(report).replace(
+        "1 .gz, 1 without a suffix", "1 without a suffix, 1 .gz"
+    )
+    assert "NOT read" not in str(split(train_file=["texts/a.txt"])[2][0])
+
+
 def test_several_txt_files_are_a_document_each(tmp_path):
     for name in "abc":
         write(tmp_path / f"{name}.txt", [f"{name} one", f"{name} two"])
@@ -654,3 +707,13 @@ def test_the_tail_of_the_same_documents_is_cached_as_the_same():
     source = datasets.Dataset.from_dict({"text": ["one two", "three four five"]})
     prints = [[part._fingerprint for part in split_documents(source, 0.4, 0, "tail")] for _ in range(2)]
     assert prints[0] == prints[1]
+
+
+def test_ends_of_lines_of_old_macs_and_mixed_ones(tmp_path):
+    for name, raw in (
+        ("data.txt", b"one\rtwo\r\rthree\r\n\r\nfour\n\n"),
+        ("data.csv", b'text,id\r"one\rtwo",1\rthree,2\r\nfour,3\n'),
+        ("data.jsonl", b'{"text": "one\\ntwo"}\r{"text": "three"}\r\n{"text": "four"}\n'),
+    ):
+        (tmp_path / name).write_bytes(raw)
+        assert load(name)["text"][:] == ["one\ntwo", "three", "four"]

@@ -71,6 +71,13 @@ def test_one_cell_far_behind_the_beginning_decides(tmp_path, monkeypatch):
     assert read(tmp_path / "rows.tsv", plain, "\t")[-1] == ['"the end', "b"]
 
 
+def test_a_cell_that_is_not_closed_among_many_that_are_is_a_fault(tmp_path):
+    rows = [[f'a "quoted" text {place}', "a"] for place in range(20)]
+    content = written(rows, delimiter="\t") + '"never closed\ta\n' + written(rows, delimiter="\t").split("\n", 1)[1]
+    with pytest.raises(UsageError, match="the row after line 21 is not CSV"):
+        read(tmp_path / "rows.tsv", content, "\t")
+
+
 @pytest.mark.parametrize(
     ("content", "rows"),
     [

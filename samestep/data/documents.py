@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from samestep.data import row_report
+from samestep.data import row_report, tables
 from samestep.data.row_report import BadRow
 from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
@@ -95,13 +95,13 @@ def load_documents(
     return _take_good([_load_rows(**source, num_proc=num_proc).rows], on_bad_row)[0]
 
 
-def _take_good(tables: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
+def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
     """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all tables at once."""
-    problems = [problem for table in tables for problem in _find_faults(table)[0]]
+    problems = [problem for table in sources for problem in _find_faults(table)[0]]
     if on_bad_row == "refuse":
-        row_report.refuse(problems, sum(map(len, tables)))
+        row_report.refuse(problems, sum(map(len, sources)))
     good = []
-    for table in tables:
+    for table in sources:
         rows = row_report.select_good(table) if "problem" in table.column_names else table
         if not len(rows):
             row_report.refuse(_find_faults(table)[0], len(table))
@@ -242,17 +242,17 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row:
     txt_documents = split_txt(recipe.txt_documents, files)
     source: dict[str, Any] = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    tables = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    sources = [_load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        tables.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
-    documents, *others = _take_good([table.rows for table in tables], on_bad_row)
+        sources.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+    documents, *others = _take_good([table.rows for table in sources], on_bad_row)
     if others:
         train, held_out, num_held_out = documents, others[0], 0
     else:
         train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
         num_held_out = len(held_out)
     fields = ["train_file" if recipe.train_file else "dataset_name", "validation_file"]
-    reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, tables, strict=False)]
+    reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, sources, strict=False)]
     return Split(train, held_out, reports)
 
 
@@ -352,14 +352,15 @@ def split_sentences(text: str) -> list[str]:
 def cache_rows(
     generate: Callable[..., Iterator[dict]], features: Features, key: object, num_proc: int = 1, **kwargs
 ) -> Dataset:
-    """Cache the rows of `generate(**kwargs)` on disk, under `key` and this file's own text.
+    """Cache the rows of `generate(**kwargs)` on disk, under `key` and the text of the modules that read.
 
     Raises:
         UsageError: packages that are not installed; or an error of `generate`, without the exceptions in which `datasets` and
             its workers wrap it.
     """
     require("text", "training on texts")
-    fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
+    modules = b"".join(Path(file).read_bytes() for file in (__file__, tables.__file__))
+    fingerprint = hashlib.sha256(modules + repr(key).encode()).hexdigest()[:16]
     try:
         return Dataset.from_generator(
             generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
@@ -548,7 +549,7 @@ def _find_fault(text: object, text_column: str) -> str | None:
     if text is None or (isinstance(text, float) and text != text):  # NaN
         return BLANK
     if not isinstance(text, str):
-        return f"{text_column!r} holds {type(text).__name__}, not text."
+        return f"{text_column!r} holds {type(text).__name__}, not text"
     return find_fault_of_text(text) or (None if _visible(text) else BLANK)
 
 
@@ -709,7 +710,7 @@ def _pick(read: Callable[[str], Iterator], file: str, text_column: str) -> Itera
             problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
             if not unused:
                 raise UsageError(problem)
-            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}."), ""
+            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ""
         else:
             present = tuple(row)
             if present not in unused:

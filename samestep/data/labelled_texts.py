@@ -68,6 +68,7 @@ MAX_DIGITS = 1000  # of a label that is a whole number
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MISSING = {"", "nan", "-nan", "null", "n/a", "#n/a", "<na>", "nat"}
 """Labels, in small letters, by which tables say that there is none; and NA and None as they are written."""
+METRICS_OF_CLASSES = ("accuracy", "f1", "matthews_correlation", "masked_accuracy")
 MAX_CLASSES = 10  # that are named before the training
 MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
@@ -364,16 +365,20 @@ class LabelledTexts:
                 place = values.argmax()
                 writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
 
-    def describe_labels(self) -> str:
-        """Say what the labels are taken for, in a line."""
+    def describe_labels(self, metrics: Sequence[str]) -> list[str]:
+        """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""
         if self.classes is None:
             low, high = self.labels.min(), self.labels.max()
-            rule = "a regression; --num_labels N makes N classes of them"
-            return f"labels: numbers from {low:g} to {high:g}, {rule}"
+            lines = [f"labels: numbers from {low:g} to {high:g}, a regression; --num_labels N makes N classes of them"]
+            if of_classes := [name for name in metrics if name in METRICS_OF_CLASSES]:
+                lines.append(
+                    f"metrics that compare classes: {', '.join(of_classes)}; --metrics pearsonr spearmanr fit numbers"
+                )
+            return lines
         counts = Counter(self.labels.tolist())
         names = [f"{documents.shorten(self.classes[place])} ({counts[place]:,})" for place in sorted(counts)]
         more = f" and {len(names) - MAX_CLASSES:,} more" if len(names) > MAX_CLASSES else ""
-        return f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"
+        return [f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"]
 
     @property
     def majority(self) -> float:
@@ -482,7 +487,7 @@ def build(
             columns=next(filter(None, table[:100]["columns"]), "").split(", "),
             unused=row_report.count_unused(table),
             notes=[
-                *([train.describe_labels()] if table is tables[0] else []),
+                *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
                 *(documents.describe_sources(files, READERS) if files else []),
             ],
         )

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -262,29 +263,34 @@ def _is_quoted(file: str, lines: list[str] | None, reading: Reading, is_whole: b
 
     mark, delimiter = reading.mark or "", reading.delimiter
     num_gaps = next(read(), "").count(delimiter)
-    begins, has_doubled, are_closed, fits_plain = False, False, True, True
-    always: set[int] = set(range(num_gaps + 1))  # columns of which every cell is in marks
-    num_rows = 0
+    num_rows = num_marked = num_closed = num_full = (
+        0  # rows; cells that begin with a mark, that are closed, that show a writer
+    )
+    closed_by_column: Counter[int] = Counter()
+    fits_plain = True
     for line in islice(read(), 1, None):
         if line == "\n":
             continue
         num_rows += 1
         fits_plain = fits_plain and line.count(delimiter) == num_gaps
         if mark not in line:
-            always.clear()
             continue
-        cells = line.rstrip("\n").split(delimiter)
-        marked = {place for place, cell in enumerate(cells) if cell.startswith(mark)}
-        always &= marked
-        for place in marked:
-            begins = True
-            are_closed = are_closed and _is_closed(cells[place], mark)
-            has_doubled = has_doubled or mark in cells[place][1:-1] or len(cells[place]) == 2
-    if not begins or (fits_plain and not are_closed):
+        for place, cell in enumerate(line.rstrip("\n").split(delimiter)):
+            if cell.startswith(mark):
+                num_marked += 1
+                if _is_closed(cell, mark):
+                    num_closed += 1
+                    closed_by_column[place] += 1
+                    num_full += mark in cell[1:-1] or len(cell) == 2
+    if not num_marked:
         return False
     if not fits_plain:
         return reading.fits(read(), is_whole)
-    return (has_doubled or (bool(always) and num_rows > 1)) and reading.fits(read(), is_whole)
+    most = max(closed_by_column.values(), default=0)
+    shows_writer = num_full > 0 or (num_rows > 1 and most >= 0.9 * num_rows)
+    if num_closed < num_marked:  # a few that are not closed are faults, which reading meets
+        return shows_writer and num_closed >= 0.9 * num_marked
+    return shows_writer and reading.fits(read(), is_whole)
 
 
 def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str] | BadRow]]:
@@ -308,7 +314,9 @@ def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[
         last_line += rows.line_num
         if names is not None and (not names or len(set(names)) < len(names)):
             fault = f"names a column twice ({list_names(names)})" if names else "is blank"
-            raise UsageError(f"{file}:1: the first line {fault}, must name each column once. Mend it.")
+            raise UsageError(
+                f"{file}:{1 + reading.first_line}: the first line {fault}, must name each column once. Mend it."
+            )
         for row in filter(None, rows):
             number = reading.first_line + rows.line_num
             if len(row) != len(names):

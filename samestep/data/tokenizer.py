@@ -27,7 +27,8 @@ else:
     datasets = optional("datasets")
     Dataset = datasets.Dataset
 
-MIN_UNKNOWN, MAX_COUNTED = 0.01, 10**8  # share of unknown tokens of which a run says nothing; tokens that are counted
+MIN_UNKNOWN = 0.01  # share of unknown tokens of which a run says nothing
+BLOCK, MAX_BLOCKS = 10**5, 200  # tokens that are counted at once, and how many times, about, spread over all
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -222,7 +223,7 @@ def describe_unknown(tokens: ListColumn, texts: Dataset, tokenizer: PreTrainedTo
     """Say which share of the tokens is the one for unknown words, with examples and a remedy; None: `MIN_UNKNOWN` at most.
 
     Args:
-        tokens: of all texts, or more of them than of others; of more than `MAX_COUNTED` their beginning is counted.
+        tokens: of all texts, or more of them than of others; of many a part is counted, spread over all.
         texts: columns of texts, from which the examples come.
         name: names the texts in messages.
 
@@ -232,7 +233,11 @@ def describe_unknown(tokens: ListColumn, texts: Dataset, tokenizer: PreTrainedTo
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id or not tokens.num_values:
         return None
-    counts = np.bincount(tokens.read(0, min(tokens.num_values, MAX_COUNTED)), minlength=len(tokenizer))
+    num_blocks = -(-tokens.num_values // BLOCK)
+    step = max(1, num_blocks // MAX_BLOCKS)
+    counts = np.zeros(len(tokenizer), np.int64)
+    for start in range(0, tokens.num_values, step * BLOCK):
+        counts += np.bincount(tokens.read(start, min(start + BLOCK, tokens.num_values)), minlength=len(tokenizer))
     num_unknown = counts[unknown]
     num_words = counts.sum() - sum(counts[token] for token in set(tokenizer.all_special_ids) - {unknown})
     if num_unknown <= MIN_UNKNOWN * num_words:
@@ -245,7 +250,7 @@ def describe_unknown(tokens: ListColumn, texts: Dataset, tokenizer: PreTrainedTo
         remedy = f"a word has {most} letters at most, so put spaces between words, or {remedy}"
     share = num_unknown / num_words
     text = f"{share:.1%} of the tokens of {name} are {tokenizer.unk_token}, unknown: {examples}: {remedy}"
-    if num_unknown == num_words:
+    if num_unknown == num_words and step == 1:
         raise UsageError(text)
     return text
 
