@@ -253,7 +253,10 @@ def test_a_regression_is_said(tmp_path):
     train, _ = labelled_texts.build(make_recipe(write(tmp_path / "rows.csv", rows), validation_fraction=0.0))
     text = str(train.row_reports[0])
     assert "labels: numbers from 0 to 4.75, a regression; --num_labels N makes N classes" in text
-    assert "metrics that compare classes: accuracy; --metrics pearsonr spearmanr fit numbers" in text
+    assert (
+        "metrics that compare classes: accuracy, f1, matthews_correlation; --metrics pearsonr spearmanr fit numbers"
+        in text
+    )
 
 
 @pytest.mark.parametrize(

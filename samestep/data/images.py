@@ -530,6 +530,10 @@ class Files:
             labels += [self.classes.index(name)] * len(images)
         if problems:
             raise UsageError(problems)
+        if len(kinds_read := Counter(map(_suffix, self.names))) > 1:
+            self.notes.append(
+                f"files read: {', '.join(f'{count:,} {kind}' for kind, count in kinds_read.most_common())}"
+            )
         if others:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(MAX_NAMES))
             more = sum(others.values()) - sum(count for _, count in others.most_common(MAX_NAMES))

@@ -527,7 +527,7 @@ def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | N
     names = sorted(set(labels))
     is_whole = all(map(_is_whole, names))
     if is_whole:
-        names = sorted(set(map(_write_whole, names)), key=int)
+        names = sorted(sorted(set(map(_write_whole, names))), key=int)
     if len(names) == 1:
         raise UsageError(
             f"the training texts have a single label, {documents.list_names(names)}: nothing can be learned; check "
