@@ -18,8 +18,8 @@ def test_all_kinds_of_faults_are_refused_at_once():
     with pytest.raises(UsageError) as error:
         row_report.refuse([EMPTY[0], *ROLE, *EMPTY[1:]], 40)
     assert error.value.problems == [
-        "a.csv:3: text is empty: fill it in (4 rows: also a.csv:5, a.csv:8, ...)",
-        "b.csv:2: turn 1: role is 'bot': rename it (2 rows: also b.csv:7); --on_bad_row skip leaves out these 6 of 40 rows",
+        "a.csv:3: text is empty: fill it in (4 rows: also :5, :8, ...)",
+        "b.csv:2: turn 1: role is 'bot': rename it (2 rows: also :7); --on_bad_row skip leaves out these 6 rows of 40",
     ]
     with pytest.raises(UsageError, match=r"mend it$"):  # no row would be left
         row_report.refuse([Problem("a:1", "mend it")], 1)
@@ -36,7 +36,7 @@ def test_a_report_has_all_numbers(tmp_path):
     )
     assert str(report).splitlines() == [
         "chats: 1,000 rows read, 990 used, 49 of them held out, 3 of them cut",
-        "  left out: 4, text is empty: fill it in (a.csv:3, a.csv:5, a.csv:8, ...)",
+        "  left out: 4, text is empty: fill it in (a.csv:3, :5, :8, ...)",
         "  left out: 1, turn 1: role is 'bot': rename it (b.csv:2)",
         "  columns used: messages",
         "  NOT used: id, messages: name (2 rows)",

@@ -60,8 +60,14 @@ class Kind(NamedTuple):
         """Write the first place, the reason, and the number of rows with the next places."""
         if self.num_rows == 1:
             return f"{self.places[0]}: {self.reason}"
-        others = ", ".join(self.places[1:]) + (", ..." if self.num_rows > len(self.places) else "")
+        others = self.list_places().partition(", ")[2]
         return f"{self.places[0]}: {self.reason} ({format_count(self.num_rows, 'row')}: also {others})"
+
+    def list_places(self) -> str:
+        """List the first places; of one in the same file as the first one only the line."""
+        file = self.places[0].rpartition(":")[0] + ":"
+        short = [place.removeprefix(file[:-1]) if file != ":" else place for place in self.places[1:]]
+        return ", ".join([self.places[0], *short, *["..."] * (self.num_rows > len(self.places))])
 
 
 class RowReport(NamedTuple):
@@ -97,8 +103,7 @@ class RowReport(NamedTuple):
         line += "".join(f", {count:,} of them {text}" for text, count in parts.items() if count)
         lines = [line]
         for kind in [*group(self.bad), *group(self.left_out)]:
-            places = ", ".join(kind.places) + (", ..." if kind.num_rows > len(kind.places) else "")
-            lines.append(f"  left out: {kind.num_rows:,}, {kind.reason} ({places})")
+            lines.append(f"  left out: {kind.num_rows:,}, {kind.reason} ({kind.list_places()})")
         if self.columns:
             lines.append(f"  columns used: {', '.join(self.columns)}")
         if self.unused:
@@ -161,8 +166,8 @@ def refuse(problems: Sequence[Problem], num_rows: int) -> None:
     if len(kinds) > MAX_KINDS:
         lines.append(f"and {len(kinds) - MAX_KINDS} other kinds of faults")
     if len(problems) < num_rows:
-        these = "this row" if len(problems) == 1 else f"these {len(problems):,}"
-        lines[-1] += f"; --on_bad_row skip leaves out {these} of {num_rows:,} rows"
+        these = "this row" if len(problems) == 1 else f"these {len(problems):,} rows"
+        lines[-1] += f"; --on_bad_row skip leaves out {these} of {num_rows:,}"
     raise UsageError(lines)
 
 
