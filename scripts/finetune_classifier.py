@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     metric, batch_size = settings.metric_for_best_model or recipe.metrics[0], settings.per_device_eval_batch_size
     evaluation.check_metrics(recipe.metrics, metric, settings.trust_metric_code)
     # The model returns the summed loss: means of micro-batches must not be added up
-    train, held_out = run.load_data(labelled_texts.build)
+    train, held_out = run.load_data(labelled_texts.build, settings.on_bad_row)
     new_texts = labelled_texts.from_files(settings.predict_file, recipe, train) if settings.predict_file else None
     model, optimizer = run.prepare(ClassificationSums, train)
 

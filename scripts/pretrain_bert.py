@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     recipe, accelerator = run.recipe, run.accelerator
 
     # The recipe's model returns summed losses, one per term: means of micro-batches must not be added up
-    train, held_out = run.load_data(sentence_pairs.build)
+    train, held_out = run.load_data(sentence_pairs.build, run.settings.on_bad_row)
     model, optimizer = run.prepare(recipe.parts.find("model"), train)
 
     # The loss of a step, n_j being the targets of term j in the whole global batch (all processes, all micro-batches):

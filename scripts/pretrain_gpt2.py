@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     recipe, settings, accelerator = run.recipe, run.settings, run.accelerator
 
     # The recipe's model returns the summed loss: means of micro-batches must not be added up
-    train, held_out = run.load_data(token_blocks.build)
+    train, held_out = run.load_data(token_blocks.build, run.settings.on_bad_row)
     model, optimizer = run.prepare(recipe.parts.find("model"), train)
 
     # The loss of a step, n being the predicted tokens of the whole global batch (all processes, all micro-batches):

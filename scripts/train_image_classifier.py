@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     recipe, accelerator = run.recipe, run.accelerator
 
     # The model returns the summed loss: means of micro-batches must not be added up
-    train, held_out = run.load_data(images.build, run.settings.on_bad_sample)
+    train, held_out = run.load_data(images.build, run.settings.on_bad_row)
     model, optimizer = run.prepare(ClassificationSums, train)
     whole_step = run.whole_step()  # batch normalisation of whole steps, if the recipe asks for it
 

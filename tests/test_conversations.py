@@ -76,7 +76,7 @@ def recipe(**changes):
     }
     values |= {"train_on": "assistant", "max_seq_length": 256, "truncation": "drop", "loss_weighting": "token"}
     values |= {"objective": "sft", "loss_weights": {"lm": 1.0}, "tokenizer_name": None, "vocab_size": 300}
-    values |= {"mixture_weights": None}
+    values |= {"mixture_weights": None, "column_names": {}}
     if isinstance(changes.get("dataset_name"), str):
         changes["dataset_name"] = (changes["dataset_name"],)
     return SimpleNamespace(**values | {"model_name_or_path": None} | changes)
@@ -246,8 +246,10 @@ def test_instructions_and_completions_of_turns(make):
     ]
     row = {"prompt": turns(("user", "a"), ("assistant", "b"), ("user", "c")), "completion": turns(("assistant", "d"))}
     text = f"{user}a{end}{{}}<|im_end|>\n{user}c{end}[[d<|im_end|>]]\n"
-    assert marked(make(row, train_on="completions"))[0].replace("b", "{}", 1) == text
-    assert marked(make(row))[0] == text.replace("{}<|im_end|>", "[[b<|im_end|>]]")
+    for train_on in ("completions", "assistant"):  # what stands beside a completion is its prompt
+        assert marked(make(row, train_on=train_on))[0].replace("b", "{}", 1) == text
+    chat = {"messages": row["prompt"] + row["completion"]}
+    assert marked(make(chat))[0] == text.replace("{}<|im_end|>", "[[b<|im_end|>]]")
 
 
 @pytest.mark.parametrize("markers", [False, True])
@@ -345,7 +347,7 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
 def test_a_template_that_changes_the_chat_is_refused(make, template, chat, message):
     with pytest.raises(UsageError, match=rf"rows\.jsonl:1: .*{message}") as error:
         make(*[{"messages": turns(*chat)}] * 2, template=template)
-    assert str(error.value).endswith(" (1 more rows have the same problem)")
+    assert str(error.value).endswith(" (2 rows: also :2)")
     assert len(error.value.problems) == 1
     assert "\n" not in str(error.value)
 
@@ -391,15 +393,15 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
             ":2: messages, turn 2: the turn of the role assistant is empty",
         ),
         (
-            [ONE, {"messages": turns(("human", "a")) + A}],
+            [ONE, {"messages": turns(("martian", "a")) + A}],
             {},
-            ":2: messages, turn 1: role is 'human', must be one of system",
+            ":2: messages, turn 1: role is 'martian', must be one of system",
         ),
         ([{"messages": [{"content": "a"}]}], {}, ":1: messages, turn 1: role is missing"),
         (
             [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
             {},
-            ":1: messages, turn 1: content holds list",
+            ":1: messages, turn 1: content holds a part of the type 'image', but only text is trained",
         ),
         (
             [{"messages": [*USER, {"role": "assistant", "tool_calls": 3}]}],
@@ -413,25 +415,26 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         (
             [ONE, {"prompt": "a", "completion": "b"}],
             {},
-            ":2 has the columns 'prompt', 'completion', but the first row is read by messages: give",
+            ":2: its columns are 'prompt', 'completion', but the first row is read by messages: give",
         ),
         (
-            [ONE | {"prompt": "a", "completion": "b"}],
+            [ONE | {"prompt": "another", "completion": "b"}],
             {},
-            ":1 has the columns messages and prompt, completion, which both",
+            ":1: prompt changes what the row says, but is not used beside messages: leave it out, --columns unused=prompt",
         ),
         (
-            [{"conversations": []}],
+            [{"conversation_list": [], "id": 3}],
             {},
-            ":1 has the columns 'conversations', must have messages or prompt, completion or",
+            ":1: its columns are 'conversation_list', 'id', must be messages (or conversations), or prompt, completion, or "
+            "instruction, output, or text: name those that are called otherwise, --columns conversations=conversation_list",
         ),
         ([{"chosen": "a", "rejected": "b"}], {}, "chosen and rejected need objective dpo"),
-        ([ONE], PAIR, ":1 has the columns 'messages', must have chosen, rejected"),
-        ([{"prompt": "a", "completion": B}], {}, ":1: prompt holds str, must be a list"),
+        ([ONE], PAIR, ":1: its columns are 'messages', must be chosen, rejected"),
+        ([{"prompt": "a", "completion": 1.5}], {}, ":1: completion holds float, not text"),
         (
             [{"prompt": "a", "completion": " b"}, {"prompt": USER, "completion": B}],
             {},
-            ":2 holds turns, but the first row texts",
+            ":2: it holds turns, but the first row texts",
         ),
         ([{"text": "a"}], {}, ":1: text has no turns, but train_on is assistant: set train_on to all"),
         ([{"prompt": "q", "chosen": " a", "rejected": " a"}], PAIR, ":1: chosen and rejected are equal"),
@@ -443,7 +446,7 @@ EMPTY = CHATML + "{% generation %}{% endgeneration %}"
         (
             [{"chosen": USER + A, "rejected": USER + B}, {"prompt": "a", "chosen": A, "rejected": B}],
             PAIR,
-            ":2 has the columns 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
+            ":2: its columns are 'prompt', 'chosen', 'rejected', but the first row is read by chosen, rejected: give",
         ),
         ([ONE], {"dataset_name": "builtin/drawn_chats"}, "give exactly one of train_file and dataset_name, not both"),
         ([{"chosen": A, "rejected": B}], PAIR, ":1: chosen and rejected share no turn before the answer"),
@@ -515,9 +518,9 @@ def test_a_folder_is_read_as_a_dataset_of_the_hub(make, tmp_path):
     assert source.rows[1]["place"].endswith(", row 1")
     (tmp_path / "bad").mkdir()
     pa.parquet.write_table(
-        pa.Table.from_pylist([{"messages": turns(("bot", "a"))}]), tmp_path / "bad" / "train.parquet"
+        pa.Table.from_pylist([{"messages": turns(("martian", "a"))}]), tmp_path / "bad" / "train.parquet"
     )
-    with pytest.raises(UsageError, match="row 0: messages, turn 1: role is 'bot', must be one of"):
+    with pytest.raises(UsageError, match="row 0: messages, turn 1: role is 'martian', must be one of"):
         build(recipe(dataset_name=str(tmp_path / "bad")))
 
 
@@ -881,7 +884,7 @@ def test_long_rows_are_dropped_or_cut_and_counted(make):
     dropped = make(*rows, max_seq_length=40, vocab_size=259)
     assert [len(dropped), dropped.mask_report.num_dropped, dropped.mask_report.num_cut] == [2, 2, 0]
     assert "2 longer than 40 left out" in str(dropped)
-    assert "longer than 40 tokens, left out: 2" in str(dropped.mask_report)
+    assert re.search(r"left out: 2, longer than max_seq_length 40 \(.*:2, :3\)", str(dropped.row_reports[0]))
     cut = make(*rows, max_seq_length=40, truncation="cut", vocab_size=259)
     report = cut.mask_report
     assert [len(cut), report.num_dropped, report.num_cut, report.num_untrained, report.num_stopped] == [3, 0, 1, 1, 2]
@@ -891,6 +894,96 @@ def test_long_rows_are_dropped_or_cut_and_counted(make):
         len(cut.draw(0, 0).tokens),
     ]
     assert cut.rows[int(cut.places[2])]["place"].endswith(":4")
+
+
+WEIGHTLESS = turns(("user", "q"), ("assistant", "no"), ("user", "r"), ("assistant", "ok"))
+WEIGHTLESS[1]["weight"] = 0
+
+
+@pytest.mark.parametrize("template", [None, CHATML, LLAMA3, MISTRAL, PLAIN, MARKERS])
+def test_a_turn_of_weight_0_is_not_trained(make, template):
+    whole = {"messages": [{**turn, "weight": 1} for turn in WEIGHTLESS]}
+    source = make({"messages": WEIGHTLESS}, whole, template=template)
+    (text,), (expected,) = marked(source), marked(source, 1)
+    before, _, after = expected.partition("[[")
+    assert text == before + after.replace("]]", "", 1)
+    assert "turns of weight 0, not trained: 1" in str(source.row_reports[0])
+    assert marked(make(whole, template=template))[0] == expected
+    assert "weight" not in str(make(whole, template=template).row_reports[0])
+
+
+def test_turns_that_a_template_does_not_keep_apart_cannot_be_left_out(make):
+    joined = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    )
+    joined += "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    row = {"messages": [*WEIGHTLESS[:2], *turns(("assistant", "ok"))]}
+    with pytest.raises(UsageError, match="the template does not keep the turns of the assistant apart"):
+        make(row, template=joined)
+    last = {"messages": [*WEIGHTLESS[2:], *WEIGHTLESS[:2]]}
+    with pytest.raises(UsageError, match="no token of any row is trained"):
+        make(last, train_on="completions")
+
+
+def test_all_faults_are_refused_at_once_or_skipped(make, tmp_path):
+    """Of both parts of a file, of rows and of the template, a line for each kind."""
+    lost = {"messages": turns(("user", "a"), ("system", "late"), ("assistant", "b"))}
+    late = CHATML.replace("m['role'] +", "(raise_exception('late') if m['role'] == 'system' else m['role']) +")
+    rows = [ONE] * 10 + [{"messages": []}] * 2 + [lost] * 30 + [ONE] * 10 + [{"id": 1}]
+    with pytest.raises(UsageError) as error:
+        make(*rows, template=late, validation_fraction=0.5)
+    file = tmp_path / "rows.jsonl"
+    problems = error.value.problems
+    assert problems[0] == (
+        f"{file}:11: messages holds an empty list, must be a list of objects with role and content: mend it (2 rows: also :12)"
+    )
+    assert problems[1].startswith(f"{file}:53: its columns are 'id'")
+    assert re.match(
+        rf"{file}:\d+: the chat template refuses it \(late\).*\(30 rows: also :\d+, :\d+, ...\)", problems[2]
+    )
+    assert problems[2].endswith("; --on_bad_row skip leaves out these 33 rows of 53")
+    assert len(problems) == 3
+    changes = {"train_file": [str(file)], "chat_template": str(tmp_path / "template.jinja"), "validation_fraction": 0.5}
+    train, held_out = build(recipe(**changes), None, "skip")
+    assert len(train) + len(held_out) == 20
+    assert str(train.row_reports[0]).startswith(
+        f"train_file: 53 rows read, 20 used, {len(held_out)} of them held out\n"
+    )
+    assert len(train.row_reports[0].bad) == 33
+    with pytest.raises(UsageError, match="must be messages"):
+        make({"id": 1}, {"id": 2})
+
+
+def test_fields_that_the_template_uses_are_not_named(make):
+    named = CHATML.replace("m['role'] +", "m['role'] + (m['name'] or '') +")
+    row = {"messages": turns(*CHAT[:2]), "id": 3}
+    row["messages"][0] |= {"name": "Ann", "time": 3}
+    report = str(make(row, ONE, template=named).row_reports[0])
+    assert report.endswith("  columns used: messages, messages[].name\n  NOT used: id (1 row), messages[].time (1 row)")
+    assert "messages[].name (1 row)" in str(make(row, ONE, template=CHATML).row_reports[0])
+
+
+def test_what_is_said_of_completions_and_of_plain_texts(make, tmp_path):
+    assert (
+        "WARNING: train_on completions leaves out 1 of 2 turns of the assistant (50.0 %): --train_on assistant"
+        in str(make({"messages": turns(*CHAT)}, train_on="completions").row_reports[0])
+    )
+    assert "WARNING" not in str(make({"messages": turns(*CHAT[:2])}, train_on="completions").row_reports[0])
+    make({"messages": turns(*CHAT)}).tokenizer.save_pretrained(tmp_path / "instruct")
+    changes = {"tokenizer_name": str(tmp_path / "instruct"), "vocab_size": None}
+    report = str(make({"prompt": "a", "completion": " b"}, **changes).row_reports[0])
+    assert "plain text: no template" in report
+    assert "plain text" not in str(make({"messages": turns(*CHAT)}, **changes).row_reports[0])
+
+
+def test_columns_by_other_names(make):
+    row = {"chat": turns(*CHAT), "label": False}
+    names = {"chat": "messages", "label": "unused"}
+    assert marked(make(row, column_names=names)) == marked(make({"messages": turns(*CHAT)}))
+    with pytest.raises(
+        UsageError, match=r"columns names chatt, which no row that can be read has: did you mean chat\?"
+    ):
+        make({"messages": turns(*CHAT), "chat": 3}, column_names={"chatt": "unused"})
 
 
 def test_special_tokens_in_a_text_are_counted(make):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data import documents
+from samestep.data import documents, tables
 from samestep.data.documents import load_documents, split_documents, split_sentences
 from samestep.errors import UsageError
 from samestep.recipe.recipe import load as load_recipe
@@ -37,9 +37,10 @@ def write(path, texts, column="text"):
     rows = [{"id": 1, column: text} for text in ["", *texts, " \n "]]
     if path.suffix == ".txt":
         path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
+        delimiter = "," if path.suffix == ".csv" else "\t"
         with open(path, "w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, ["id", column], lineterminator="\n")
+            writer = csv.DictWriter(stream, ["id", column], lineterminator="\n", delimiter=delimiter)
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".parquet":
@@ -93,6 +94,17 @@ def test_byte_order_mark_and_windows_line_ends_in_csv_and_json(tmp_path):
     assert load("data.csv", "data.json")["text"][:] == ["one\ntwo", "three"]
 
 
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"indent": 0, "ensure_ascii": False}])
+def test_a_json_array_is_read_as_its_objects(tmp_path, options):
+    rows = [{"text": f"{text} ] é", "more": [{"text": "}"}]} for text in TEXTS]
+    (tmp_path / "data.json").write_text("\ufeff \n" + json.dumps(rows, **options) + "\n\n", encoding="utf-8")
+    read = list(documents.read_json_lines("data.json"))
+    assert [row for _, row in read] == rows
+    lines = (tmp_path / "data.json").read_text(encoding="utf-8").split("\n")
+    assert all('"text"' in "".join(lines[number - 1 : number + 1]) for number, _ in read[: 99 if options else 1])
+    assert load("data.json")["text"][:] == [row["text"] for row in rows]
+
+
 def test_order_is_that_of_the_patterns_then_of_the_paths(tmp_path, monkeypatch):
     for name in ("b/z.txt", "b/a.txt", "b/c/m.txt", "b/k.csv", "a.jsonl", "x[1].txt"):
         write(tmp_path / name, [name])
@@ -144,7 +156,7 @@ def test_files_are_read_as_a_stream(tmp_path, kind):
     file = write(tmp_path / f"data{kind}", TEXTS)
     with open(file, "ab") as stream:
         stream.write(b"\n" * 100_000 + b"\xff\n")
-    rows = documents._read([file], "text", "blocks")
+    rows = (row for row in documents._read([file], "text", "blocks") if row["problem"] is None)
     assert [next(rows)["text"] for _ in TEXTS[:-1]] == TEXTS[:-1]
     with pytest.raises(UsageError, match="not UTF-8"):
         list(rows)
@@ -167,11 +179,50 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
         ("data.csv", b"text\n", "data file data.csv holds no document"),
         ("data.txt", b"na\xc3\xafve\n\nna\xefve", "data.txt:3: not UTF-8 at byte offset 10 (0xef)"),
         ("data.csv", b"text\nfine\n\xff\n", "data.csv:3: not UTF-8 at byte offset 10 (0xff)"),
-        ("data.txt", "utf-16".encode("utf-16"), "not UTF-8 at byte offset 0"),
+        (
+            "data.txt",
+            "utf-16".encode("utf-16"),
+            "data.txt: UTF-16, must be UTF-8. Convert it: iconv -f UTF-16 -t UTF-8",
+        ),
+        (
+            "data.csv",
+            "text\na\n".encode("utf-16-le"),
+            "data.csv: UTF-16LE, must be UTF-8. Convert it: iconv -f UTF-16LE",
+        ),
+        (
+            "data.jsonl",
+            "{}".encode("utf-32"),
+            "data.jsonl: UTF-32, must be UTF-8. Convert it: iconv -f UTF-32 -t UTF-8",
+        ),
         ("data.xyz", b"text", "data file data.xyz: unknown kind '.xyz'. valid names: .csv, .json, .jsonl, .parquet"),
         ("data", b"text", "data file data: unknown kind ''. valid names: .csv"),
         ("data.jsonl", b'{"text": "a"}\n{"text": \n', "data.jsonl:2: not a JSON object, column 10: Expecting value"),
-        ("data.json", b'[{"text": "a"}]', "data.json:1: a JSON list, not an object. One per line is read"),
+        (
+            "data.json",
+            b'{"text": "a"}\n["b"]',
+            "data.json:2: a JSON list, not an object. One per line is read, or an array",
+        ),
+        ("data.json", b'["b"]', "data.json:1: a JSON list, not an object. One per line is read, or an array"),
+        (
+            "data.json",
+            b'[\n{"text": "a"},\n{"text": \n',
+            "data.json:3: the JSON array is damaged, column 9: Expecting value",
+        ),
+        (
+            "data.json",
+            b'[\n{"text": "a"}\n{"text": "b"}]',
+            "data.json:3: the JSON array has no comma between two objects",
+        ),
+        (
+            "data.json",
+            b'[{"text": "a"},]',
+            "data.json:1: the JSON array has no comma between two objects, or one too many",
+        ),
+        ("data.json", b'[{"text": "a"}', "data.json:1: the JSON array ends here"),
+        ("data.json", b'[{"text": "a"}]\n{"text": "b"}', "data.json:2: text follows the JSON array"),
+        ("data.json", b'[{"text": "a"},\n3]', "data.json:2: a JSON int, not an object"),
+        ("data.json", b'[{"text": "a"},\n{"text": "\xff"}]', "not UTF-8 at byte offset 26 (0xff)"),
+        ("data.json", b'{\n"text": "a"\n}', "data.json:1: an object over several lines. Write one object per line"),
         ("data.json", b'{"text": ["a"]}', "data.json:1: 'text' holds list, not text"),
         ("data.json", b'{"text": "a \\ud83d"}', "data.json:1: half of a surrogate pair"),
         ("data.json", b'{"texts": "a", "id": 1}', "has no column 'text', only 'texts', 'id'. Set text_column: did you"),
@@ -205,14 +256,13 @@ def test_a_text_file_without_blank_lines_does_not_fill_the_memory(tmp_path, monk
 )
 def test_a_fault_in_a_file_is_one_clear_line(tmp_path, name, raw, message, monkeypatch):
     if b"bb" in raw or b"b\nb" in raw:
-        monkeypatch.setattr(documents, "MAX_LINE", 2000)
+        monkeypatch.setattr(tables, "MAX_LINE", 2000)
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(UsageError) as raised:
         load(name)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
-    assert not list(tmp_path.glob("cache/**/*.arrow"))
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "parquet"])
@@ -295,15 +345,68 @@ def test_a_folder_is_all_of_its_texts(tmp_path):
     assert load("texts")["text"][:] == ["texts/a.jsonl", "texts/b.txt", "texts/deep/er/c.txt"]
 
 
-def test_several_txt_files_are_a_document_each(tmp_path, capsys):
+def split(**changes) -> documents.Split:
+    return documents.load_split(load_recipe("bert_base", {"dataset_name": None, "validation_fraction": 0.0} | changes))
+
+
+def test_rows_that_are_no_documents_are_counted(tmp_path):
+    for kind in (".csv", ".tsv", ".jsonl", ".parquet"):
+        train, _, (report,) = split(train_file=[write(tmp_path / f"data{kind}", TEXTS)])
+        num_blank = 2 if kind in (".csv", ".tsv") else 3  # a cell that is missing is an empty one
+        assert (len(train), report.num_used) == (len(TEXTS), len(TEXTS))
+        assert report.num_read == len(TEXTS) + num_blank
+        assert {problem.reason for problem in report.left_out} == {"no visible character"}
+        assert report.left_out[0].place.startswith(str(tmp_path / f"data{kind}:"))
+        assert report.unused == {"id": report.num_read}
+        assert "  NOT used: id" in str(report)
+
+
+def test_values_that_are_no_text_are_named_by_their_column(tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        '{"body": ["a", "b"]}\n{"body": "fine"}\n{"body": {"a": 1}}\n{"body": NaN}\n{"text": "a"}\n{"body": "too"}\n'
+    )
+    pyarrow.parquet.write_table(pa.table({"body": [["a"], ["b"]]}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError) as raised:
+        split(train_file=["data.jsonl"], text_column="body")
+    first, second, third = map(str, raised.value.problems)
+    assert first == "data.jsonl:1: 'body' holds list, not text"
+    assert second == "data.jsonl:3: 'body' holds dict, not text"
+    assert third.startswith("data.jsonl:5: no column 'body', only 'text'; --on_bad_row skip leaves out these 3 of 6")
+    loaded = load("data.jsonl", text_column="body", on_bad_row="skip")
+    assert loaded["text"][:] == ["fine", "too"]
+    with pytest.raises(UsageError, match=r"data\.parquet:1: 'body' holds list, not text \(2 rows"):
+        load("data.parquet", text_column="body", on_bad_row="skip")
+
+
+def test_columns_and_blank_rows_of_a_dataset_by_name_are_said(tmp_path):
+    write(tmp_path / "hub" / "train.parquet", TEXTS)
+    _, _, (report,) = split(train_file=None, dataset_name=str(tmp_path / "hub"))
+    assert (report.num_read, report.num_used) == (len(TEXTS) + 3, len(TEXTS))
+    assert "left out: 3, no visible character" in str(report)
+    assert "NOT used: id" in str(report)
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path):
+    for name in ("texts/a.txt", "texts/b/c.csv", "texts/.hidden/d.txt", "texts/.e.txt"):
+        write(tmp_path / name, [name])
+    for name in ("texts/b/picture.PNG", "texts/more.png", "texts/README", "texts/data.csv.gz"):
+        (tmp_path / name).write_bytes(b"something")
+    _, _, (report,) = split(train_file=["texts"])
+    assert "texts: 2 files read, NOT read: 2 hidden, 2 .png, 1 without a suffix, 1 .gz" in str(report).replace(
+        "1 .gz, 1 without a suffix", "1 without a suffix, 1 .gz"
+    )
+    assert "NOT read" not in str(split(train_file=["texts/a.txt"])[2][0])
+
+
+def test_several_txt_files_are_a_document_each(tmp_path):
     for name in "abc":
         write(tmp_path / f"{name}.txt", [f"{name} one", f"{name} two"])
     (tmp_path / "mine.yaml").write_text("extends: bert_base\ntrain_file: '*.txt'\nvalidation_fraction: 0.0\n")
 
     def counts(**changes) -> tuple[int, list[str]]:
-        train, held_out = documents.load_split(load_recipe("mine.yaml", changes))
+        train, held_out, (report,) = documents.load_split(load_recipe("mine.yaml", changes))
         assert not len(held_out)
-        return len(train), re.findall(r"(\d+) (?:files?|documents?)\b", capsys.readouterr().out)[:2]
+        return len(train), re.findall(r"(\d+) (?:files?|documents?)\b", str(report))[:2]
 
     assert counts() == (3, ["3", "3"])
     assert counts(train_file=["a.txt"]) == (2, ["1", "2"])
@@ -418,7 +521,8 @@ def test_python_docs_are_in_order_and_whole(python_docs):
 
 def test_python_docs_are_cached_by_the_version(monkeypatch):
     keys = []
-    monkeypatch.setattr(documents, "cache_rows", lambda generate, features, key: keys.append(key))
+    one = datasets.Dataset.from_dict({"text": ["a"]})
+    monkeypatch.setattr(documents, "cache_rows", lambda generate, features, key: keys.append(key) or one)
     load_name("builtin/python_docs")
     monkeypatch.setattr(sys, "version", "3.99")
     load_name("builtin/python_docs")
@@ -603,3 +707,13 @@ def test_the_tail_of_the_same_documents_is_cached_as_the_same():
     source = datasets.Dataset.from_dict({"text": ["one two", "three four five"]})
     prints = [[part._fingerprint for part in split_documents(source, 0.4, 0, "tail")] for _ in range(2)]
     assert prints[0] == prints[1]
+
+
+def test_ends_of_lines_of_old_macs_and_mixed_ones(tmp_path):
+    for name, raw in (
+        ("data.txt", b"one\rtwo\r\rthree\r\n\r\nfour\n\n"),
+        ("data.csv", b'text,id\r"one\rtwo",1\rthree,2\r\nfour,3\n'),
+        ("data.jsonl", b'{"text": "one\\ntwo"}\r{"text": "three"}\r\n{"text": "four"}\n'),
+    ):
+        (tmp_path / name).write_bytes(raw)
+        assert load(name)["text"][:] == ["one\ntwo", "three", "four"]

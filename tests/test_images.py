@@ -402,6 +402,118 @@ def test_every_kind_of_image_becomes_the_recipes_channels(tmp_path, num_channels
     assert values.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize(
+    "suffix", [".png", ".tif", ".gif", ".jfif", ".ppm", ".tga", ".ico", ".webp", ".jp2", ".qoi", ".PCX"]
+)
+def test_images_of_every_suffix_are_read(tmp_path, suffix):
+    grey = Image.fromarray(np.full((16, 16, 3), 100, np.uint8))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        grey.save(tmp_path / name / f"1{suffix}")
+    source, _ = images.build(make_recipe(tmp_path))
+    assert len(source) == 2
+    assert torch.allclose(pixels(source, 0, 1) * 255, torch.tensor(100.0), atol=3)
+
+
+def test_suffixes_are_those_that_pillow_reads():
+    Image.init()
+    kinds = {name for name in Image.OPEN if name in Image.registered_extensions().values()}
+    assert kinds - set(images.FORMATS) == {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+    assert {".png", ".jpe", ".tiff", ".avif"} <= set(images._find_suffixes())
+    assert not {".eps", ".ps", ".wmf", ".h5"} & set(images._find_suffixes())
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_levels_of_other_ranges_keep_their_shades(tmp_path, num_channels):
+    ramp = np.tile(np.linspace(0, 1, 16), (16, 1))
+    kinds = {
+        "float": Image.fromarray(ramp.astype(np.float32)),
+        "int": Image.fromarray((ramp * 255).round().astype(np.int32)),
+        "short": Image.fromarray((ramp * 65535).round().astype(np.uint16)),
+        "byte": Image.fromarray((ramp * 255).round().astype(np.uint8)),
+    }
+    for name, image in kinds.items():
+        (tmp_path / name).mkdir()
+        image.save(tmp_path / name / "1.tif")
+    (tmp_path / "pgm").mkdir()
+    kinds["short"].save(tmp_path / "pgm" / "1.pgm")
+    (tmp_path / "bits").mkdir()
+    Image.fromarray(ramp > 0.5).save(tmp_path / "bits" / "1.tif")
+    shape = {"num_channels": num_channels, "image_mean": [0.0] * num_channels, "image_std": [1.0] * num_channels}
+    source, _ = images.build(make_recipe(tmp_path, num_labels=6, **shape))
+    values = dict(zip(source.classes, make_micro_batch(source, 0, range(6))["pixel_values"], strict=True))
+    expected = torch.from_numpy(ramp).float().expand(num_channels, 16, 16)
+    for name in ("float", "int", "short", "byte", "pgm"):
+        assert torch.allclose(values[name], expected, atol=1 / 255), name
+    assert torch.equal(values["bits"], (expected > 0.5).float())
+    assert "images that have 16 bits, of which the upper 8 are taken: 1" in str(source.row_reports[0])
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        (np.float32([[0, 1.5]]), r"floating numbers from 0 to 1.5, must be 0 \(black\) to 1 \(white\)"),
+        (np.float32([[-0.5, 1]]), "floating numbers from -0.5 to 1, must be"),
+        (np.float32([[np.nan, 1]]), "floating numbers from nan to nan, must be"),
+        (np.int32([[0, 256]]), r"whole numbers of 32 bits from 0 to 256, must be 0 \(black\) to 255 \(white\)"),
+        (np.int32([[-1, 5]]), "whole numbers of 32 bits from -1 to 5, must be"),
+    ],
+)
+def test_levels_without_a_range_are_refused(tmp_path, folder, levels, message):
+    Image.fromarray(np.tile(levels, (8, 4))).save(folder / "cat" / "odd.tif")
+    with pytest.raises(UsageError, match=rf"1 of 9 images cannot be decoded: cat/odd.tif \({message}"):
+        images.build(make_recipe(folder))
+    source, _ = images.build(make_recipe(folder), on_bad_row="skip")
+    (report,) = source.row_reports
+    assert (report.num_read, report.num_used, report.bad[0].place) == (9, 8, "cat/odd.tif")
+
+
+def test_images_of_12_bits_in_16_are_refused_unless_others_use_all(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.full((16, 16), 4095, np.uint16)).save(tmp_path / name / "1.png")
+    with pytest.raises(
+        UsageError, match=r"all 2 images of 16 bits have values up to 4,095 at most.*multiply them by 16"
+    ):
+        images.build(make_recipe(tmp_path))
+    Image.fromarray(np.full((16, 16), 4096, np.uint16)).save(tmp_path / "a" / "2.png")
+    assert len(images.build(make_recipe(tmp_path))[0]) == 3
+
+
+def test_what_is_not_taken_of_images_is_said(tmp_path, folder):
+    frames = [Image.fromarray(np.full((16, 16), level, np.uint8)) for level in (100, 200)]
+    for suffix in (".gif", ".tif", ".webp", ".png"):
+        frames[0].save(folder / "cat" / f"film{suffix}", save_all=True, append_images=frames[1:])
+    frames[0].convert("RGBA").save(folder / "dog" / "clear.png")
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    frames[0].save(folder / "dog" / "turned.jpg", exif=exif)
+    for name in (
+        "cat/notes.txt",
+        "cat/.hidden.png",
+        "dog/Thumbs.db",
+        "dog/more.txt",
+        "dog/none",
+        "loose.jpg",
+        ".DS_Store",
+    ):
+        (folder / name).write_bytes(b"something")
+    for _ in range(2):  # the second time from the cache
+        source, held_out = images.build(make_recipe(folder, validation_fraction=0.2))
+        (report,) = source.row_reports
+        assert (report.num_read, report.num_used, report.num_held_out) == (14, 14, len(held_out))
+        lines = str(report).splitlines()
+        assert "  images that have several frames: the first is taken: 4" in lines
+        assert "  images that have transparency, which is dropped: 1" in lines
+        assert "  images that are turned upright, as their EXIF data say: 1" in lines
+        assert "  files read: 9 .jpg, 2 .png, 1 .gif, 1 .tif, 1 .webp" in lines
+        (others,) = (line for line in lines if "NOT read" in line)
+        for kind in ("2 .txt", "2 hidden", "1 .db", "1 without a suffix", "1 .jpg beside the class folders"):
+            assert kind in others
+    level = pixels(source, 0, list(source.rows).index(source.store.names.index("cat/film.gif"))).mean() * 255
+    assert abs(level - 100) < 2
+
+
 def test_a_photograph_stands_upright(tmp_path):
     image = Image.fromarray(colours(16, 16))
     turned = image.transpose(Image.Transpose.ROTATE_90)
@@ -465,7 +577,7 @@ def test_bad_images_stop_the_run_before_training(folder):
     message = problem(lambda: images.build(make_recipe(folder)))
     assert f"train_dir {folder}: 3 of 11 images cannot be decoded: " in message
     assert all(name in message for name in bad)
-    assert message.endswith("mend or remove them, or set on_bad_sample to skip")
+    assert message.endswith("mend or remove them, or set on_bad_row to skip")
 
 
 def png(width: int, height: int) -> bytes:
@@ -537,7 +649,7 @@ def test_skipped_images_are_as_if_they_had_never_been_there(folder):
     clean, _ = images.build(make_recipe(folder, augmentation="imagenet"))
     bad = damage(folder)
     source, held_out = images.build(
-        make_recipe(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_sample="skip"
+        make_recipe(folder, augmentation="imagenet", validation_dir=str(folder)), on_bad_row="skip"
     )
     assert len(source) == len(clean) == len(held_out) == 8
     assert source.fingerprints == clean.fingerprints
@@ -560,7 +672,7 @@ def test_many_bad_images_are_counted(folder):
 def test_a_class_of_bad_images_only(folder):
     (folder / "ant").mkdir()
     (folder / "ant" / "1.png").write_bytes(b"bad")
-    message = problem(lambda: images.build(make_recipe(folder, num_labels=3), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder, num_labels=3), on_bad_row="skip"))
     assert "no image of ant can be decoded: mend some, or remove the class" in message
 
 
@@ -576,7 +688,7 @@ def test_an_image_is_verified_once_until_it_changes(folder, monkeypatch):
 
     def build() -> set[str]:
         verified.clear()
-        assert len(images.build(make_recipe(folder), on_bad_sample="skip")[0]) + skipped == 11
+        assert len(images.build(make_recipe(folder), on_bad_row="skip")[0]) + skipped == 11
         return set(verified)
 
     skipped = 3
@@ -605,7 +717,7 @@ def test_an_interrupted_verification_goes_on(folder, monkeypatch):
     with pytest.raises(UsageError, match="the disk is gone"):
         images.build(make_recipe(folder), num_workers=1)
     verified = []
-    monkeypatch.setattr(images, "_verify", lambda store, row: verified.append(row))
+    monkeypatch.setattr(images, "_verify", lambda store, row: verified.append(row) or (None, []))
     images.build(make_recipe(folder))
     assert sorted(verified) == [5, 6, 7]
 
@@ -620,7 +732,7 @@ def test_an_image_that_cannot_be_read_is_not_a_bad_image(folder, monkeypatch):
         return whole(store, row)
 
     monkeypatch.setattr(images.Files, "open", failing)
-    message = problem(lambda: images.build(make_recipe(folder), on_bad_sample="skip"))
+    message = problem(lambda: images.build(make_recipe(folder), on_bad_row="skip"))
     assert "cat/4.jpg cannot be read (Input/output error): check the file and its permissions" in message
     monkeypatch.undo()
     assert len(images.build(make_recipe(folder))[0]) == 8

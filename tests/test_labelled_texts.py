@@ -220,6 +220,122 @@ def test_labels_that_are_numbers(tmp_path):
         labelled_texts.build(make_recipe(write(tmp_path / "rows.csv"), num_labels=1))
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+@pytest.mark.parametrize("labels", [(0.0, 1.0), ("0.", "1."), ("0e0", "1E+0"), ("+0", "+1"), ("0.0", "1"), (0, 1.0)])
+def test_whole_numbers_are_classes_however_they_are_written(tmp_path, kind, labels):
+    if kind == "parquet" and labels == (0, 1.0):
+        labels = (0.0, 1.0)  # a column has one kind
+    rows = [(f"text {place}", "", labels[place % 2]) for place in range(20)]
+    train, _ = labelled_texts.build(make_recipe(write(tmp_path / f"rows.{kind}", rows), validation_fraction=0.0))
+    assert train.classes == ["0", "1"]
+    assert train.labels.tolist() == [0, 1] * 10
+    assert "labels: 2 classes: 0 (10), 1 (10)" in str(train.row_reports[0])
+
+
+def test_held_out_labels_may_be_written_otherwise(tmp_path):
+    files = [
+        write(tmp_path / f"{name}.csv", [("x y", "", label) for label in labels] * 3)
+        for name, labels in (("train", ("0", "1")), ("held_out", ("0.0", "1.0")))
+    ]
+    _, held_out = labelled_texts.build(make_recipe(files[0], validation_file=[files[1]]))
+    assert held_out.labels.tolist() == [0, 1] * 3
+
+
+def test_names_that_look_like_numbers_stay_names():
+    assert find_classes(["01", "1"], None) == ["01", "1"]
+    assert find_classes(["1_0", "2_0"], None) == ["1_0", "2_0"]
+    assert find_classes(["1.0", "good"], None) == ["1.0", "good"]
+    assert find_classes(["none", "na", "-1"], None) == ["-1", "na", "none"]
+
+
+def test_a_regression_is_said(tmp_path):
+    rows = [(f"text {place}", "", place / 4) for place in range(20)]
+    train, _ = labelled_texts.build(make_recipe(write(tmp_path / "rows.csv", rows), validation_fraction=0.0))
+    text = str(train.row_reports[0])
+    assert "labels: numbers from 0 to 4.75, a regression; --num_labels N makes N classes" in text
+    assert (
+        "metrics that compare classes: accuracy, f1, matthews_correlation; --metrics pearsonr spearmanr fit numbers"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            ["0.5", "1.5", "2.5", "?"],
+            r"numbers, not all of them whole \('0.5', '1.5', '2.5'\), but '\?' is none: mend it",
+        ),
+        (["0.5", "1.5", "inf"], "but 'inf' is none"),
+        (["-100", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
+        (["-100.0", "0", "1"], "a label of the training texts is -100, which stands for a missing one"),
+        (["1", "1.0"], "a single label, '1': nothing can be learned"),
+    ],
+)
+def test_labels_that_would_be_taken_for_something_else(labels, message):
+    with pytest.raises(UsageError, match=message):
+        find_classes(labels, None)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "missing", ["", " ", "nan", "NaN", "NAN", "None", "null", "NULL", "NA", "N/A", "n/a", "<NA>", "NaT"]
+)
+def test_every_spelling_of_a_missing_label_is_one(tmp_path, kind, missing):
+    rows = [(f"text {place}", "", "ab"[place % 2] if place % 5 else missing) for place in range(20)]
+    file = write(tmp_path / f"rows.{kind}", rows)
+    with pytest.raises(UsageError, match=r"'label' has no label.* leaves out these 4 of 20 rows"):
+        load_texts(train_file=[file])
+    train, _ = labelled_texts.build(make_recipe(file, validation_fraction=0.0), on_bad_row="skip")
+    assert (train.classes, len(train)) == (["a", "b"], 16)
+    (report,) = train.row_reports
+    assert (report.num_read, report.num_used, len(report.bad)) == (20, 16, 4)
+
+
+def test_labels_that_are_missing_in_other_kinds_of_cells(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "x", "label": NaN}\n{"text": "x", "label": null}\n{"text": "x", "label": 1}\n'
+    )
+    columns = {"text": ["x", "x", "x"], "label": [1.0, None, float("nan")]}
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        rows = load_texts(train_file=[str(tmp_path / name)], on_bad_row="skip")
+        assert rows["label"][:] == ["1"]
+
+
+def test_all_kinds_of_faults_of_a_file_are_named_at_once(tmp_path):
+    lines = ["text,label,note", "fine,a,", ",b,", "too,many,cells,here", "no label,,", "fine,b,", "few"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UsageError) as raised:
+        labelled_texts.build(make_recipe(tmp_path / "rows.csv"))
+    texts = [str(problem) for problem in raised.value.problems]
+    assert [text.split("rows.csv:")[1][:2] for text in texts] == ["3:", "4:", "5:"]
+    assert "--on_bad_row skip leaves out these 4 of 6 rows" in texts[-1]
+    train, _ = labelled_texts.build(make_recipe(tmp_path / "rows.csv", validation_fraction=0.0), on_bad_row="skip")
+    assert train.rows["text"][:] == ["fine", "fine"]
+    (report,) = train.row_reports
+    assert [problem.place.split(":")[1] for problem in report.bad] == ["3", "4", "5", "7"]
+    assert dict(report.unused) == {"note": 4}
+    assert list(report.columns) == ["text", "label"]
+
+
+def test_the_report_says_how_cells_are_told_apart(tmp_path):
+    quoted = [(f'the "best" film {place}', "", "ab"[place % 2]) for place in range(8)]
+    with open(tmp_path / "quoted.tsv", "w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([("text", "other", "label"), *quoted])
+    plain = write(tmp_path / "plain.tsv", [('"the end', "", "a"), ("so so", "", "b")] * 4)
+    unmarked = write(tmp_path / "unmarked.tsv", [("fine", "", "a"), ("so so", "", "b")] * 4)
+    for file, words in (
+        (tmp_path / "quoted.tsv", 'cells between tabs, some in quotation marks (")'),
+        (plain, "cells between tabs, quotation marks are characters"),
+        (unmarked, None),
+    ):
+        train, _ = labelled_texts.build(make_recipe(file, validation_fraction=0.0))
+        text = str(train.row_reports[0])
+        assert words is None or words in text
+        assert ("cells between" in text) == (words is not None)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Samples and micro-batches
 

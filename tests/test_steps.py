@@ -8,7 +8,7 @@ import torch
 
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import Steps, to_device
+from samestep.data.steps import Steps, find_terms_without_target, to_device
 from samestep.errors import UsageError
 
 
@@ -137,3 +137,30 @@ def test_half_caps_make_the_largest_micro_batches_smaller(step, max_tokens):
         assert max_tokens is None or fewer_tokens <= max(20, (tokens + 1) // 2)
         rows, tokens = fewer_rows, fewer_tokens
     assert not steps.halve(step)
+
+
+class Terms:
+    """Samples with targets of three loss terms: the first has them in each, the second in one, the third in none."""
+
+    def __init__(self, size: int, place: int):
+        self.size, self.place = size, place
+
+    def __len__(self) -> int:
+        return self.size
+
+    def draw(self, epoch: int, sample_id: int) -> int:
+        assert epoch == 0
+        return sample_id
+
+    def collate(self, samples: list[int]) -> dict[str, torch.Tensor]:
+        return {"counts": torch.tensor([len(samples), samples.count(self.place), 0])}
+
+
+@pytest.mark.parametrize("place", [0, 1, 99])
+def test_terms_without_a_target_are_found(place, monkeypatch):
+    names = ["each", "one", "none"]
+    assert find_terms_without_target(Terms(100, place), names) == ["none"]
+    assert find_terms_without_target(Terms(100, 100), names) == ["one", "none"]
+    assert find_terms_without_target(Terms(0, 0), names) == names
+    monkeypatch.setattr("samestep.data.steps.MAX_SEARCHED", 10)
+    assert find_terms_without_target(Terms(100, 90), names) == ["none"], "those that are looked at are spread over all"

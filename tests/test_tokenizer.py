@@ -6,8 +6,10 @@ import datasets
 import pytest
 from datasets import Dataset
 
+from samestep.data import labelled_texts, sentence_pairs, token_blocks
 from samestep.data.tokenizer import load_tokenizer, train_byte_level_bpe, train_characters, train_wordpiece
 from samestep.errors import UsageError
+from samestep.recipe.recipe import load
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 9, "Déjà vu: the same words, twice over." * 9]
 
@@ -129,3 +131,54 @@ def test_characters_in_order_and_the_rare_ones_unknown():
     assert tokenizer.get_vocab() == {"<|endoftext|>": 0, "<|unknown|>": 1, "a": 2, "b": 3, "c": 4}
     assert tokenizer("abz")["input_ids"] == [2, 3, 1]
     assert set(train_characters(documents, 4).get_vocab()) == {"<|endoftext|>", "<|unknown|>", "a", "b"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words that the tokenizer does not know
+
+
+def build_pairs(path, texts, **changes):
+    path.write_text("\n\n".join(texts) + "\n")
+    recipe = load(
+        "bert_small_cpu", {"train_file": [str(path)], "dataset_name": None, "validation_fraction": 0.0} | changes
+    )
+    return sentence_pairs.build(recipe)[0]
+
+
+def test_words_that_are_too_long_are_said(tmp_path):
+    """As in languages without spaces, and in sequences of genes."""
+    long = "acgtacga" * 20
+    source = build_pairs(tmp_path / "a.txt", [f"some short words here. {long} and more of them.\nAnother line."] * 20)
+    (line,) = (line for line in str(source.row_reports[0]).splitlines() if "[UNK]" in line)
+    assert "% of the tokens of training documents are [UNK], unknown: 'acgtacgaacgtacgaacgt'... (160 letters)" in line
+    assert "a word has 100 letters at most, so put spaces between words" in line
+    plain = build_pairs(tmp_path / "b.txt", ["some short words here.\nAnother line."] * 20)
+    assert "[UNK]" not in str(plain.row_reports[0])
+
+
+def test_texts_of_unknown_words_alone_are_refused(tmp_path):
+    texts = [f"{'天地玄黃' * 30}\n{'acgt' * 40}"] * 20
+    file = tmp_path / "saved"
+    train().save_pretrained(file)
+    with pytest.raises(UsageError, match=r"^100.0% of the tokens of training documents are \[UNK\]"):
+        build_pairs(tmp_path / "a.txt", texts, tokenizer_name=str(file), vocab_size=90)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": "天 地", "label": n % 2}) + "\n" for n in range(20))
+    )
+    recipe = {"train_file": [str(tmp_path / "rows.jsonl")], "dataset_name": None, "tokenizer_name": str(file)}
+    with pytest.raises(
+        UsageError, match=r"^100.0% of the tokens of training texts are \[UNK\], unknown: '天', '地': give"
+    ):
+        labelled_texts.build(load("finetune_small_cpu", recipe | {"vocab_size": 90}))
+
+
+def test_characters_that_are_left_out_of_the_vocabulary_are_said(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij" * 200)
+    recipe = {"train_file": [str(tmp_path / "a.txt")], "dataset_name": None, "validation_fraction": 0.0}
+    recipe |= {"tokenizer": "characters", "tokenizer_name": None, "vocab_size": 7}
+    source, _ = token_blocks.build(load("gpt2_small_cpu", recipe))
+    assert "50.0% of the tokens of training documents are <|unknown|>, unknown: 'f', 'g', 'h'" in str(
+        source.row_reports[0]
+    )
+    source, _ = token_blocks.build(load("gpt2_small_cpu", recipe | {"vocab_size": 12}))
+    assert "unknown" not in str(source.row_reports[0])

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from samestep.data import captchas, images
 from samestep.errors import UsageError
 from samestep.models.networks import CaptchaReader, GroupNorm
+from samestep.recipe import run_settings
 from samestep.recipe.recipe import load
 
 PROGRAMS = ["train_image_classifier", "train_captcha"]
@@ -209,15 +210,19 @@ def test_another_head_starts_anew_and_another_body_is_refused(classify, folder):
         classify("wide", f"{start} --normalization batch --hidden_sizes 4 16")
 
 
-def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys):
+def test_bad_images_end_the_run_or_are_left_out(classify, folder, capsys, monkeypatch):
+    """The flag's old name is still read, and named once."""
+    monkeypatch.setattr(run_settings, "_announced", set())
     (folder / "dark" / "bad.png").write_bytes(b"no image")
     with pytest.raises(
         UsageError, match=r"1 of 17 images cannot be decoded: dark/bad.png \(not an image\): mend or remove"
     ):
         classify("stop", folder_flags(folder))
     output_dir = classify("skip", folder_flags(folder) + " --on_bad_sample skip --max_train_steps 2")
-    assert "left out: train_dir" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "left out: train_dir" in out
     assert metrics(output_dir)[0]["samples"] == 4
+    assert err.count("--on_bad_sample is --on_bad_row now, and will go in 0.2") == 1
 
 
 def test_data_that_are_not_what_the_recipe_says(classify, folder, capsys):

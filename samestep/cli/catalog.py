@@ -10,7 +10,7 @@ from samestep.printing import fold
 from samestep.recipe import recipe as recipes
 from samestep.recipe.extras import require
 from samestep.recipe.reading import format_name, format_value
-from samestep.recipe.settings import limit, program_name, setting
+from samestep.recipe.settings import choice, limit, program_name, setting
 
 CONVERSATIONS = "causal_lm_finetuning"
 """Task whose data `show-data` shows."""
@@ -22,6 +22,11 @@ class ShowDataSettings:
 
     num_samples: int = setting("samples that are shown, the first ones of each source in turn", limit(1000), default=3)
     html: str | None = setting("page to write instead: samples, lengths, sources", default=None)
+    on_bad_row: str = setting(
+        "rows that cannot be used: refuse them all in one message, or skip them",
+        choice("refuse", "skip"),
+        default="refuse",
+    )
     preprocessing_num_workers: int | None = setting("processes that tokenize; none: one", limit(1024), default=None)
 
 
@@ -54,10 +59,11 @@ def show_data(argv: list[str]) -> None:
     from samestep.data import conversation_page, conversations
 
     quiet_libraries()
-    train, held_out = conversations.build(recipe, settings.preprocessing_num_workers)
+    train, held_out = conversations.build(recipe, settings.preprocessing_num_workers, settings.on_bad_row)
     if settings.html is not None:
         write_file("html", settings.html, conversation_page.write(recipe, train, held_out, settings.num_samples))
-        print(fold(f"{train}\n{train.mask_report}\nwrote {settings.html}"))
+        reports = "\n".join(map(str, train.row_reports))
+        print(fold(f"{train}\n{reports}\n{train.mask_report}\nwrote {settings.html}"))
         return
     print("\n".join(train.show(settings.num_samples, sys.stdout.isatty())))
     if held_out is not None:

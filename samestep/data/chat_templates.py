@@ -122,6 +122,8 @@ class Renderer:
     def render(self, row: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the tokens int32 [length] of each sequence of a row, and whether each is trained, bool [length].
 
+        Turns of the prompt are not trained, unless all tokens are.
+
         Raises:
             UsageError: a row that cannot be shown as it is, or in which the trained tokens cannot be found.
         """
@@ -162,7 +164,7 @@ class Renderer:
         self, prompt: list[dict], answer: list[dict], tools: list[dict] | None
     ) -> tuple[list[int], np.ndarray]:
         request = self._plan(prompt, answer, tools)
-        turns, first, has_markers = request.turns, self._find_first(prompt), request.has_markers
+        turns, first, has_markers = request.turns, len(prompt), request.has_markers
         renderings = self._render(request)
         whole = next(renderings)
         _check_nothing_is_lost(turns, tools, whole.text)
@@ -178,13 +180,9 @@ class Renderer:
         if self.has_turns:
             PROCESS.ask([self._plan(row["prompt"], answer, row["tools"]) for row in rows for answer in row["answers"]])
 
-    def _find_first(self, prompt: list[dict]) -> int:
-        """Find the number of the first turn that may be trained."""
-        return 0 if self.train_on == "assistant" else len(prompt)
-
     def _plan(self, prompt: list[dict], answer: list[dict], tools: list[dict] | None) -> Request:
         """List the parts of a conversation that have to be rendered to find what is trained."""
-        turns, first = prompt + answer, self._find_first(prompt)
+        turns, first = prompt + answer, len(prompt)
         has_markers = self.train_on != "all" and MARKER.search(self.find_template(tools)) is not None
         parts = [Part(len(turns))]
         if has_markers and first:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,22 +22,26 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import chat_templates, template_process
 from samestep.data.arrow import ListColumn
 from samestep.data.chat_templates import Renderer, make_tokenizer, naming_template, try_template
-from samestep.data.conversation_rows import has_turns, load_sources, name_sources
+from samestep.data.conversation_rows import HELD_OUT, Source, has_turns, load_sources, name_sources
+from samestep.data.row_report import Problem, RowReport, group, refuse
 from samestep.data.template_process import PROCESS, TemplateLimitError
 from samestep.data.tokenizer import fingerprint
 from samestep.errors import UsageError
 from samestep.recipe.extras import optional
 
-datasets = optional("datasets")
+datasets, compute = optional("datasets"), optional("pyarrow.compute")
 if TYPE_CHECKING:
     from datasets import Dataset, Features, List, Value
 else:
     Dataset, Features, List, Value = (getattr(datasets, name) for name in ("Dataset", "Features", "List", "Value"))
 
 READ_AHEAD = 2**17  # characters that are rendered ahead, about
-MAX_PROBLEMS = 10  # different faults of rows that are reported
-KEPT, CUT, TOO_LONG, UNTRAINED = range(4)
-"""What became of a row: its sample is whole, or cut at max_seq_length; or it is left out, for its length or its mask."""
+KEPT, CUT, TOO_LONG, UNTRAINED, BAD = range(5)
+"""What became of a row: its sample is whole, or cut at max_seq_length; or it is left out: too long, without a trained token, or
+with a fault."""
+COUNTS = ("border", "state", "stops", "special", "turns", "trained_turns", "weightless_turns")
+"""Columns of numbers of the tokenized table."""
+NOTHING = "no token is trained"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +123,8 @@ class MaskReport:
                 "NO sample ends with a stop token: such a model does not stop; give a template that ends turns with one"
             )
         lines = [f"trained: {share}, {self.rule}; {stop}"]
-        counts = {
-            f"longer than {self.max_seq_length} tokens, left out": self.num_dropped,
-            f"cut at {self.max_seq_length} tokens": self.num_cut,
-            "without a trained token, left out": self.num_untrained,
-            "with a special token in their text": self.num_special,
-        }
-        if any(counts.values()):
-            lines.append("samples " + "; ".join(f"{text}: {count:,}" for text, count in counts.items() if count))
+        if self.num_special:
+            lines.append(f"samples with a special token in their text: {self.num_special:,}")
         return "\n".join([*lines, *self.sources])
 
 
@@ -134,16 +132,15 @@ class Conversations:
     """The samples of a dataset of conversations, or of pairs; they are the same in every epoch.
 
     Args:
-        rows: as `load_rows` returns them.
-        tokenizer: with an eos_token; and with a chat template, if rows have turns.
-        train_on: `completions`: the answers alone; `assistant`: all turns of the assistant; `all`: all tokens. Pairs are
-            trained on their answers.
+        rows: as `load_rows` returns them, without a problem.
+        table: of these rows, as `tokenize` makes it.
+        renderer: of the table, with the tokenizer.
+        train_on: `completions`: the answers alone; `assistant`: all turns of the assistant, beside a prompt those of the
+            completion; `all`: all tokens. Pairs are trained on their answers.
         max_seq_length: tokens of a sequence at most.
-        truncation: `drop` leaves out samples with a longer sequence, `cut` cuts sequences at their end.
         terms: names of the loss terms, in order.
         loss_weighting: `token`, or `sample`, which `counts` depend on.
         has_reference: whether micro-batches hold log-probabilities of a reference model.
-        num_workers: processes that tokenize.
         description: names the data in messages.
         sizes: number of rows of each source, which lie one after the other; None: one source has all.
         entries: name of each source in messages.
@@ -158,61 +155,35 @@ class Conversations:
         max_length: tokens of a sample at most; of a pair, of both sequences.
         reference: float32 [samples, 2], summed log-probabilities of the trained tokens of the preferred and the rejected
             sequence under a reference model; zeros until they are set.
+        row_reports: on the rows of each source, held-out ones included; empty until they are set.
 
     Raises:
-        UsageError: rows that the template cannot show as they are; no template; nothing to train on.
+        UsageError: nothing to train on.
     """
 
     def __init__(
         self,
         rows: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
+        table: Dataset,
+        renderer: Renderer,
         *,
         train_on: str,
         max_seq_length: int,
-        truncation: str,
         terms: Sequence[str] = ("lm",),
         loss_weighting: str = "token",
         has_reference: bool = False,
-        num_workers: int | None = None,
         description: str = "conversations",
         sizes: Sequence[int] | None = None,
         entries: Sequence[str] = (),
         weights: Sequence[float] | None = None,
     ):
-        self.rows, self.tokenizer, self.max_seq_length, self.train_on = rows, tokenizer, max_seq_length, train_on
+        self.rows, self.tokenizer, self.renderer = rows, renderer.tokenizer, renderer
+        self.max_seq_length, self.train_on = max_seq_length, train_on
         self.terms, self.loss_weighting, self.has_reference = tuple(terms), loss_weighting, has_reference
         self.columns = "; ".join(rows.unique("columns"))
-        self.is_pairs = "chosen" in self.columns
+        self.is_pairs = _has_pairs(rows)
         self.max_length = max_seq_length * (1 + self.is_pairs)
-        tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
-        self.renderer = Renderer(tokenizer, "completions" if self.is_pairs else train_on, has_turns(rows))
-        settings = (self.renderer.train_on, max_seq_length, truncation)
-        columns = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("trained", "uint8"))}
-        columns |= dict.fromkeys(("border", "state", "stops", "special"), Value("int32")) | {"problem": Value("string")}
-        table = rows.map(
-            _tokenize,
-            batched=True,
-            remove_columns=rows.column_names,
-            features=Features(columns),
-            fn_kwargs={"renderer": self.renderer, "max_seq_length": max_seq_length, "cuts": truncation == "cut"},
-            num_proc=num_workers,
-            desc=f"Tokenizing {description}",
-            new_fingerprint=_hash(
-                rows_fingerprint(rows),
-                fingerprint(tokenizer),
-                tokenizer.special_tokens_map,
-                self.renderer.template,
-                settings,
-                _source(),
-            ),
-        )
-        problems: dict[str, list[int]] = {}  # message -> rows
-        for place, problem in enumerate(table.data.column("problem").to_pylist()):
-            if problem is not None:
-                problems.setdefault(problem, []).append(place)
-        if problems:
-            raise UsageError([_report_problem(rows, *item) for item in list(problems.items())[:MAX_PROBLEMS]])
+        self.row_reports: tuple[RowReport, ...] = ()
         self.tokens, self.trained = ListColumn(table, "tokens"), ListColumn(table, "trained")
         self.borders, self.states, self.stops, self.special = (
             table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special")
@@ -411,7 +382,7 @@ class Conversations:
                     f"{heading}{sequence.length} tokens, {sequence.num_trained} trained{marks}",
                     text.rstrip("\n"),
                 ]
-        return [*lines, "---", str(self), str(self.mask_report)]
+        return [*lines, "---", str(self), *map(str, self.row_reports), str(self.mask_report)]
 
     def find_place(self, sample_id: int) -> str:
         """Find the file and the line, or the like, of a sample."""
@@ -432,58 +403,217 @@ class Conversations:
         return sequences
 
 
-def _report_problem(rows: Dataset, problem: str, places: Sequence[int]) -> str:
-    """Name the first of the rows that have a problem, and the number of the others."""
-    more = f" ({len(places) - 1} more rows have the same problem)" if len(places) > 1 else ""
-    return f"{rows[places[0]]['place']}: {problem}{more}"
-
-
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, Conversations | None]:
+def build(
+    recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[Conversations, Conversations | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
         recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
         num_workers: processes that tokenize.
+        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
 
     Raises:
         UsageError: data, tokenizer or template that cannot be used.
     """
     try_template(recipe)
     sources = load_sources(recipe)
-    rows = datasets.concatenate_datasets([source.train for source in sources])
-    held_out = datasets.concatenate_datasets([source.held_out for source in sources])
-    tokenizer = make_tokenizer(recipe, rows)
+    bad = [problem for source in sources for problem in source.report.bad]
+    rows, held_out = (
+        datasets.concatenate_datasets([getattr(source, part) for source in sources]) for part in ("train", "held_out")
+    )
     settings: dict[str, Any] = {
         "train_on": recipe.train_on,
         "max_seq_length": recipe.max_seq_length,
-        "truncation": recipe.truncation,
         "terms": tuple(recipe.loss_weights),
         "loss_weighting": recipe.loss_weighting,
         "has_reference": recipe.objective == "dpo",
-        "num_workers": num_workers,
     }
     mixing: dict[str, Any] = {
-        "sizes": [len(source.train) for source in sources],
-        "entries": [source.entry for source in sources],
+        "sizes": [len(source.train) for source in sources if source.entry != HELD_OUT],
+        "entries": [source.entry for source in sources if source.entry != HELD_OUT],
+        "weights": recipe.mixture_weights,
     }
-    mixing |= {"weights": recipe.mixture_weights}
-    with naming_template(recipe), contextlib.closing(PROCESS):
-        train = Conversations(rows, tokenizer, **settings, **mixing, description="training conversations")
-        if not len(held_out):
-            return train, None
-        return train, Conversations(held_out, tokenizer, **settings, description="held-out conversations")
+    cutting = recipe.max_seq_length, recipe.truncation == "cut", num_workers
+    with contextlib.closing(PROCESS):
+        try:
+            tokenizer = make_tokenizer(recipe, rows)
+            with naming_template(recipe):
+                renderer = Renderer(tokenizer, "completions" if _has_pairs(rows) else recipe.train_on, has_turns(rows))
+                table = tokenize(rows, tokenizer, renderer, *cutting, "training conversations")
+                other = tokenize(held_out, tokenizer, renderer, *cutting, "held-out conversations")
+        except UsageError as error:
+            if bad and on_bad_row == "refuse":  # all at once
+                raise UsageError([*map(str, group(bad)), *error.problems]) from None
+            raise
+        hidden = [
+            _find_hidden_rows(*pair) for pair in ((rows, table), (held_out, other))
+        ]  # those that no template shows
+        if on_bad_row == "refuse" or len(hidden[0]) == len(rows):
+            refuse([*bad, *hidden[0], *hidden[1]], sum(source.report.num_read for source in sources))
+        tokenizer.model_max_length = recipe.max_seq_length  # saved with it: a pipeline truncates to that
+        train = Conversations(rows, table, renderer, **settings, **mixing, description="training conversations")
+        with naming_template(recipe):
+            train.row_reports = _report_rows(sources, table, other, renderer, recipe.max_seq_length)
+    if not len(held_out):
+        return train, None
+    return train, Conversations(held_out, other, renderer, **settings, description="held-out conversations")
+
+
+def _has_pairs(rows: Dataset) -> bool:
+    return len(json.loads(rows[0]["row"])["answers"]) > 1
+
+
+def _find_hidden_rows(rows: Dataset, table: Dataset) -> list[Problem]:
+    """Find the rows that the template cannot show as they are."""
+    places = np.flatnonzero(table.data.column("state").to_numpy() == BAD) if len(rows) else []
+    if not len(places):
+        return []
+    problems = table.data.column("problem").take(places).to_pylist()
+    return [Problem(*pair) for pair in zip(rows.select(places)["place"], problems, strict=True)]
+
+
+def _report_rows(
+    sources: Sequence[Source], table: Dataset, other: Dataset, renderer: Renderer, max_seq_length: int
+) -> tuple[RowReport, ...]:
+    """Report on the rows of each source; `table` and `other` are those of its training and its held-out rows."""
+    reports, starts = [], [0, 0]
+    for source in sources:
+        counts, left_out, bad = dict.fromkeys(COUNTS, 0), [], list(source.report.bad)
+        num_states = np.zeros((2, BAD + 1), np.int64)  # of training and of held-out rows
+        for kind, (rows, tokens) in enumerate(((source.train, table), (source.held_out, other))):
+            start, end = starts[kind], starts[kind] + len(rows)
+            starts[kind] = end
+            if not len(rows):
+                continue
+            part = {name: tokens.data.column(name).slice(start, end - start).to_numpy() for name in COUNTS}
+            states = part["state"]
+            num_states[kind] = np.bincount(states, minlength=BAD + 1)
+            for name in ("turns", "trained_turns", "weightless_turns"):
+                counts[name] += int(part[name][states <= CUT].sum())
+            for state, reason in ((TOO_LONG, f"longer than max_seq_length {max_seq_length}"), (UNTRAINED, NOTHING)):
+                places = np.flatnonzero(states == state)
+                left_out += [Problem(place, reason) for place in rows.select(places)["place"]] if len(places) else []
+            places = np.flatnonzero(states == BAD)
+            problems = tokens.data.column("problem").slice(start, end - start).take(places).to_pylist()
+            bad += map(Problem, rows.select(places)["place"] if len(places) else [], problems)
+        used_fields = {name for name in source.report.unused if "[]." in name and _is_shown(name, source, renderer)}
+        reports.append(
+            source.report._replace(
+                num_used=int(num_states[:, : CUT + 1].sum()),
+                num_cut=int(num_states[:, CUT].sum()),
+                num_held_out=int(num_states[1, : CUT + 1].sum()),
+                bad=bad,
+                left_out=left_out,
+                columns=[*source.report.columns, *sorted(used_fields)],
+                unused={name: count for name, count in source.report.unused.items() if name not in used_fields},
+                notes=_note(counts, renderer),
+            )
+        )
+    return tuple(reports)
+
+
+def _note(counts: Mapping[str, int], renderer: Renderer) -> list[str]:
+    """Say what may surprise of a source's turns, or texts."""
+    notes = []
+    if counts["weightless_turns"]:
+        notes.append(f"turns of weight 0, not trained: {counts['weightless_turns']:,}")
+    missing = counts["turns"] - counts["trained_turns"] - counts["weightless_turns"]
+    if renderer.train_on == "completions" and missing > 0:
+        notes.append(
+            f"WARNING: train_on completions leaves out {missing:,} of {counts['turns']:,} turns of the assistant "
+            f"({100 * missing / counts['turns']:.1f} %): --train_on assistant trains them"
+        )
+    if not renderer.has_turns and renderer.tokenizer.chat_template is not None:
+        notes.append("plain text: no template (the tokenizer has one, which needs messages)")
+    return notes
+
+
+def _is_shown(name: str, source: Source, renderer: Renderer) -> bool:
+    """Tell whether the template uses a field of turns, `COLUMN[].FIELD`, in the first row that has it."""
+    field = name.rpartition("[].")[2]
+    for rows in (source.train, source.held_out):
+        names = rows.with_format("arrow").select_columns("unused")[:]["unused"]
+        place = compute.index(compute.match_substring(names, json.dumps(name)), True).as_py()
+        if place < 0:
+            continue
+        row = json.loads(rows[place]["row"])
+        without = row | {
+            "prompt": _leave_out_field(row["prompt"], field),
+            "answers": [_leave_out_field(answer, field) for answer in row["answers"]],
+        }
+        if without == row:
+            return False
+        try:
+            sequences = renderer.render(row)
+        except UsageError:
+            return False
+        try:
+            others = renderer.render(without)
+        except UsageError:
+            return True
+        return any(
+            not np.array_equal(*pair) for pair in zip((s[0] for s in sequences), (o[0] for o in others), strict=True)
+        )
+    return False
+
+
+def _leave_out_field(turns: Sequence[Mapping[str, Any]], field: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in turn.items() if key != field} for turn in turns]
+
+
+def tokenize(
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
+    max_seq_length: int,
+    cuts: bool,
+    num_workers: int | None,
+    description: str,
+) -> Dataset:
+    """Tokenize rows once, into a memory-mapped table with what became of each; a row that cannot be shown has a `problem`.
+
+    Args:
+        rows: as `load_rows` returns them, without a problem.
+        tokenizer, renderer: with its template.
+        max_seq_length: tokens of a sequence at most.
+        cuts: whether longer sequences are cut at their end; else their rows are left out.
+        num_workers: processes that tokenize.
+        description: names the data in messages.
+
+    Raises:
+        UsageError: a template that takes too much.
+    """
+    settings = (renderer.train_on, max_seq_length, cuts)
+    columns = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("trained", "uint8"))}
+    columns |= dict.fromkeys(COUNTS, Value("int32")) | {"problem": Value("string")}
+    return rows.map(
+        _tokenize,
+        batched=True,
+        remove_columns=rows.column_names,
+        features=Features(columns),
+        fn_kwargs={"renderer": renderer, "max_seq_length": max_seq_length, "cuts": cuts},
+        num_proc=num_workers,
+        desc=f"Tokenizing {description}",
+        new_fingerprint=_hash(
+            rows_fingerprint(rows),
+            fingerprint(tokenizer),
+            tokenizer.special_tokens_map,
+            renderer.template,
+            settings,
+            _source(),
+        ),
+    )
 
 
 def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, cuts: bool) -> dict[str, list]:
     """Turn rows into `tokens` and `trained` (of a pair both sequences, end to end), `border`, the length of the first one, and
     what became of them."""
-    columns: dict[str, list] = {
-        name: [] for name in ("tokens", "trained", "border", "state", "stops", "special", "problem")
-    }
+    columns: dict[str, list] = {name: [] for name in ("tokens", "trained", *COUNTS, "problem")}
     nothing = (np.zeros(0, np.int32), np.zeros(0, bool))
     for place, row in _read_ahead(batch["row"], renderer):
         sequences, state, stop, problem = [nothing], KEPT, -1, None
@@ -491,30 +621,62 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
             sequences = renderer.render(row)
             if len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0]):
                 raise UsageError("chosen and rejected are the same tokens: leave out the row")
+            if "untrained" in row and len(sequences) == 1:
+                _leave_out_turns(row, *sequences[0], renderer)
         except TemplateLimitError as error:  # which other rows would take, too
             raise TemplateLimitError(f"{error} ({batch['place'][place]})") from None
         except UsageError as error:
-            problem = str(error)
-        if problem is None and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
+            problem, state = str(error), BAD
+        if state == KEPT and max(len(tokens) for tokens, _ in sequences) > max_seq_length:
             state = CUT if cuts else TOO_LONG
             sequences = [(tokens[:max_seq_length], trained[:max_seq_length]) for tokens, trained in sequences]
             is_equal = len(sequences) > 1 and np.array_equal(sequences[0][0], sequences[1][0])
         else:
             is_equal = False
-        if problem is None and state != TOO_LONG and (is_equal or not all(mask.any() for _, mask in sequences)):
+        if state <= CUT and (is_equal or not all(mask.any() for _, mask in sequences)):
             state = UNTRAINED
-        if problem is not None or state > CUT:
+        if state > CUT:
             sequences = [nothing]
         elif state == KEPT:
             stop = min(renderer.find_stop(*sequence) for sequence in sequences)
+        turns = _count_turns(row) if row.get("trains_prompt") and len(sequences) == 1 else (0, 0, 0)
+        values = (len(sequences[0][0]), state, stop, int(renderer.holds_special(row)), *turns)
         columns["tokens"].append(np.concatenate([tokens for tokens, _ in sequences]))
         columns["trained"].append(np.concatenate([mask for _, mask in sequences]).astype(np.uint8))
-        columns["border"].append(len(sequences[0][0]))
-        columns["state"].append(state)
-        columns["stops"].append(stop)
-        columns["special"].append(int(renderer.holds_special(row)))
         columns["problem"].append(problem)
+        for name, value in zip(COUNTS, values, strict=True):
+            columns[name].append(value)
     return columns
+
+
+def _count_turns(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Count the turns of the assistant, those that are trained, and those of weight 0."""
+    answer, untrained = row["answers"][0], row.get("untrained", ())
+    before, answers = (sum(turn["role"] == "assistant" for turn in turns) for turns in (row["prompt"], answer))
+    weightless = sum(number >= len(row["prompt"]) for number in untrained)
+    return before + answers, answers - weightless, len(untrained)
+
+
+def _leave_out_turns(row: Mapping[str, Any], tokens: np.ndarray, is_trained: np.ndarray, renderer: Renderer) -> None:
+    """Take the turns of weight 0 out of the mask, in which each turn of the assistant is a run.
+
+    Raises:
+        UsageError: turns that the template does not keep apart.
+    """
+    first = len(row["prompt"])
+    turns = [(first + place, turn) for place, turn in enumerate(row["answers"][0]) if turn["role"] == "assistant"]
+    edges = np.flatnonzero(np.diff(is_trained, prepend=False, append=False)).reshape(-1, 2)
+    is_clear = len(edges) == len(turns)
+    for (number, turn), (start, end) in zip(turns, edges, strict=False):
+        content = turn.get("content", "").rpartition("</think>")[2].strip()
+        is_clear &= content in renderer.tokenizer.decode(tokens[start:end])
+        if number in row["untrained"]:
+            is_trained[start:end] = False
+    if not is_clear and any(number in row["untrained"] for number, _ in turns):
+        raise UsageError(
+            "a turn of weight 0 is not to be trained, but the template does not keep the turns of the assistant apart: leave "
+            "out the row, or give a template with {% generation %} markers around each turn, --chat_template FILE"
+        )
 
 
 def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -522,11 +684,14 @@ def _read_ahead(texts: Sequence[str], renderer: Renderer) -> Iterator[tuple[int,
     rows: list[dict[str, Any]] = []
     size = 0
     for place, text in enumerate(texts):
-        rows.append(json.loads(text))
-        prompt = rows[-1]["prompt"]
+        row = json.loads(text)
+        prompt = row["prompt"]
         size += len(text) * (
             len(prompt) + 1 if isinstance(prompt, list) else 1
         )  # each turn's beginning may be rendered
+        if renderer.train_on == "assistant" and row.get("trains_prompt"):
+            row["prompt"], row["answers"] = [], [prompt + answer for answer in row["answers"]]
+        rows.append(row)
         if size > READ_AHEAD or place == len(texts) - 1:
             renderer.ask(rows)
             yield from enumerate(rows, start=place + 1 - len(rows))

@@ -1,7 +1,6 @@
 """Text to pretrain on, as documents: local files, the Hugging Face hub, or the documentation that ships with Python."""
 
 import ast
-import csv
 import glob
 import hashlib
 import json
@@ -10,14 +9,18 @@ import re
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from samestep.data import row_report, tables
+from samestep.data.row_report import BadRow
+from samestep.data.tables import MAX_NAMES, describe_reading, list_names, read_delimited, read_lines, shorten
 from samestep.errors import UsageError, explain_unwritable, is_utf8, nearest, reason
 from samestep.printing import format_count
 from samestep.recipe.extras import optional, require
@@ -32,9 +35,12 @@ else:
     Dataset, Features, Value = datasets.Dataset, datasets.Features, datasets.Value
 
 FEATURES = Features({"text": Value("string")}) if datasets else None
+ROWS = Features(dict.fromkeys(("text", "unused", "place", "problem"), Value("string"))) if datasets else None
+BLANK = "no visible character"
+"""What is said of a row that is no document; it is no fault."""
 MAX_BLOCK = 1 << 28  # characters of one block of a txt file: without blank lines a large file would fill the memory
-MAX_LINE = 1 << 27  # bytes of a line, and characters of a cell of a csv file
-MAX_NAMES, MAX_CHARACTERS = 20, 60  # names in a message, and characters of a text in it
+MAX_TABLES = 100  # tables of which it is said how their cells are told apart
+MAX_ARRAY = 1 << 30  # bytes of a JSON array, which is read whole
 MIN_BUILTIN = 200  # characters: a shorter piece of the built-in documentation hardly holds two sentences
 
 
@@ -47,22 +53,24 @@ def load_documents(
     text_column: str = "text",
     txt_documents: str = "blocks",
     num_proc: int | None = None,
+    on_bad_row: str = "refuse",
 ) -> Dataset:
     """Load documents from exactly one of `train_file` and `dataset_name`, in an order that depends on nothing else.
 
-    Documents without a visible character are dropped; the others are kept as they are.
+    Rows without a visible character are no documents; the others are kept as they are.
 
     Args:
         train_file: paths, globs (`data/*.txt`, `data/**/*.jsonl`) and folders, of which all files of these kinds are read, also
             those in folders inside; in the order given, each glob and folder sorted by path; a file named twice is read once.
-            Kinds may be mixed. All are UTF-8, a byte order mark is dropped.
+            Kinds may be mixed. All are UTF-8, a byte order mark is dropped, and \\n, \\r\\n and \\r end a line.
 
             - `.txt`: one document per block of lines; blank lines separate blocks. So a file of one sentence per line
               needs a blank line after each document, and in WikiText (a blank line after each title and paragraph)
               every title and every paragraph is a document of its own. With `txt_documents` files, the whole file is
               one document, to the last character.
             - `.jsonl`, `.json`: one object per line, the document in its key `text_column`.
-            - `.csv`: a header line, the document in column `text_column`.
+            - `.csv`, `.tsv`: a header line, the document in column `text_column`; how cells are told apart is found in the
+              file (see `tables.find_reading`).
             - `.parquet`: the document in the string column `text_column`.
         dataset_name: a dataset on the hub, a local dataset folder, or `builtin/python_docs`: the language reference
             and the standard library's docstrings of the running Python, some 450 documents, no network needed.
@@ -71,6 +79,7 @@ def load_documents(
         text_column: the column that holds the document. Text files and built-in documents have no columns.
         txt_documents: blocks, files, or auto: see `split_txt`.
         num_proc: processes that read; more than there are files are of no use.
+        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
         A memory-mapped dataset with one string column `text`, at least one row. Files are read as a stream and cached
@@ -81,6 +90,57 @@ def load_documents(
             malformed; a folder without such files; no such column; a dataset that cannot be reached or has no such
             configuration.
     """
+    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "text_column": text_column}
+    source |= {"dataset_config_name": dataset_config_name, "split": split, "txt_documents": txt_documents}
+    return _take_good([_load_rows(**source, num_proc=num_proc).rows], on_bad_row)[0]
+
+
+def _take_good(sources: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
+    """Leave rows that are no documents out; rows that cannot be used, too, or refuse those of all tables at once."""
+    problems = [problem for table in sources for problem in _find_faults(table)[0]]
+    if on_bad_row == "refuse":
+        row_report.refuse(problems, sum(map(len, sources)))
+    good = []
+    for table in sources:
+        rows = row_report.select_good(table) if "problem" in table.column_names else table
+        if not len(rows):
+            row_report.refuse(_find_faults(table)[0], len(table))
+        good.append(rows if rows.column_names == ["text"] else rows.select_columns("text"))
+    return good
+
+
+def _find_faults(table: Dataset) -> tuple[list[row_report.Problem], list[row_report.Problem]]:
+    """Find the rows that cannot be used, and those that are no documents."""
+    problems = row_report.find_problems(table) if "problem" in table.column_names else []
+    bad = [problem for problem in problems if problem.reason != BLANK]
+    return bad, [problem for problem in problems if problem.reason == BLANK]
+
+
+class _Table(NamedTuple):
+    """Rows of a source.
+
+    Attributes:
+        rows: of `ROWS`, or documents alone.
+        num_blank: rows that were no documents, and are not in `rows`.
+        unused: columns that are not in `rows`.
+    """
+
+    rows: Dataset
+    num_blank: int = 0
+    unused: tuple[str, ...] = ()
+
+
+def _load_rows(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
+    txt_documents: str = "blocks",
+    num_proc: int | None = None,
+) -> _Table:
+    """Load rows as `load_documents` does, of files with those that are no documents, and what `row_report` needs to know."""
     if (not train_file) == (not dataset_name):
         sources = f"both train_file={train_file!r} and dataset_name={dataset_name!r}" if train_file else "neither"
         raise UsageError(
@@ -95,12 +155,12 @@ def load_documents(
             f"{'files' if train_file else dataset_name} can only be read whole: leave them out."
         )
     if builtin:
-        return cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version)
+        return _Table(cache_rows(BUILTIN[dataset_name], FEATURES, key=sys.version))
     if train_file:
         files, key = find_files(train_file, READERS)
         workers = min(num_proc or 1, len(files))
         options = {"text_column": text_column, "txt_documents": split_txt(txt_documents, files)}
-        return cache_rows(_read, FEATURES, key=(key, options), num_proc=workers, files=files, **options)
+        return _Table(cache_rows(_read, ROWS, key=(key, options), num_proc=workers, files=files, **options))
     return _hub(dataset_name, dataset_config_name, split, text_column, num_proc)
 
 
@@ -159,7 +219,20 @@ def _split_tail(documents: Dataset, validation_fraction: float) -> tuple[Dataset
     return train, validation
 
 
-def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Dataset, Dataset]:
+class Split(NamedTuple):
+    """Documents of a recipe.
+
+    Attributes:
+        train, held_out: one row per document, column `text`; `held_out` may be empty.
+        reports: what became of the rows of each source.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    reports: list[row_report.RowReport]
+
+
+def load_split(recipe: TextPretraining, num_proc: int | None = None, on_bad_row: str = "refuse") -> Split:
     """Load the recipe's training and held-out documents; no held-out ones when validation_fraction is 0.
 
     Raises:
@@ -169,14 +242,45 @@ def load_split(recipe: TextPretraining, num_proc: int | None = None) -> tuple[Da
     txt_documents = split_txt(recipe.txt_documents, files)
     source: dict[str, Any] = {"text_column": recipe.text_column, "txt_documents": txt_documents, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    documents = load_documents(train_file=recipe.train_file, **hub, **source)
-    if recipe.validation_file is None:
-        train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+    sources = [_load_rows(train_file=recipe.train_file, **hub, **source)]
+    if recipe.validation_file is not None:
+        sources.append(_load_rows(train_file=recipe.validation_file, dataset_name=None, **source))
+    documents, *others = _take_good([table.rows for table in sources], on_bad_row)
+    if others:
+        train, held_out, num_held_out = documents, others[0], 0
     else:
-        train, held_out = documents, load_documents(train_file=recipe.validation_file, dataset_name=None, **source)
-    if files and os.environ.get("RANK", "0") == "0":
-        print(f"{describe_files(files, len(documents), txt_documents)}; {len(held_out)} held out", flush=True)
-    return train, held_out
+        train, held_out = split_documents(documents, recipe.validation_fraction, recipe.seed, recipe.validation_split)
+        num_held_out = len(held_out)
+    fields = ["train_file" if recipe.train_file else "dataset_name", "validation_file"]
+    reports = [_report(recipe, *item, num_held_out, txt_documents) for item in zip(fields, sources, strict=False)]
+    return Split(train, held_out, reports)
+
+
+def _report(
+    recipe: TextPretraining, field: str, table: _Table, num_held_out: int, txt_documents: str
+) -> row_report.RowReport:
+    """Report on the rows of the source that a field of the recipe names."""
+    bad, blank = _find_faults(table.rows)
+    num_used = len(table.rows) - len(bad) - len(blank)
+    unused = dict.fromkeys(table.unused, len(table.rows) + table.num_blank)
+    notes = [f"left out: {table.num_blank:,}, {BLANK}"] if table.num_blank else []
+    has_columns = field == "dataset_name" and recipe.dataset_name not in BUILTIN
+    if field != "dataset_name":
+        files = find_files(getattr(recipe, field), READERS)[0]
+        notes = [describe_files(files, num_used, txt_documents), *describe_sources(getattr(recipe, field), READERS)]
+        has_columns = any(Path(file).suffix.lower() != ".txt" for file in files)
+        unused = row_report.count_unused(table.rows)
+    return row_report.RowReport(
+        f"dataset_name {recipe.dataset_name}" if field == "dataset_name" else field,
+        num_read=len(table.rows) + table.num_blank,
+        num_used=num_used,
+        num_held_out=num_held_out,
+        bad=bad,
+        left_out=blank,
+        columns=[recipe.text_column] if has_columns else [],
+        unused=unused,
+        notes=notes,
+    )
 
 
 def split_txt(txt_documents: str, files: Sequence[str]) -> str:
@@ -248,14 +352,15 @@ def split_sentences(text: str) -> list[str]:
 def cache_rows(
     generate: Callable[..., Iterator[dict]], features: Features, key: object, num_proc: int = 1, **kwargs
 ) -> Dataset:
-    """Cache the rows of `generate(**kwargs)` on disk, under `key` and this file's own text.
+    """Cache the rows of `generate(**kwargs)` on disk, under `key` and the text of the modules that read.
 
     Raises:
         UsageError: packages that are not installed; or an error of `generate`, without the exceptions in which `datasets` and
             its workers wrap it.
     """
     require("text", "training on texts")
-    fingerprint = hashlib.sha256(Path(__file__).read_bytes() + repr(key).encode()).hexdigest()[:16]
+    modules = b"".join(Path(file).read_bytes() for file in (__file__, tables.__file__))
+    fingerprint = hashlib.sha256(modules + repr(key).encode()).hexdigest()[:16]
     try:
         return Dataset.from_generator(
             generate, features=features, gen_kwargs=kwargs, num_proc=num_proc, fingerprint=fingerprint
@@ -297,10 +402,11 @@ def load_hub(
         ) from error
 
 
-def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> Dataset:
+def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: int | None) -> _Table:
     documents = load_hub(name, config, split, num_proc)
     if text_column not in documents.column_names:
         raise UsageError(_no_column(f"dataset_name {name!r}", text_column, documents.column_names))
+    unused = tuple(column for column in documents.column_names if column != text_column)
     documents = documents.select_columns(text_column).rename_columns({text_column: "text"})
     feature = documents.features["text"]
     if feature not in (Value("string"), Value("large_string")):
@@ -310,7 +416,8 @@ def _hub(name: str, config: str | None, split: str, text_column: str, num_proc: 
     visible = documents.filter(_visible, input_columns="text", num_proc=num_proc)
     if not len(visible):
         raise UsageError(f"dataset_name {name!r} holds no document: column {text_column!r} is empty in every row.")
-    return documents if len(visible) == len(documents) else visible
+    num_blank = len(documents) - len(visible)
+    return _Table(visible if num_blank else documents, num_blank, unused)
 
 
 def _visible(text: str | None) -> bool:
@@ -322,17 +429,6 @@ def _visible(text: str | None) -> bool:
 def _no_column(location: str, text_column: str, columns: Sequence[str]) -> str:
     hint = nearest(text_column, map(shorten, columns))
     return f"{location} has no column {text_column!r}, only {list_names(columns)}. Set text_column: {hint}"
-
-
-def list_names(names: Sequence[str]) -> str:
-    """List names of columns or the like, for a message: the first 20, each shortened."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(repr(shorten(name)) for name in names[:MAX_NAMES]) + more
-
-
-def shorten(text: str) -> str:
-    """Shorten a text to its beginning, for a message."""
-    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + "..."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,6 +477,40 @@ def find_files(patterns: str | Sequence[str], kinds: Iterable[str]) -> tuple[lis
     return files, [(os.path.abspath(file), (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
 
 
+def describe_sources(patterns: str | Sequence[str], kinds: Iterable[str]) -> list[str]:
+    """Say of folders which files are not read, and of tables how their cells are told apart where that is not the usual way.
+
+    Args:
+        patterns: as of `find_files`.
+        kinds: suffixes that are read.
+    """
+    lines = []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for folder in filter(os.path.isdir, map(os.path.expanduser, patterns)):
+        read = set(_list_folder(folder, kinds))
+        others = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+        others = [file for file in others if file not in read]
+        if others:
+            counts = Counter(_name_kind(file, folder) for file in others)
+            kinds_of_others = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(MAX_NAMES))
+            lines.append(f"{folder}: {format_count(len(read), 'file')} read, NOT read: {kinds_of_others}")
+    places: dict[str, list[str]] = {}
+    for file in find_files(patterns, kinds)[0][:MAX_TABLES]:
+        if text := describe_reading(file):
+            places.setdefault(text, []).append(file)
+    for text, files in places.items():
+        more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+        lines.append(f"{files[0]}{more}: {text}")
+    return lines
+
+
+def _name_kind(file: str, folder: str) -> str:
+    """Name the kind of a file that is not read: hidden, or its suffix."""
+    if any(part.startswith(".") for part in Path(os.path.relpath(file, folder)).parts):
+        return "hidden"
+    return Path(file).suffix.lower() or "without a suffix"
+
+
 def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
     """List the files of these kinds in a folder and in those inside it, sorted by path; hidden ones are left out."""
     files = []
@@ -391,59 +521,50 @@ def _list_folder(folder: str, kinds: Iterable[str]) -> list[str]:
     return sorted(files)
 
 
-def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str]]:
-    """Read the documents of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+def _read(files: Sequence[str], text_column: str, txt_documents: str) -> Iterator[dict[str, str | None]]:
+    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
     readers = READERS | ({".txt": _whole} if txt_documents == "files" else {})
     for file in files:
-        empty = True
+        is_empty = True
         try:
-            for number, text in readers[Path(file).suffix.lower()](file, text_column):
-                if text is not None and not isinstance(text, str):
-                    raise UsageError(f"{file}:{number}: {text_column!r} holds {type(text).__name__}, not text.")
-                if _visible(text):
-                    yield {"text": text}
-                    empty = False
+            for number, text, unused in readers[Path(file).suffix.lower()](file, text_column):
+                problem = _find_fault(text, text_column)
+                row = {"text": None if problem else text, "unused": unused}
+                is_empty = is_empty and problem == BLANK
+                yield row | {"place": f"{file}:{number}" if problem else None, "problem": problem}
         except UsageError:
             raise
         except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: cells of a damaged table
             raise UsageError(
                 f"data file {file} cannot be read: {reason(error)}. Write it anew, or leave it out."
             ) from error
-        if empty:
+        if is_empty:
             raise UsageError(f"data file {file} holds no document: it is empty or blank. Leave it out.")
 
 
-def read_lines(file: str) -> Iterator[tuple[int, str]]:
-    """Read lines with their numbers, from 1; \\r\\n becomes \\n. Raises UsageError where they are not UTF-8, or too long."""
-    with open_without_waiting(file) as stream:
-        offset = 0
-        for number, line in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
-            if len(line) > MAX_LINE:
-                raise UsageError(f"{file}:{number}: a line of more than {MAX_LINE:,} bytes. Cut it into several.")
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise UsageError(
-                    f"{file}:{number}: not UTF-8 at byte offset {offset + error.start} "
-                    f"(0x{line[error.start]:02x}). Convert it: iconv -f ENCODING -t UTF-8"
-                ) from error
-            offset += len(line)
-            yield number, (text.removeprefix("\ufeff") if number == 1 else text).replace("\r\n", "\n")
+def _find_fault(text: object, text_column: str) -> str | None:
+    """Say why a value is no document; None: it is one."""
+    if isinstance(text, BadRow):
+        return str(text)
+    if text is None or (isinstance(text, float) and text != text):  # NaN
+        return BLANK
+    if not isinstance(text, str):
+        return f"{text_column!r} holds {type(text).__name__}, not text"
+    return find_fault_of_text(text) or (None if _visible(text) else BLANK)
 
 
-def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str]]:
+def _blocks(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
     for blank, lines in groupby(read_lines(file), key=lambda line: not _visible(line[1])):
         if not blank:
             number, text = _join(
                 file, lines, "no blank line", "a blank line ends a document in .txt. Put one after each document"
             )
-            yield number, text.removesuffix("\n")
+            yield number, text.removesuffix("\n"), ""
 
 
-def _whole(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    yield _join(
-        file, read_lines(file), "no end", "with txt_documents files it is one document. Cut it into several files"
-    )
+def _whole(file: str, text_column: str) -> Iterator[tuple[int, str, str]]:
+    rule = "with txt_documents files it is one document. Cut it into several files"
+    yield *_join(file, read_lines(file), "no end", rule), ""
 
 
 def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> tuple[int, str]:
@@ -457,96 +578,164 @@ def _join(file: str, lines: Iterable[tuple[int, str]], lack: str, rule: str) -> 
     return number, "".join(block)
 
 
-def read_json_lines(file: str) -> Iterator[tuple[int, dict]]:
-    """Read line numbers and objects. Raises UsageError where a line is no JSON object."""
+def read_json_lines(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Read line numbers and objects, one per line, or the elements of a JSON array, with the lines on which they begin.
+
+    What is no object comes as a `BadRow`.
+
+    Raises:
+        UsageError: lines that are not UTF-8 or too long; an array that is too large, or no JSON.
+    """
+    is_first = True
     for number, line in read_lines(file):
         if not _visible(line):
             continue
+        text = line.rstrip("\n")
         try:
-            row = json.loads(line.rstrip("\n"))
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            if is_first and text.lstrip().startswith("["):  # an array over several lines
+                yield from _read_array(file)
+                return
+            if is_first and text.strip() == "{":
+                raise UsageError(
+                    f"{file}:{number}: an object over several lines. Write one object per line, or an array of objects: "
+                    "jq -c . FILE"
+                ) from None
+            yield (
+                number,
+                BadRow(f"not a JSON object, column {error.colno}: {error.msg}. One object per line is read."),
+            )
+        except ValueError:
+            yield number, _describe_long_number()
+        except RecursionError:
+            yield number, TOO_DEEP
+        else:
+            if is_first and isinstance(row, list) and (not row or isinstance(row[0], dict)):  # an array on one line
+                yield from _read_array(file)
+                return
+            yield number, row if isinstance(row, dict) else _describe_no_object(row)
+        is_first = False
+
+
+def _describe_no_object(row: object) -> BadRow:
+    return BadRow(f"a JSON {type(row).__name__}, not an object. One per line is read, or an array of objects.")
+
+
+def _describe_long_number() -> BadRow:
+    limit = sys.get_int_max_str_digits()
+    return BadRow(f"a number of more than {limit:,} digits. Shorten it, or put it into quotation marks.")
+
+
+TOO_DEEP = BadRow("lists or objects nested too deep. Flatten or remove them.")
+
+
+def _read_array(file: str) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Read the elements of a JSON array, one at a time; its text is in memory. Of an array on one line they are numbered."""
+    with open_without_waiting(file) as stream:
+        data = stream.read(MAX_ARRAY + 1)
+    if len(data) > MAX_ARRAY:
+        raise UsageError(
+            f"{file}: a JSON array of more than {MAX_ARRAY:,} bytes. Write one object per line: jq -c '.[]' FILE"
+        )
+    try:
+        text = data.decode().removeprefix("\ufeff").rstrip()
+    except UnicodeDecodeError as error:  # behind what `read_lines` has met
+        raise UsageError(
+            f"{file}: not UTF-8 at byte offset {error.start} (0x{data[error.start]:02x}). Convert it: iconv -f ENCODING -t "
+            "UTF-8"
+        ) from None
+    del data
+    is_one_line = "\n" not in text
+    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+
+    def skip(place: int) -> int:
+        return space.match(text, place).end()  # it matches nothing, too
+
+    place, line, counted, number = skip(text.index("[") + 1), 1, 0, 0
+    while text[place : place + 1] != "]":
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            row, place = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
             raise UsageError(
-                f"{file}:{number}: not a JSON object, column {error.colno}: {error.msg}. One object per line is read."
-            ) from error
-        except ValueError as error:
-            limit = sys.get_int_max_str_digits()
-            raise UsageError(
-                f"{file}:{number}: a number of more than {limit:,} digits. Shorten it, or put it into quotation marks."
-            ) from error
-        except RecursionError as error:
-            raise UsageError(f"{file}:{number}: lists or objects nested too deep. Flatten or remove them.") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{file}:{number}: a JSON {type(row).__name__}, not an object. One per line is read.")
-        yield number, row
-
-
-def _json_lines(file: str, text_column: str) -> Iterator[tuple[int, object]]:
-    for number, row in read_json_lines(file):
-        if text_column not in row:
-            raise UsageError(_no_column(f"{file}:{number}", text_column, list(row)))
-        check_text(f"{file}:{number}", row[text_column])
-        yield number, row[text_column]
+                f"{file}:{error.lineno}: the JSON array is damaged, column {error.colno}: {error.msg}. Mend it, or write one "
+                "object per line."
+            ) from None
+        except (ValueError, RecursionError) as error:  # its end is not known
+            fault = TOO_DEEP if isinstance(error, RecursionError) else _describe_long_number()
+            raise UsageError(f"{file}:{line}: {fault}") from None
+        number += 1
+        yield number if is_one_line else line, row if isinstance(row, dict) else _describe_no_object(row)
+        place = skip(place)
+        separator = text[place : place + 1]
+        after = skip(place + 1)
+        if separator == "," and text[after : after + 1] != "]":
+            place = after
+        elif separator != "]":
+            ending = "ends" if not separator else "has no comma between two objects, or one too many,"
+            line += text.count("\n", counted, place)
+            raise UsageError(f"{file}:{line}: the JSON array {ending} here. Mend it, or write one object per line.")
+    end = skip(place + 1)
+    if end != len(text):
+        line += text.count("\n", counted, end)
+        raise UsageError(f"{file}:{line}: text follows the JSON array. Write one array, or one object per line.")
 
 
 def check_text(location: str, value: object) -> None:
     """Raise UsageError for a text that no file of UTF-8 can hold."""
-    if isinstance(value, str) and not value.isascii() and not is_utf8(value):
-        raise UsageError(f"{location}: half of a surrogate pair in {shorten(value)!r}. Remove it.")
+    if isinstance(value, str) and (problem := find_fault_of_text(value)):
+        raise UsageError(f"{location}: {problem}")
 
 
-def read_delimited(file: str, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
-    """Read line numbers and rows of .csv, or of .tsv, in which a quotation mark is a character, as in GLUE's files.
+def find_fault_of_text(text: str) -> str | None:
+    """Say why no file of UTF-8 can hold a text; None: one can."""
+    if text.isascii() or is_utf8(text):
+        return None
+    return f"half of a surrogate pair in {shorten(text)!r}. Remove it."
+
+
+def _pick(read: Callable[[str], Iterator], file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
+    """Read line number, text and the names of other columns of each row that `read` reads of a file.
 
     Raises:
-        UsageError: the first line does not name the columns, a row has more or fewer cells, or quotation marks are not
-            closed.
+        UsageError: the first row has no such column; of others it is a `BadRow`.
     """
-    csv.field_size_limit(MAX_LINE)  # 131,072 characters unless told
-    quoting: Any = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    rows = csv.reader((line for _, line in read_lines(file)), delimiter=delimiter, quoting=quoting, strict=True)
-    last_line = 0  # number of the last line that was read
-    try:
-        names = next(rows, None)
-        last_line = rows.line_num
-        if names is not None and (not names or len(set(names)) < len(names)):
-            fault = f"names a column twice ({list_names(names)})" if names else "is blank"
-            raise UsageError(f"{file}:1: the first line {fault}, must name each column once. Mend it.")
-        for row in filter(None, rows):
-            if len(row) != len(names):
-                raise UsageError(
-                    f"{file}:{rows.line_num}: {len(row)} fields, but the header names {len(names)}: put quotation marks around "
-                    "a text with commas, or mend the row"
-                )
-            last_line = rows.line_num
-            yield last_line, dict(zip(names, row, strict=True))
-    except csv.Error as error:
-        raise UsageError(
-            f"{file}: the row after line {last_line} is not CSV: {error}. Close its quotation marks, or mend it."
-        ) from error
+    unused: dict[tuple[str, ...], str] = {}
+    for number, row in read(file):
+        if isinstance(row, BadRow):
+            yield number, row, ""
+        elif text_column not in row:
+            is_table = Path(file).suffix.lower() in (".csv", ".tsv")
+            problem = _no_column(file if is_table else f"{file}:{number}", text_column, list(row))
+            if not unused:
+                raise UsageError(problem)
+            yield number, BadRow(f"no column {text_column!r}, only {list_names(list(row))}"), ""
+        else:
+            present = tuple(row)
+            if present not in unused:
+                unused[present] = row_report.write_unused(name for name in present if name != text_column)
+            yield number, row[text_column], unused[present]
 
 
-def _csv_rows(file: str, text_column: str) -> Iterator[tuple[int, str]]:
-    for number, row in read_delimited(file):
-        if text_column not in row:
-            raise UsageError(_no_column(file, text_column, list(row)))
-        yield number, row[text_column]
-
-
-def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object]]:
+def _parquet_rows(file: str, text_column: str) -> Iterator[tuple[int, object, str]]:
     with parquet.ParquetFile(file) as table:
-        if text_column not in table.schema_arrow.names:
-            raise UsageError(_no_column(file, text_column, table.schema_arrow.names))
+        names = table.schema_arrow.names
+        if text_column not in names:
+            raise UsageError(_no_column(file, text_column, names))
+        unused = row_report.write_unused(name for name in names if name != text_column)
         number = 0
         for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
             for number, text in enumerate(batch.column(0).to_pylist(), start=number + 1):  # noqa: B020
-                yield number, text
+                yield number, text, unused
 
 
-READERS = {
+READERS: dict[str, Any] = {
     ".txt": _blocks,
-    ".jsonl": _json_lines,
-    ".json": _json_lines,
-    ".csv": _csv_rows,
+    ".jsonl": partial(_pick, read_json_lines),
+    ".json": partial(_pick, read_json_lines),
+    ".csv": partial(_pick, read_delimited),
+    ".tsv": partial(_pick, partial(read_delimited, delimiter="\t")),
     ".parquet": _parquet_rows,
 }
 

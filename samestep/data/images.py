@@ -16,6 +16,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
@@ -29,6 +30,7 @@ from transformers import BaseImageProcessor
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.documents import load_hub
+from samestep.data.row_report import Problem, RowReport
 from samestep.errors import RunError, UsageError, is_utf8
 from samestep.recipe.extras import optional, require
 from samestep.recipe.reading import find_fault, read_text
@@ -44,9 +46,14 @@ else:
     Image, ImageOps, tqdm = optional("PIL.Image"), optional("PIL.ImageOps"), optional("datasets.utils.tqdm").tqdm
 
 AUGMENTATION, HELD_OUT = 7, 8  # streams of random numbers (see order.sample_rng)
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-# Pillow looks at a file's content, not at its name, and would give EPS, a program in PostScript, to Ghostscript to run.
-FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# Pillow looks at a file's content, not at its name, in the order of these. Not read are EPS and WMF, which are programs to be
+# run, MPEG, which is a film, and BUFR, GRIB and HDF5, of which Pillow knows the beginning only. TGA has no mark that begins it.
+FORMATS = tuple(
+    "JPEG PNG BMP GIF TIFF WEBP JPEG2000 PPM AVIF BLP CUR DCX DDS DIB FITS FLI FTEX GBR ICNS ICO IM IPTC MSP PCD PCX PIXAR PSD "
+    "QOI SGI SUN XBM XPM TGA".split()
+)
+USUAL_SUFFIXES = (".png", ".jpg", ".tif", ".gif", ".webp", ".bmp")  # for messages
+DARK = 4095  # largest value of 12 bits: cameras write them into 16, where they are nearly black
 DIGITS = "builtin/digits"
 CENTRE = 224 / 256  # share of the short side that held-out images are cropped to, where training crops at random
 SCALE, RATIO, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10  # of random crops: share of the area, width / height
@@ -113,6 +120,7 @@ class Images:
         skip_message: str | None = None,
     ):
         self.store, self.rows, self.skip_message, self.classes = store, rows, skip_message, store.classes
+        self.row_reports: list[RowReport] = []
         self.seed, self.planned_size = recipe.seed if training else None, recipe.num_train_samples
         self.augmentation = recipe.augmentation
         self.height, self.width, self.num_channels = recipe.image_height, recipe.image_width, recipe.num_channels
@@ -209,7 +217,7 @@ class Images:
 
 
 def build(
-    recipe: ImageClassification, num_workers: int | None = None, on_bad_sample: str = "stop"
+    recipe: ImageClassification, num_workers: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[Images, Images | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
@@ -219,10 +227,10 @@ def build(
     Args:
         recipe: gives the data and the size of images.
         num_workers: threads that decode every image once; None: one per core.
-        on_bad_sample: "stop", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
+        on_bad_row: "refuse", or "skip": leave out images that cannot be decoded, and say so in `skip_message`.
 
     Raises:
-        UsageError: data that cannot be used, images that cannot be decoded with "stop" among them.
+        UsageError: data that cannot be used, images that cannot be decoded with "refuse" among them.
     """
     require("images", "training on images")
     store, held_out_store = _open(recipe)
@@ -236,10 +244,34 @@ def build(
             f"({_abbreviate(store.classes)}): set num_labels to {len(store.classes)}"
         )
     stores = [store] if held_out_store is None else [store, held_out_store]
-    bad_rows = [_find_bad_rows(source, num_workers) for source in stores]
+    found = [_inspect_all(source, num_workers) for source in stores]
+    bad_rows = [{row: fault for row, (fault, _) in results.items() if fault is not None} for results in found]
     lines = [_describe_bad_rows(source, rows) if rows else None for source, rows in zip(stores, bad_rows, strict=True)]
-    if any(lines) and on_bad_sample == "stop":
-        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_sample to skip")
+    if any(lines) and on_bad_row == "refuse":
+        raise UsageError(f"{'; '.join(filter(None, lines))}: mend or remove them, or set on_bad_row to skip")
+    notes = [Counter(note for _, names in results.values() for note in names) for results in found]
+    for source, counts in zip(stores, notes, strict=True):
+        if counts[SIXTEEN_BITS] and counts[SIXTEEN_BITS] == counts[DARK_BITS]:
+            raise UsageError(
+                f"{source.description}: all {counts[SIXTEEN_BITS]:,} images of 16 bits have values up to {DARK:,} at most, but "
+                "65,535 is white, so that they would be nearly black: multiply them by 16, or write them in 8 bits"
+            )
+    reports = [
+        RowReport(
+            source.description,
+            num_read=len(source.labels),
+            num_used=len(source.labels) - len(bad),
+            bad=[Problem(source.name(row), fault) for row, fault in bad.items()],
+            columns=getattr(source, "columns", ()),
+            unused=dict.fromkeys(getattr(source, "unused", ()), len(source.labels)),
+            notes=[
+                *getattr(source, "notes", ()),
+                *(f"images that {note}: {count:,}" for note, count in counts.items() if note),
+            ],
+        )
+        for source, bad, counts in zip(stores, bad_rows, notes, strict=True)
+        if not isinstance(source, Digits)
+    ]
     good_rows = [
         np.setdiff1d(np.arange(len(source.labels)), list(rows)) for source, rows in zip(stores, bad_rows, strict=True)
     ]
@@ -252,10 +284,14 @@ def build(
             )
     if held_out_store is not None:
         held_out = Images(held_out_store, good_rows[1], recipe, training=False, skip_message=lines[1])
-        return Images(store, good_rows[0], recipe, training=True, skip_message=lines[0]), held_out
+        train = Images(store, good_rows[0], recipe, training=True, skip_message=lines[0])
+        train.row_reports = reports
+        return train, held_out
     rows, held_out_rows = _split(good_rows[0], recipe.validation_fraction, recipe.seed)
     held_out = Images(store, held_out_rows, recipe, training=False) if len(held_out_rows) else None
-    return Images(store, rows, recipe, training=True, skip_message=lines[0]), held_out
+    train = Images(store, rows, recipe, training=True, skip_message=lines[0])
+    train.row_reports = [report._replace(num_held_out=len(held_out_rows)) for report in reports]
+    return train, held_out
 
 
 def _open(recipe: ImageClassification) -> tuple[Store, Store | None]:
@@ -288,17 +324,20 @@ def _split(rows: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 def _decode(image: Image.Image, num_channels: int) -> Image.Image:
-    """Decode an image upright, in 1 or 3 channels of 8 bits. Transparency is dropped, as torchvision does.
+    """Decode an image upright, in 1 or 3 channels of 8 bits: of several frames the first.
+
+    Transparency is dropped, as torchvision does. Of 16 bits the upper 8 are taken; floating numbers go from 0 (black) to 1,
+    whole numbers of 32 bits from 0 to 255.
 
     Raises:
-        ValueError: the image has more pixels than Pillow takes for harmless.
+        ValueError: the image has more pixels than Pillow takes for harmless, or numbers outside of these ranges.
     """
     with image:
         if image.width * image.height > Image.MAX_IMAGE_PIXELS:
             raise ValueError(f"{image.width:,} x {image.height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):  # Pillow would cut off values above 255
-            return _decode(Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)), num_channels)
+        if image.mode.startswith("I;16") or image.mode in ("I", "F"):  # Pillow would cut off values above 255
+            return _decode(Image.fromarray(_scale_levels(np.asarray(image), image)), num_channels)
         if image.mode == "P" and "transparency" in image.info:
             return image.convert("RGBA").convert("RGB" if num_channels == 3 else "L")  # Pillow warns otherwise
         mode = "RGB" if num_channels == 3 else "L"
@@ -306,6 +345,38 @@ def _decode(image: Image.Image, num_channels: int) -> Image.Image:
             return image.convert(mode)
         image.load()  # before the file is closed
         return image
+
+
+def _scale_levels(levels: np.ndarray, image: Image.Image) -> np.ndarray:
+    """Scale grey levels to uint8, by the range of their kind.
+
+    Raises:
+        ValueError: levels outside of it.
+    """
+    if image.mode.startswith("I;16") or (
+        image.mode == "I" and image.format in ("PNG", "PPM")
+    ):  # PPM: scaled to 16 bits
+        return (levels >> 8).astype(np.uint8)
+    white = 1 if image.mode == "F" else 255
+    low, high = float(levels.min()), float(levels.max())
+    if not (low >= 0 and high <= white):  # NaN is neither
+        kind = "floating numbers" if image.mode == "F" else "whole numbers of 32 bits"
+        raise ValueError(f"{kind} from {low:g} to {high:g}, must be 0 (black) to {white} (white)")
+    return np.rint(levels * (255 / white)).astype(np.uint8)
+
+
+@functools.cache
+def _find_suffixes() -> tuple[str, ...]:
+    """Find the suffixes of the files that are read: those of `FORMATS` which this Pillow knows."""
+    Image.init()
+    return tuple(sorted(suffix for suffix, name in Image.registered_extensions().items() if name in _find_formats()))
+
+
+@functools.cache
+def _find_formats() -> tuple[str, ...]:
+    """Find the formats that are read, as this Pillow knows them."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -394,7 +465,9 @@ class Digits:
 
 
 class Files:
-    """A folder of classes: CLASS/NAME.png, jpg, jpeg, bmp or webp. Classes and names are sorted; hidden ones do not count.
+    """A folder of classes: CLASS/NAME.png, or another suffix that Pillow reads. Classes and names are sorted.
+
+    Files that are no images by their suffixes, and hidden ones, are not read; `notes` say how many there are.
 
     Args:
         folder: holds the class folders.
@@ -407,14 +480,19 @@ class Files:
 
     def __init__(self, folder: str, field: str, classes: list[str] | None = None):
         self.folder, self.description = os.path.abspath(os.path.expanduser(folder)), f"{field} {folder}"
-        entries = self._list(".")
+        self.notes: list[str] = []
+        suffixes, others = _find_suffixes(), Counter()
+        entries = self._list(".", others)
         class_names = [entry.name for entry in entries if self._is_folder(entry)]
         if not class_names:
-            num_loose = sum(entry.name.lower().endswith(SUFFIXES) for entry in entries)
+            num_loose = sum(entry.name.lower().endswith(suffixes) for entry in entries)
             raise UsageError(
                 f"{self.description} has no class folder ({num_loose} images lie in it directly): put each image into "
                 "CLASS/NAME"
             )
+        for entry in entries:
+            if entry.name not in class_names:
+                others[f"{_suffix(entry.name)} beside the class folders"] += 1
         self.classes = class_names if classes is None else classes
         self.names, self.sizes, self.times = [], [], []
         problems, labels = [], []
@@ -425,11 +503,11 @@ class Files:
             names = _abbreviate(unknown_names)
             problems.append(f"{self.description} has classes that train_dir lacks: {names}: remove or rename them")
         for name in sorted(set(class_names) & set(self.classes)):
-            class_entries = self._list(name)
+            class_entries = self._list(name, others)
             folders = [entry.name for entry in class_entries if self._is_folder(entry)]
-            images = [
-                entry for entry in class_entries if entry.name.lower().endswith(SUFFIXES) and entry.name not in folders
-            ]
+            files = [entry for entry in class_entries if entry.name not in folders]
+            images = [entry for entry in files if entry.name.lower().endswith(suffixes)]
+            others.update(_suffix(entry.name) for entry in files if not entry.name.lower().endswith(suffixes))
             if folders:
                 problems.append(
                     f"{self.description}: class {name} holds folders ({_abbreviate(folders)}), but images must be CLASS/NAME: "
@@ -438,7 +516,7 @@ class Files:
             elif not images:
                 problems.append(
                     f"{self.description}: class {name} holds no image ({len(class_entries)} other files): remove it, or add "
-                    f"images ({', '.join(SUFFIXES)})"
+                    f"images ({', '.join(USUAL_SUFFIXES)} or another suffix that Pillow reads)"
                 )
             for entry in images:
                 self.names.append(f"{name}/{entry.name}")
@@ -452,14 +530,26 @@ class Files:
             labels += [self.classes.index(name)] * len(images)
         if problems:
             raise UsageError(problems)
+        if len(kinds_read := Counter(map(_suffix, self.names))) > 1:
+            self.notes.append(
+                f"files read: {', '.join(f'{count:,} {kind}' for kind, count in kinds_read.most_common())}"
+            )
+        if others:
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(MAX_NAMES))
+            more = sum(others.values()) - sum(count for _, count in others.most_common(MAX_NAMES))
+            self.notes.append(
+                f"NOT read, as no images by their suffixes: {kinds}{f' and {more:,} more' if more else ''}"
+            )
         self.labels = np.array(labels, np.int64)
 
     def _is_folder(self, entry: os.DirEntry) -> bool:
         return self._try(entry.is_dir, os.path.relpath(entry.path, self.folder))
 
-    def _list(self, name: str) -> list[os.DirEntry]:
-        """List the entries of a folder inside, sorted, without hidden ones."""
+    def _list(self, name: str, others: Counter[str]) -> list[os.DirEntry]:
+        """List the entries of a folder inside, sorted, without hidden ones, which are counted in `others`."""
         entries = self._try(lambda: list(os.scandir(os.path.join(self.folder, name))), name)
+        if num_hidden := sum(entry.name.startswith(".") for entry in entries):
+            others["hidden"] += num_hidden
         return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
     def _try(self, call: Callable[[], Any], name: str) -> Any:
@@ -472,7 +562,7 @@ class Files:
             ) from None
 
     def open(self, row: int) -> Image.Image:
-        return Image.open(os.path.join(self.folder, self.names[row]), formats=FORMATS)
+        return Image.open(os.path.join(self.folder, self.names[row]), formats=_find_formats())
 
     def name(self, row: int) -> str:
         return self.names[row]
@@ -505,6 +595,8 @@ class Rows:
             for kind, usual_name in ((datasets.Image, "image"), (datasets.ClassLabel, "label"))
         )
         self.classes, self.image = dataset.features[label].names, image
+        self.columns = (image, label)
+        self.unused = [name for name in dataset.features if name not in self.columns]
         self.labels = dataset.select_columns(label).with_format("numpy")[:][label].astype(np.int64)
         if not len(self.labels) or self.labels.min() < 0 or self.labels.max() >= len(self.classes):
             raise UsageError(
@@ -532,7 +624,7 @@ class Rows:
         return Path(record["path"]).read_bytes()
 
     def open(self, row: int) -> Image.Image:
-        return Image.open(io.BytesIO(self._bytes(row)), formats=FORMATS)
+        return Image.open(io.BytesIO(self._bytes(row)), formats=_find_formats())
 
     def name(self, row: int) -> str:
         return f"row {row}"
@@ -566,8 +658,13 @@ def _hub(name: str, config: str | None) -> tuple[Rows, Rows | None]:
 # Images that cannot be decoded
 
 
-def _find_bad_rows(store: Any, num_workers: int | None) -> dict[int, str]:
-    """Find the row and the reason of each image that cannot be decoded.
+SIXTEEN_BITS, DARK_BITS = "have 16 bits, of which the upper 8 are taken", ""  # the last one is only counted
+FRAMES, TURNED = "have several frames: the first is taken", "are turned upright, as their EXIF data say"
+CLEAR = "have transparency, which is dropped"
+
+
+def _inspect_all(store: Any, num_workers: int | None) -> dict[int, tuple[str | None, list[str]]]:
+    """Find out of each image why it cannot be decoded (None: it can), and what is to be said of it.
 
     Images that were verified before and have not changed are not read again.
 
@@ -591,17 +688,19 @@ def _find_bad_rows(store: Any, num_workers: int | None) -> dict[int, str]:
                     desc=f"Verifying {store.description}",
                     unit="images",
                 )
-                for row, fault in zip(unverified_rows, bar, strict=True):
-                    results[names[row]] = [marks[row], fault]
+                for row, (fault, notes) in zip(unverified_rows, bar, strict=True):
+                    results[names[row]] = [marks[row], fault, notes]
         finally:  # an interrupted pass goes on where it was
             _save_results(file, {name: results[name] for name in names if name in results})
-    return {row: results[name][1] for row, name in enumerate(names) if results[name][1] is not None}
+    return {row: (results[name][1], results[name][2]) for row, name in enumerate(names)}
 
 
-def _verify(store: Store, row: int) -> str | None:
-    """Say why an image cannot be decoded; None: it can."""
+def _verify(store: Store, row: int) -> tuple[str | None, list[str]]:
+    """Say why an image cannot be decoded (None: it can), and what is to be said of it."""
     try:
-        _decode(store.open(row), 3)
+        image = store.open(row)
+        notes = _list_notes(image)
+        _decode(image, 3)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise errors of any kind
@@ -609,8 +708,26 @@ def _verify(store: Store, row: int) -> str | None:
             raise UsageError(
                 f"{store.description}: {store.name(row)} cannot be read ({error.strerror}): check the file and its permissions"
             ) from error
-        return _reason(error)
-    return None
+        return _reason(error), []
+    return None, notes
+
+
+def _list_notes(image: Image.Image) -> list[str]:
+    """List what is not taken of an image, or changed."""
+    notes = []
+    if image.width * image.height <= Image.MAX_IMAGE_PIXELS:  # others are refused
+        if getattr(image, "n_frames", 1) > 1:
+            notes.append(FRAMES)
+            image.seek(0)
+        if image.getexif().get(0x0112, 1) != 1:
+            notes.append(TURNED)
+        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+            notes.append(CLEAR)
+        if image.mode.startswith("I;16"):
+            notes.append(SIXTEEN_BITS)
+            if np.asarray(image).max() <= DARK:
+                notes.append(DARK_BITS)
+    return notes
 
 
 def _find_cache_file(store: Any) -> Path:
@@ -619,7 +736,7 @@ def _find_cache_file(store: Any) -> Path:
 
 
 def _load_results(file: Path) -> dict[str, list]:
-    """Load results of verified images: name -> [mark, reason or None]."""
+    """Load results of verified images: name -> [mark, reason or None, notes]."""
     try:
         results = json.loads(read_text(file, str(file), MAX_RESULTS))
     except (ValueError, RecursionError):  # none, or damaged: the images are verified again
@@ -630,10 +747,11 @@ def _load_results(file: Path) -> dict[str, list]:
 
 
 def _is_result(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
+    if not isinstance(value, list) or len(value) != 3:
         return False
-    mark, fault = value
-    return isinstance(mark, str) and (fault is None or isinstance(fault, str))
+    mark, fault, notes = value
+    is_list = isinstance(notes, list) and all(isinstance(note, str) for note in notes)
+    return isinstance(mark, str) and (fault is None or isinstance(fault, str)) and is_list
 
 
 def _save_results(file: Path, results: dict[str, list]) -> None:
@@ -656,6 +774,10 @@ def _describe_bad_rows(store: Store, bad: dict[int, str]) -> str:
     """Say how many images cannot be decoded, and which."""
     names = _abbreviate([f"{store.name(row)} ({reason})" for row, reason in bad.items()])
     return f"{store.description}: {len(bad)} of {len(store.labels):,} images cannot be decoded: {names}"
+
+
+def _suffix(name: str) -> str:
+    return Path(name).suffix.lower() or "without a suffix"
 
 
 def _abbreviate(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from samestep._internals.datasets_rows import rows_fingerprint
-from samestep.data import documents
+from samestep.data import documents, row_report
 from samestep.data.arrow import ListColumn
 from samestep.data.ragged import make_micro_batch
-from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
+from samestep.data.row_report import BadRow
+from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError, nearest, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.recipe import TextClassification
@@ -37,7 +39,12 @@ else:
         getattr(datasets, name) for name in ("ClassLabel", "Dataset", "Features", "List", "Value")
     )
 
-FEATURES = Features(dict.fromkeys(("text", "pair", "label"), Value("string"))) if datasets else None
+PARTS_OF_ROW = ("text", "pair", "label")
+FEATURES = (
+    Features(dict.fromkeys((*PARTS_OF_ROW, "columns", "unused", "place", "problem"), Value("string")))
+    if datasets
+    else None
+)
 PAIRS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2", "question": "sentence"}
 """Names of the columns of a pair, as in GLUE (Wang et al. 2019, 1804.07461)."""
 TEXTS = ("text", "sentence", "review", "content")
@@ -58,6 +65,11 @@ PARTS = (
     "xml",
 )
 MAX_DIGITS = 1000  # of a label that is a whole number
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+MISSING = {"", "nan", "-nan", "null", "n/a", "#n/a", "<na>", "nat"}
+"""Labels, in small letters, by which tables say that there is none; and NA and None as they are written."""
+METRICS_OF_CLASSES = ("accuracy", "f1", "matthews_correlation", "masked_accuracy")
+MAX_CLASSES = 10  # that are named before the training
 MIN_PARAGRAPH = 80  # characters of a paragraph of Python's documentation; a shorter one says little
 
 
@@ -112,6 +124,7 @@ def load_texts(
     columns: Columns = Columns(),
     needs_label: bool = True,
     num_proc: int | None = None,
+    on_bad_row: str = "refuse",
 ) -> Dataset:
     """Load labelled texts from exactly one of `train_file` and `dataset_name`.
 
@@ -124,15 +137,45 @@ def load_texts(
         columns: their names.
         needs_label: False: a file of texts to predict may lack labels.
         num_proc: processes that read files.
+        on_bad_row: `refuse`, or `skip` rows that cannot be used.
 
     Returns:
         A memory-mapped dataset with string columns `text`, `pair`, `label`, at least one row; without pairs or labels, these
         columns hold None.
 
     Raises:
-        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there; a row
-            without text or label.
+        UsageError: a source that is missing, of unknown kind, not UTF-8 or malformed; a column that is not there; rows
+            without text or label, all of which one message names.
     """
+    source: dict[str, Any] = {"train_file": train_file, "dataset_name": dataset_name, "split": split}
+    source |= {"dataset_config_name": dataset_config_name, "columns": columns}
+    return _take_good([_load_rows(**source, needs_label=needs_label, num_proc=num_proc)], on_bad_row)[0]
+
+
+def _take_good(tables: Sequence[Dataset], on_bad_row: str) -> list[Dataset]:
+    """Leave rows that cannot be used out, or refuse those of all tables at once."""
+    problems = [problem for table in tables for problem in row_report.find_problems(table)]
+    num_rows = sum(map(len, tables))
+    if on_bad_row == "refuse" or len(problems) == num_rows:
+        row_report.refuse(problems, num_rows)
+    good = [row_report.select_good(table) for table in tables]
+    for table, rows in zip(tables, good, strict=True):
+        if not len(rows):
+            row_report.refuse(row_report.find_problems(table), len(table))
+    return [rows.select_columns(list(PARTS_OF_ROW)) for rows in good]
+
+
+def _load_rows(
+    *,
+    train_file: Sequence[str] | None,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    split: str = "train",
+    columns: Columns = Columns(),
+    needs_label: bool = True,
+    num_proc: int | None = None,
+) -> Dataset:
+    """Load rows as `load_texts` does, with those that cannot be used, and what `row_report` needs to know."""
     if dataset_name == BUILTIN:
         return documents.cache_rows(_python_docs_parts, FEATURES, key=(sys.version, _source()))
     if train_file:
@@ -151,38 +194,66 @@ def load_texts(
     dataset = documents.load_hub(dataset_name, dataset_config_name, split, num_proc)
     location = f"dataset_name {dataset_name!r}"
     text, pair, label = columns.find(location, dataset.column_names, needs_label)
-    names = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
+    classes = dataset.features[label].names if isinstance(dataset.features[label], ClassLabel) else None
+
+    names = (text, pair, label)
+    unused = [name for name in dataset.column_names if name not in names]
 
     def row(values: dict[str, Any], place: int) -> dict[str, Any]:
-        value = values[label] if names is None else names[values[label]] if values[label] >= 0 else None
-        sample = _Row(values[text], values[pair] if pair else None, value)
-        return sample.validate(f"{location}, split {split!r}, row {place}", (text, pair, label), needs_label)
+        value = values[label] if classes is None else classes[values[label]] if values[label] >= 0 else None
+        sample = values[text], values[pair] if pair else None, value
+        return _make_row(sample, names, unused, f"{location}, split {split!r}, row {place}", needs_label)
 
     return dataset.map(row, with_indices=True, remove_columns=dataset.column_names, features=FEATURES)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    text: Any
-    pair: Any
-    label: Any
+def _make_row(
+    values: tuple[Any, Any, Any], names: Sequence[str | None], unused: Sequence[str], place: str, needs_label: bool
+) -> dict[str, Any]:
+    """Make a row of `FEATURES` of the values of text, pair and label; it has a `problem` where they cannot be used.
 
-    def validate(self, location: str, columns: tuple[str, str | None, str | None], needs_label: bool) -> dict[str, Any]:
-        """Return a row of `FEATURES`. Raises UsageError where text or label is missing or of another kind."""
-        for value, column in ((self.text, columns[0]), (self.pair, columns[1])):
-            if column is not None and not isinstance(value, str | None):
-                raise UsageError(f"{location}: {column!r} holds {type(value).__name__}, not text")
-            if column is not None and (value is None or not value.strip()):
-                raise UsageError(f"{location}: {column!r} is empty: fill it in, or remove the row")
-            documents.check_text(location, value)
-        label = self.label
-        if label is not None and not isinstance(label, str | int | float):
-            raise UsageError(f"{location}: {columns[2]!r} holds {type(label).__name__}, not a label")
-        label = None if label is None else str(label).strip()
-        documents.check_text(location, label)
-        if needs_label and not label:
-            raise UsageError(f"{location}: {columns[2]!r} has no label: give one, or remove the row")
-        return {"text": self.text, "pair": self.pair, "label": label or None}
+    Args:
+        names: of the columns of text, pair and label.
+        unused: names of the other columns.
+        place: file and line, or the like.
+    """
+    columns = ", ".join(filter(None, names))
+    row = dict.fromkeys(PARTS_OF_ROW) | {"columns": columns, "unused": row_report.write_unused(unused), "place": place}
+    try:
+        for value, name in zip(values[:2], names[:2], strict=True):
+            if name is not None:
+                _check_text(value, name)
+        label = _read_label(values[2], names[2])
+        if needs_label and label is None:
+            written = "" if values[2] is None or values[2] == "" else f" ({values[2]!r} stands for a missing one)"
+            raise UsageError(f"{names[2]!r} has no label{written}: give one, or remove the row")
+    except UsageError as error:
+        return row | {"problem": str(error)}
+    return row | {"text": values[0], "pair": values[1], "label": label, "problem": None}
+
+
+def _check_text(value: Any, name: str) -> None:
+    """Raise UsageError where a value is no text to read."""
+    if value is None or (isinstance(value, float) and value != value):  # NaN
+        value = ""
+    if not isinstance(value, str):
+        raise UsageError(f"{name!r} holds {type(value).__name__}, not text")
+    if not value.strip():
+        raise UsageError(f"{name!r} is empty: fill it in, or remove the row")
+    if problem := documents.find_fault_of_text(value):
+        raise UsageError(problem)
+
+
+def _read_label(value: Any, name: str | None) -> str | None:
+    """Write a label as a text; None: it is missing. Raises UsageError where it is no label."""
+    if value is not None and not isinstance(value, str | int | float):
+        raise UsageError(f"{name!r} holds {type(value).__name__}, not a label")
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    label = "" if value is None else str(value).strip()
+    if problem := documents.find_fault_of_text(label):
+        raise UsageError(problem)
+    return None if label in ("NA", "None") or label.lower() in MISSING else label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +306,7 @@ class LabelledTexts:
         self.rows, self.tokenizer, self.max_length, self.classes = rows, tokenizer, max_seq_length, classes
         tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
         self.labels = _numbers(_labels(rows), classes, description)
+        self.row_reports: list[row_report.RowReport] = []
         table = rows.map(
             _tokenize,
             batched=True,
@@ -246,6 +318,9 @@ class LabelledTexts:
             new_fingerprint=_hash(rows_fingerprint(rows), fingerprint(tokenizer), max_seq_length, _source()),
         )
         self.tokens = ListColumn(table, "tokens")
+        texts = rows.select_columns([name for name in PARTS_OF_ROW[:2] if name in rows.column_names])
+        unknown = describe_unknown(self.tokens, texts, tokenizer, description)
+        self.notes = [unknown] if unknown else []
         self.first = table.data.column("first").to_numpy().astype(np.int64)
         self.num_cut = int(np.sum(table.data.column("is_cut").to_numpy()))
 
@@ -289,6 +364,21 @@ class LabelledTexts:
                 numbers = [f"{value:.6g}" for value in values]
                 place = values.argmax()
                 writer.writerow([self.classes[place], numbers[place], *(row[name] for name in texts), *numbers])
+
+    def describe_labels(self, metrics: Sequence[str]) -> list[str]:
+        """Say what the labels are taken for, and which of the metrics do not fit them, in lines."""
+        if self.classes is None:
+            low, high = self.labels.min(), self.labels.max()
+            lines = [f"labels: numbers from {low:g} to {high:g}, a regression; --num_labels N makes N classes of them"]
+            if of_classes := [name for name in metrics if name in METRICS_OF_CLASSES]:
+                lines.append(
+                    f"metrics that compare classes: {', '.join(of_classes)}; --metrics pearsonr spearmanr fit numbers"
+                )
+            return lines
+        counts = Counter(self.labels.tolist())
+        names = [f"{documents.shorten(self.classes[place])} ({counts[place]:,})" for place in sorted(counts)]
+        more = f" and {len(names) - MAX_CLASSES:,} more" if len(names) > MAX_CLASSES else ""
+        return [f"labels: {len(self.classes):,} classes: {', '.join(names[:MAX_CLASSES])}{more}"]
 
     @property
     def majority(self) -> float:
@@ -336,12 +426,15 @@ class LabelledTexts:
         }
 
 
-def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[LabelledTexts, LabelledTexts | None]:
+def build(
+    recipe: TextClassification, num_proc: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[LabelledTexts, LabelledTexts | None]:
     """Build the recipe's training and held-out texts; None when nothing is held out.
 
     Args:
         recipe: gives the data, the tokenizer and the length.
         num_proc: processes that read and tokenize.
+        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
 
     Raises:
         UsageError: data or tokenizer that cannot be used, a single class, another number of classes than num_labels.
@@ -349,11 +442,15 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
     columns = Columns(recipe.text_column, recipe.text_pair_column, recipe.label_column)
     source: dict[str, Any] = {"columns": columns, "num_proc": num_proc}
     hub: dict[str, Any] = {"dataset_name": recipe.dataset_name, "dataset_config_name": recipe.dataset_config_name}
-    rows = load_texts(train_file=recipe.train_file, **hub, **source)
+    tables = [_load_rows(train_file=recipe.train_file, **hub, **source)]
     if recipe.validation_file is not None:
-        held_out = load_texts(train_file=recipe.validation_file, **source)
+        tables.append(_load_rows(train_file=recipe.validation_file, **source))
     elif recipe.validation_split_name is not None and recipe.dataset_name is not None:
-        held_out = load_texts(train_file=None, split=recipe.validation_split_name, **hub, **source)
+        tables.append(_load_rows(train_file=None, split=recipe.validation_split_name, **hub, **source))
+    rows, *others = _take_good(tables, on_bad_row)
+    num_rows = len(rows)
+    if others:
+        held_out = others[0]
     else:
         rows, held_out = documents.split_documents(rows, recipe.validation_fraction, recipe.seed)
     classes = find_classes(_labels(rows), recipe.num_labels)
@@ -369,9 +466,34 @@ def build(recipe: TextClassification, num_proc: int | None = None) -> tuple[Labe
         )
     settings: dict[str, Any] = {"max_seq_length": recipe.max_seq_length, "classes": classes, "num_proc": num_proc}
     train = LabelledTexts(rows, tokenizer, **settings, description="training texts")
-    return train, LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(
-        held_out
-    ) else None
+    rest = LabelledTexts(held_out, tokenizer, **settings, description="held-out texts") if len(held_out) else None
+    parts = [train, rest] if rest is not None else [train]
+    names = ["train_file" if recipe.train_file else f"dataset_name {recipe.dataset_name}"]
+    names += (
+        ["validation_file" if recipe.validation_file else f"split {recipe.validation_split_name}"] if others else []
+    )
+    num_cut = [part.num_cut for part in parts] if others else [sum(part.num_cut for part in parts)]
+    for table, name, cut, files in zip(
+        tables, names, num_cut, (recipe.train_file, recipe.validation_file), strict=False
+    ):
+        bad = row_report.find_problems(table)
+        report = row_report.RowReport(
+            name,
+            num_read=len(table),
+            num_used=len(table) - len(bad),
+            num_cut=cut,
+            num_held_out=0 if others else num_rows - len(rows),
+            bad=bad,
+            columns=next(filter(None, table[:100]["columns"]), "").split(", "),
+            unused=row_report.count_unused(table),
+            notes=[
+                *(train.describe_labels(recipe.metrics) if table is tables[0] else []),
+                *(documents.describe_sources(files, READERS) if files else []),
+            ],
+        )
+        train.row_reports.append(report)
+    train.row_reports = row_report.add_notes(train.row_reports, train, rest)
+    return train, rest
 
 
 def from_files(files: Sequence[str], recipe: TextClassification, train: LabelledTexts) -> LabelledTexts:
@@ -382,7 +504,7 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
     """
     columns = Columns(recipe.text_column, recipe.text_pair_column, None)
     rows = load_texts(train_file=files, columns=columns, needs_label=False)
-    rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(FEATURES)
+    rows = rows.remove_columns("label").add_column("label", [None] * len(rows)).cast(rows.features)
     settings: dict[str, Any] = {"max_seq_length": train.max_length, "classes": train.classes}
     return LabelledTexts(rows, train.tokenizer, **settings, description="texts to predict")
 
@@ -390,24 +512,41 @@ def from_files(files: Sequence[str], recipe: TextClassification, train: Labelled
 def find_classes(labels: Sequence[str], num_labels: int | None) -> list[str] | None:
     """Find the classes that labels name, sorted (as numbers where all are whole numbers); None: labels are numbers.
 
-    With num_labels None, labels are numbers if each of them is a number, and not all are whole.
+    With num_labels None, labels are numbers if each of them is a number, and not all are whole. Whole numbers are one class
+    however they are written: 1, 1.0 and 1e0.
 
     Raises:
-        UsageError: a single label, or another number of classes than num_labels.
+        UsageError: a single label, another number of classes than num_labels, numbers that are not whole beside labels that
+            are no numbers, or -100, which stands for a missing label.
 
     >>> find_classes(["10", "9", "10"], None), find_classes(["b", "a"], 2), find_classes(["1.5", "2"], None)
     (['9', '10'], ['a', 'b'], None)
+    >>> find_classes(["0.0", "1.0", "1"], None)
+    ['0', '1']
     """
     names = sorted(set(labels))
+    is_whole = all(map(_is_whole, names))
+    if is_whole:
+        names = sorted(sorted(set(map(_write_whole, names))), key=int)
     if len(names) == 1:
         raise UsageError(
             f"the training texts have a single label, {documents.list_names(names)}: nothing can be learned; check "
             "label_column and train_file"
         )
-    if num_labels == 1 or (num_labels is None and all(map(_is_number, names)) and not all(map(_is_whole, names))):
+    fractions = [name for name in names if _is_number(name) and not _is_whole(name)]
+    others = [name for name in names if not _is_number(name)]
+    if num_labels == 1 or (num_labels is None and fractions and not others):
         return None
-    if all(map(_is_whole, names)):
-        names.sort(key=int)
+    if num_labels is None and fractions and len(fractions) > len(others):
+        raise UsageError(
+            f"labels of the training texts are numbers, not all of them whole ({documents.list_names(fractions[:3])}), but "
+            f"{documents.list_names(others)} is none: mend it, or set num_labels to {len(names)} if they are classes"
+        )
+    if str(IGNORED) in names:
+        raise UsageError(
+            f"a label of the training texts is {IGNORED}, which stands for a missing one: remove the rows, give them a class, "
+            "or set num_labels to 1 if labels are numbers"
+        )
     class_names = ", ".join(map(documents.shorten, names[:10])) + (", ..." if len(names) > 10 else "")
     if num_labels is not None and len(names) != num_labels:
         raise UsageError(
@@ -429,6 +568,8 @@ def _numbers(labels: Sequence[str | None], classes: list[str] | None, descriptio
         rule = "not all of them are numbers: set num_labels to that of the classes, or mend them"
         numbers = [np.nan if label is None else float(label) for label in labels] if not wrong else []
     else:
+        if all(map(_is_whole, classes)):
+            labels = [_write_whole(label) if label is not None and _is_whole(label) else label for label in labels]
         places = {name: place for place, name in enumerate(classes)} | {None: IGNORED}
         wrong = sorted(set(labels) - set(places))
         rule = f"the training texts have no such class, only {documents.list_names(classes)}"
@@ -440,14 +581,19 @@ def _numbers(labels: Sequence[str | None], classes: list[str] | None, descriptio
 
 
 def _is_whole(label: str) -> bool:
-    return label.removeprefix("-").isdecimal() and len(label) < MAX_DIGITS
+    """Tell whether a label is a whole number, however it is written."""
+    if label.removeprefix("-").isdecimal():
+        return len(label) < MAX_DIGITS
+    return NUMBER.fullmatch(label) is not None and abs(float(label)) < 2**53 and float(label).is_integer()
+
+
+def _write_whole(label: str) -> str:
+    """Write a whole number as digits; what is digits stays, so that 01 and 1 are two classes."""
+    return label if label.removeprefix("-").isdecimal() else str(int(float(label)))
 
 
 def _is_number(label: str) -> bool:
-    try:
-        return np.isfinite(float(label))
-    except ValueError:
-        return False
+    return NUMBER.fullmatch(label) is not None and bool(np.isfinite(float(label)))
 
 
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> dict[str, list]:
@@ -484,18 +630,34 @@ def _source() -> str:
 
 
 def _read(files: Sequence[str], columns: Columns, needs_label: bool) -> Iterator[dict[str, str | None]]:
-    """Read the rows of the files, one at a time; every fault is a `UsageError` that names the file and the line."""
+    """Read the rows of the files, one at a time; a fault of a row is its `problem`, another one a `UsageError`."""
     current: str | None = None
     names: Any = ()
+    unused: dict[tuple[str, ...], list[str]] = {}
     for file, number, values in read_rows(files):
+        place = f"{file}:{number}"
+        if isinstance(values, BadRow):
+            yield dict.fromkeys(FEATURES) | {"place": place, "problem": str(values)}
+            continue
         if file != current or not all(name in values for name in names if name is not None):
-            current, names = file, columns.find(f"{file}:{number}", list(values), needs_label)
-        row = _Row(*(None if name is None else values[name] for name in names))
-        yield row.validate(f"{file}:{number}", names, needs_label)
+            try:
+                names = columns.find(place, list(values), needs_label)
+            except UsageError as error:
+                if file != current:
+                    raise
+                problem = row_report.strip_place(error, place)
+                yield dict.fromkeys(FEATURES) | {"place": place, "problem": problem}
+                continue
+            current, unused = file, {}
+        present = tuple(values)
+        if present not in unused:
+            unused[present] = [name for name in present if name not in names]
+        row = tuple(None if name is None else values[name] for name in names)
+        yield _make_row(row, names, unused[present], place, needs_label)
 
 
-def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time.
+def read_rows(files: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any] | BadRow]]:
+    """Read file, line and columns of each row of files of the kinds in `READERS`, one at a time; a fault is a `BadRow`.
 
     Raises:
         UsageError: a file that cannot be read, or that holds no row; it names the file.
@@ -549,4 +711,4 @@ def _python_docs_parts() -> Iterator[dict[str, str | None]]:
             sources.setdefault(" ".join(paragraph.split()), set()).add(part)
     for text, parts in sources.items():
         if len(parts) == 1 and parts <= set(PARTS) and len(text) >= MIN_PARAGRAPH:
-            yield {"text": text, "pair": None, "label": next(iter(parts))}
+            yield dict.fromkeys(FEATURES) | {"text": text, "label": next(iter(parts)), "columns": "text, label"}

@@ -25,7 +25,8 @@ from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split, split_sentences
 from samestep.data.ragged import make_pretraining_micro_batch
-from samestep.data.tokenizer import fingerprint, load_tokenizer, train_wordpiece
+from samestep.data.row_report import RowReport, add_notes
+from samestep.data.tokenizer import describe_unknown, fingerprint, load_tokenizer, train_wordpiece
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
@@ -99,6 +100,7 @@ class SentencePairs:
         description: str = "the corpus",
     ):
         self.seed, self.tokenizer = seed, tokenizer
+        self.row_reports: list[RowReport] = []
         tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
         num_special = NUM_SPECIAL if next_sentence_probability is not None else 2  # [CLS] A [SEP]
         self.max_length, self.max_tokens = max_seq_length, max_seq_length - num_special
@@ -126,6 +128,10 @@ class SentencePairs:
             ),
         )
         self.tokens, self.ends, self.cuts = (ListColumn(table, name) for name in ("tokens", "ends", "cuts"))
+        num_short = len(documents) - len(self.tokens)
+        self.notes = [f"left out: {format_count(num_short, 'document')} of fewer than two tokens"] if num_short else []
+        if unknown := describe_unknown(self.tokens, documents, tokenizer, description):
+            self.notes.append(unknown)
         is_pair = next_sentence_probability is not None
         if len(self.tokens) < 1 + is_pair:
             raise UsageError(
@@ -254,18 +260,19 @@ class SentencePairs:
 
 
 def build(
-    recipe: BertPretraining | ModernBertPretraining, num_proc: int | None = None
+    recipe: BertPretraining | ModernBertPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
 ) -> tuple[SentencePairs, SentencePairs | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
         recipe: gives the data, the tokenizer and the lengths.
         num_proc: processes that read and tokenize.
+        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
 
     Raises:
         UsageError: data or tokenizer that cannot be used.
     """
-    documents, held_out = load_split(recipe, num_proc)
+    documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
     weights = getattr(recipe, "model_name_or_path", None)
     name = recipe.tokenizer_name or weights
     if name is None:
@@ -275,9 +282,9 @@ def build(
     names = ("seed", "max_seq_length", "short_seq_probability", "next_sentence_probability", "mlm_probability")
     settings = {name: getattr(recipe, name, None) for name in names} | {"num_proc": num_proc}
     train = SentencePairs(documents, tokenizer, **settings, description="training documents")
-    return train, SentencePairs(held_out, tokenizer, **settings, description="held-out documents") if len(
-        held_out
-    ) else None
+    rest = SentencePairs(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
+    train.row_reports = add_notes(reports, train, rest)
+    return train, rest
 
 
 def _hash(*parts: object) -> str:

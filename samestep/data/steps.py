@@ -27,6 +27,9 @@ class Sample(Protocol):
         """Size of the sample in tokens, for the partition."""
 
 
+MAX_SEARCHED = 20_000  # samples in which a target of each loss term is looked for
+
+
 class SampleSource(Protocol):
     """The samples of a task, as pure functions of (epoch, sample id)."""
 
@@ -91,6 +94,23 @@ class StepData:
     def pin_memory(self) -> "StepData":
         """Copy the micro-batches to page-locked memory, from which copies to a GPU do not block. Called by the DataLoader."""
         return dataclasses.replace(self, micro_batches=torch_autograd.pin_memory(self.micro_batches))
+
+
+def find_terms_without_target(source: SampleSource, names: Sequence[str]) -> list[str]:
+    """Find the loss terms that have no target in any of the source's samples, of which the first usually has one of each.
+
+    Args:
+        source: gives the samples; of more than `MAX_SEARCHED` so many, spread over all, are looked at.
+        names: of the loss terms.
+    """
+    num_samples, start, size = min(len(source), MAX_SEARCHED), 0, 1
+    counts = np.zeros(len(names), np.int64)
+    while start < num_samples and not counts.all():
+        places = range(start, min(start + size, num_samples))
+        samples = [source.draw(0, place * len(source) // num_samples) for place in places]
+        counts += source.collate(samples)["counts"].numpy()
+        start, size = start + size, min(2 * size, 64)
+    return [name for name, count in zip(names, counts, strict=True) if not count]
 
 
 class Steps(Dataset):

@@ -21,7 +21,14 @@ from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.cut.order import sample_rng
 from samestep.data.arrow import ListColumn
 from samestep.data.documents import load_split
-from samestep.data.tokenizer import fingerprint, load_tokenizer, train_byte_level_bpe, train_characters
+from samestep.data.row_report import RowReport, add_notes
+from samestep.data.tokenizer import (
+    describe_unknown,
+    fingerprint,
+    load_tokenizer,
+    train_byte_level_bpe,
+    train_characters,
+)
 from samestep.errors import UsageError
 from samestep.printing import format_count
 from samestep.recipe.extras import optional
@@ -78,6 +85,8 @@ class TokenBlocks:
         tokenizer.model_max_length = block_size  # saved with it: a pipeline truncates to that
         self.max_length, self.document_mask, self.seed, self.description = block_size, document_mask, seed, description
         self.is_row = is_row
+        self.row_reports: list[RowReport] = []
+        self.notes: list[str] = []
         dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
         table = documents.map(
             _tokenize,
@@ -91,6 +100,8 @@ class TokenBlocks:
             new_fingerprint=f"{rows_fingerprint(documents)}-{fingerprint(tokenizer)}",
         )
         self.tokens = ListColumn(table, "tokens")
+        if unknown := describe_unknown(self.tokens, documents, tokenizer, description):
+            self.notes.append(unknown)
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -218,6 +229,11 @@ class PackedBlocks(TokenBlocks):
 class SeparateDocuments(TokenBlocks):
     """One sample per document, cut off after block_size tokens, of the documents' own length otherwise."""
 
+    def __init__(self, documents: Dataset, tokenizer: PreTrainedTokenizerBase, **settings):
+        super().__init__(documents, tokenizer, **settings)
+        if num_cut := int((self.tokens.lengths() > self.max_length).sum()):
+            self.notes.append(f"cut off after {self.max_length} tokens: {format_count(num_cut, 'document')}")
+
     def __len__(self) -> int:
         return self.num_documents
 
@@ -234,17 +250,20 @@ def _cut(seed: int, num_tokens: int, epoch: int) -> int:
     return int(sample_rng(seed, RING, epoch, 0).integers(num_tokens))
 
 
-def build(recipe: CausalPretraining, num_proc: int | None = None) -> tuple[TokenBlocks, TokenBlocks | None]:
+def build(
+    recipe: CausalPretraining, num_proc: int | None = None, on_bad_row: str = "refuse"
+) -> tuple[TokenBlocks, TokenBlocks | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
         recipe: gives the data, the tokenizer and the length.
         num_proc: processes that read and tokenize.
+        on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
 
     Raises:
         UsageError: data or tokenizer that cannot be used.
     """
-    documents, held_out = load_split(recipe, num_proc)
+    documents, held_out, reports = load_split(recipe, num_proc, on_bad_row)
     weights = getattr(recipe, "model_name_or_path", None)
     name = recipe.tokenizer_name or weights
     if name is not None:
@@ -260,7 +279,9 @@ def build(recipe: CausalPretraining, num_proc: int | None = None) -> tuple[Token
     }
     settings["is_row"] = isinstance(recipe, CausalLmPretraining)
     blocks = kind(documents, tokenizer, **settings, seed=recipe.seed, description="training documents")
-    return blocks, kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
+    rest = kind(held_out, tokenizer, **settings, description="held-out documents") if len(held_out) else None
+    blocks.row_reports = add_notes(reports, blocks, rest)
+    return blocks, rest
 
 
 def _tokenize(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, dtype: str) -> dict[str, list]:

@@ -1,18 +1,21 @@
 """Tokenizers (WordPiece, byte-level BPE, characters): trained on the corpus once, or loaded."""
 
 import hashlib
+import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from samestep._internals.datasets_rows import rows_fingerprint
+from samestep.data.arrow import ListColumn
 from samestep.errors import UsageError, explain_unwritable, reason
 from samestep.recipe.extras import optional
 from samestep.recipe.reading import check_model_folder, format_name
@@ -24,6 +27,8 @@ else:
     datasets = optional("datasets")
     Dataset = datasets.Dataset
 
+MIN_UNKNOWN = 0.01  # share of unknown tokens of which a run says nothing
+BLOCK, MAX_BLOCKS = 10**5, 200  # tokens that are counted at once, and how many times, about, spread over all
 MAX_CHARACTERS = 1000  # the most frequent ones; others become [UNK]
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "<|unknown|>"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -212,6 +217,54 @@ def load_tokenizer(
             f"{num_entries} or more"
         )
     return tokenizer
+
+
+def describe_unknown(tokens: ListColumn, texts: Dataset, tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
+    """Say which share of the tokens is the one for unknown words, with examples and a remedy; None: `MIN_UNKNOWN` at most.
+
+    Args:
+        tokens: of all texts, or more of them than of others; of many a part is counted, spread over all.
+        texts: columns of texts, from which the examples come.
+        name: names the texts in messages.
+
+    Raises:
+        UsageError: all of the tokens are unknown.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown == tokenizer.eos_token_id or not tokens.num_values:
+        return None
+    num_blocks = -(-tokens.num_values // BLOCK)
+    step = max(1, num_blocks // MAX_BLOCKS)
+    counts = np.zeros(len(tokenizer), np.int64)
+    for start in range(0, tokens.num_values, step * BLOCK):
+        counts += np.bincount(tokens.read(start, min(start + BLOCK, tokens.num_values)), minlength=len(tokenizer))
+    num_unknown = counts[unknown]
+    num_words = counts.sum() - sum(counts[token] for token in set(tokenizer.all_special_ids) - {unknown})
+    if num_unknown <= MIN_UNKNOWN * num_words:
+        return None
+    words = list(itertools.islice(_find_unknown_words(texts, tokenizer), 3))
+    examples = ", ".join(f"{word[:20]!r}{f'... ({len(word):,} letters)' if len(word) > 20 else ''}" for word in words)
+    remedy = "give --tokenizer_name of a model that was trained on such texts"
+    most = getattr(tokenizer.backend_tokenizer.model, "max_input_chars_per_word", None)
+    if most is not None and any(len(word) > most for word in words):
+        remedy = f"a word has {most} letters at most, so put spaces between words, or {remedy}"
+    share = num_unknown / num_words
+    text = f"{share:.1%} of the tokens of {name} are {tokenizer.unk_token}, unknown: {examples}: {remedy}"
+    if num_unknown == num_words and step == 1:
+        raise UsageError(text)
+    return text
+
+
+def _find_unknown_words(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Find words that the tokenizer does not know in the first texts, each once."""
+    found = set()
+    for row in texts.select(range(min(len(texts), 1000))):
+        for text in filter(None, row.values()):
+            encoding = tokenizer(text[:100_000], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            for token, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+                if token == tokenizer.unk_token_id and text[start:end] not in found:
+                    found.add(text[start:end])
+                    yield text[start:end]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,7 +11,7 @@ from samestep.models.pretrained import initial_model
 from samestep.models.resnet import GroupNormResNet, GroupNormResNetConfig
 from samestep.models.summed_losses import SummedLosses
 from samestep.recipe.recipe import ImageClassification
-from samestep.recipe.run_settings import ImageSettings
+from samestep.recipe.run_settings import DataSettings
 from samestep.step import losses
 
 
@@ -48,7 +48,7 @@ class ClassificationSums(SummedLosses):
         loss_sum = losses.cross_entropy_sum(logits, labels, self.label_smoothing)
         return torch.stack([loss_sum]), None if self.training else losses.num_correct(logits, labels)[None]
 
-    def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: ImageSettings) -> dict:
+    def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: DataSettings) -> dict:
         return networks.memory_format_candidates(self, self.resnet, device, mixed_precision)
 
     def compile_layers(self) -> None:

@@ -58,6 +58,21 @@ PARTS_OF_A_DATASET = ("dataset_config_name", "validation_split_name", "mixture_w
 """Fields that name a part of `dataset_name`, or weigh it; another source has no such part, or weight."""
 HELD_OUT = ("validation_file", "validation_dir")
 """Fields that name held-out data of the same kind as the training data."""
+COLUMNS = {
+    "turns": ("messages", "conversations", "conversation"),
+    "question": ("prompt", "instruction", "question", "query"),
+    "context": ("input", "context"),
+    "answer": ("completion", "output", "response", "answer"),
+    "pair": ("chosen", "rejected"),
+    "text": ("text",),
+    "system": ("system", "system_prompt", "system_message"),
+    "history": ("history",),
+    "tools": ("tools",),
+    "label": ("label",),
+}
+"""What a column of conversations holds -> its names."""
+UNUSED = "unused"
+"""What `columns` calls a column that is not read."""
 DRAWN = ("builtin/drawn_chats", "builtin/drawn_pairs")
 """Datasets of conversations that are drawn: for fine-tuning by next tokens, by pairs."""
 DRAWN_SIZES = ("num_train_samples", "num_validation_samples")
@@ -797,6 +812,11 @@ class CausalLmFineTuning(Recipe):
         "configuration of the hub dataset, or level of drawn data: easy, medium or hard; null with several datasets",
         decides=False,
     )
+    columns: tuple[str, ...] | None = setting(
+        "NAME=COLUMN for columns that are called otherwise, such as messages=chat,prompt=ask; unused=COLUMN leaves one out; "
+        "null: all have known names",
+        decides=False,
+    )
     mixture_weights: tuple[float, ...] | None = setting(
         "passes over each source in an epoch, a source being an entry of dataset_name or train_file: 2 uses each sample twice, "
         "0.5 half of them, the next epoch the others; null: each sample once",
@@ -815,7 +835,8 @@ class CausalLmFineTuning(Recipe):
         decides=False,
     )
     train_on: str = setting(
-        "tokens that are predicted: completions (the last answer), assistant (all answers) or all (of the sample)",
+        "tokens that are predicted: assistant (all turns of the assistant; beside a prompt the completion), completions (the "
+        "last answer alone), or all (of the sample)",
         choice("completions", "assistant", "all"),
     )
     max_seq_length: int = setting("tokens of a sequence", limit(2**24, 2))
@@ -919,6 +940,7 @@ class CausalLmFineTuning(Recipe):
                 f"dataset_config_name is {self.dataset_config_name}, but dataset_name names {len(names)} datasets: write "
                 "NAME:CONFIG, and set dataset_config_name to null"
             )
+        problems += self._problems_of_columns()
         entries = names or self.train_file or ()
         is_mixed = self.dataset_name is not None or self.mixture_weights is not None
         if is_mixed and len(set(entries)) < len(entries):
@@ -945,6 +967,28 @@ class CausalLmFineTuning(Recipe):
                 "assistant"
             )
         return problems
+
+    def _problems_of_columns(self) -> list[str]:
+        problems, targets = [], [name for names in COLUMNS.values() for name in names]
+        pairs = [word.partition("=") for words in self.columns or () for word in words.split(",")]
+        for target, equals, name in pairs:
+            if not (target and equals and name):
+                problems.append(f"columns has {format_value(target + equals + name)}: write NAME=COLUMN")
+            elif target not in (*targets, UNUSED):
+                problems.append(
+                    f"columns maps {name} to {target[:60]}, which is not read: {nearest(target[:60], targets)}"
+                )
+        for place, kind in ((0, "to two columns"), (2, "to two names")):
+            names = [pair[place] for pair in pairs if pair[place] != UNUSED]
+            twice = [name for number, name in enumerate(names) if name in names[:number]]
+            problems += [f"columns maps {name} {kind}: leave one out" for name in dict.fromkeys(twice)]
+        return problems
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """Name of a column in the data -> what `columns` calls it."""
+        pairs = [word.partition("=") for words in self.columns or () for word in words.split(",")]
+        return {name: target for target, _, name in pairs}
 
     def _problems_of_shape(self) -> list[str]:
         names = ("architecture", *self.SHAPE)
@@ -1302,7 +1346,7 @@ register(
     "image_classification",
     ImageClassification,
     Parts(
-        settings="samestep.recipe.run_settings:ImageSettings",
+        settings="samestep.recipe.run_settings:DataSettings",
         data="samestep.data.images:build",
         model="samestep.models.image_classification:ClassificationSums",
         shape="samestep.planner.memory:image_classification",

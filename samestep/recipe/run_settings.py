@@ -276,7 +276,19 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelSettings(RunSettings):
+class DataSettings(RunSettings):
+    """Settings of one run that trains on data which others have made."""
+
+    on_bad_row: str = setting(
+        "rows, images and the like that cannot be used: refuse them all in one message, or skip them and list them in "
+        "OUTPUT_DIR/skipped_rows.jsonl",
+        choice("refuse", "skip"),
+        default="refuse",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelSettings(DataSettings):
     """Settings of one run that trains a transformer on tokens."""
 
     may_shard: ClassVar[bool] = True
@@ -388,17 +400,6 @@ class CausalLmFineTuningSettings(BestModelSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageSettings(RunSettings):
-    """Settings of one run that trains on files of images."""
-
-    on_bad_sample: str = setting(
-        "when images cannot be decoded: end before training, or leave them out and say which",
-        choice("stop", "skip"),
-        default="stop",
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLmSettings(LanguageModelSettings):
     """Settings of one run that trains a model to continue text."""
 
@@ -406,6 +407,8 @@ class CausalLmSettings(LanguageModelSettings):
     sample_length: int = setting("tokens of that continuation", LENGTH, default=200)
 
 
+OLD_FLAGS = {"on_bad_sample": ("on_bad_row", {"stop": "refuse"})}
+"""Flag that will go in 0.2 -> its name today, and values that are called otherwise today."""
 RESTART_SETTINGS = {"resume_from_checkpoint": "latest", "async_checkpointing": True, "checkpointing_minutes": 1.0}
 """What fault_tolerance restart brings, where flags do not say otherwise."""
 
@@ -444,7 +447,7 @@ def parse(
     parser = Parser(program_name(), "--recipe RECIPE [--FLAG VALUE ...]", description=description, epilog=EPILOG)
     parser.add_settings(settings_class)
     parser.add_settings(cls, _load_help_recipe(argv, task), "recipe")
-    flags = parser.parse(argv)
+    flags = parser.parse(rename_old_flags(argv))
     if "recipe" not in flags:
         raise UsageError(f"--recipe is missing: give one of {', '.join(recipes.catalog_names())}, or a .yaml file")
     names = {field.name for field in dataclasses.fields(settings_class)}
@@ -475,6 +478,31 @@ def parse(
         _require_packages(task, run)
     recipe = recipe.rehearsed() if run.rehearse else recipe
     return recipe, dataclasses.replace(run, output_dir=run.output_dir or f"runs/{recipe.name}")
+
+
+_announced: set[str] = set()  # old flags that this process has named: flags are parsed several times
+
+
+def rename_old_flags(argv: Sequence[str]) -> list[str]:
+    """Write flags of `OLD_FLAGS` by their names of today, with a line on stderr for each.
+
+    >>> rename_old_flags(["--on_bad_row", "skip"])
+    ['--on_bad_row', 'skip']
+    """
+    words, values = [], {}
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in OLD_FLAGS:
+            new, values = OLD_FLAGS[name]
+            if name not in _announced and os.environ.get("RANK", "0") == "0":
+                _announced.add(name)
+                print(f"--{name} is --{new} now, and will go in 0.2: write --{new}", file=sys.stderr)
+            word = f"--{new}{equals}{values.get(value, value)}"
+            values = {} if equals else values
+        elif values:
+            word, values = values.get(word, word), {}
+        words.append(word)
+    return words
 
 
 def _require_packages(task: str, run: Any) -> None:

@@ -24,7 +24,8 @@ from samestep._internals import torch_distributed
 from samestep._internals.library_output import quiet_libraries
 from samestep.cut.layout import solve_layout
 from samestep.cut.order import Order
-from samestep.data.steps import MicroBatch, StepData, Steps, to_device
+from samestep.data.row_report import write_skipped
+from samestep.data.steps import MicroBatch, StepData, Steps, find_terms_without_target, to_device
 from samestep.errors import UsageError
 from samestep.models import pretrained
 from samestep.models.summed_losses import SummedLosses
@@ -173,6 +174,10 @@ class Run:
         recipe = self.recipe
         if self.held_out is None:
             self._say("nothing is held out, so nothing is evaluated: --validation_fraction 0.1 holds out a tenth")
+        reports = getattr(train, "row_reports", ())
+        self._say(*map(str, reports))
+        if reports and self.accelerator.is_main_process and (file := write_skipped(self.output_dir, reports)):
+            self._say(f"skipped rows are listed in {file}")
         if (report := getattr(train, "mask_report", None)) is not None:
             self._say(str(report))
         mixture = getattr(train, "mixture", ())
@@ -425,6 +430,7 @@ class Run:
             RunError: memory does not hold a single sample, or numbers are not finite.
         """
         accelerator, settings, recovery = self.accelerator, self.settings, self.recovery
+        self._check_targets(train)
         if not settings.rehearse and self.exact_sum is None:
             micro_batch_size.fit(recovery, self._forward_backward)
         if getattr(self.recipe, "normalization", None) == "batch":
@@ -449,6 +455,20 @@ class Run:
         while not is_at_end:
             yield from self._iterate_steps()
             is_at_end = self.completed_steps >= self.last_step or recovery.should_stop or self.has_ended_elsewhere
+
+    def _check_targets(self, train: Any) -> None:
+        """Check that each loss term has a target in the training data: one without is 0 to the end.
+
+        Raises:
+            UsageError: names the terms.
+        """
+        weights = self.recipe.loss_weights
+        names = [name for name in find_terms_without_target(train, list(weights)) if weights[name]]
+        if names:
+            raise UsageError(
+                f"the training data have no target of the loss {', '.join(names)}, which would be 0 in every step: look at the "
+                "rows, the tokenizer and the lengths, or set the weight of the loss to 0"
+            )
 
     def _iterate_steps(self) -> Iterator["Step"]:
         """Iterate over the steps, until the batch grows with the noise, which was not known when they were prepared."""

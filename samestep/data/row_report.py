@@ -1,0 +1,221 @@
+"""Says what became of the rows of each source: which are used, cut or left out and why, and which columns are not used.
+
+A fault of a row is data, not an exception: readers note it in the column `problem` of the cached table and go on, so that one
+message names every kind of fault of all files. What is left out without a fault (a row that is too long) is reported beside it.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from samestep.errors import UsageError
+from samestep.printing import format_count
+from samestep.recipe.extras import optional
+
+pa, compute = optional("pyarrow"), optional("pyarrow.compute")
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MAX_KINDS, MAX_PLACES = 20, 3
+"""Kinds of faults in a message, and rows that are named of each."""
+MAX_UNUSED = 20  # columns in a report
+SKIPPED_FILE = "skipped_rows.jsonl"
+"""File of the output folder that lists the rows which `--on_bad_row skip` left out."""
+VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*\b")  # in a reason: what differs between rows of one kind
+
+
+class BadRow(str):
+    """Says why a reader of files has no row here; it comes in the place of the row."""
+
+
+class Problem(NamedTuple):
+    """Reason why a row is not used.
+
+    Attributes:
+        place: file and line, or the like.
+        reason: the fault or the rule, and the remedy; without the place.
+    """
+
+    place: str
+    reason: str
+
+
+class Kind(NamedTuple):
+    """Problems that differ in their values only.
+
+    Attributes:
+        reason: of the first one.
+        num_rows: rows.
+        places: of the first ones, `MAX_PLACES` at most.
+    """
+
+    reason: str
+    num_rows: int
+    places: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Write the first place, the reason, and the number of rows with the next places."""
+        if self.num_rows == 1:
+            return f"{self.places[0]}: {self.reason}"
+        others = self.list_places().partition(", ")[2]
+        return f"{self.places[0]}: {self.reason} ({format_count(self.num_rows, 'row')}: also {others})"
+
+    def list_places(self) -> str:
+        """List the first places; of one in the same file as the first one only the line."""
+        file = self.places[0].rpartition(":")[0] + ":"
+        short = [place.removeprefix(file[:-1]) if file != ":" else place for place in self.places[1:]]
+        return ", ".join([self.places[0], *short, *["..."] * (self.num_rows > len(self.places))])
+
+
+class RowReport(NamedTuple):
+    """Report on the rows of one source.
+
+    Attributes:
+        source: its name for people.
+        num_read, num_used: rows, those that are held out among them.
+        num_cut: of the used ones, those that lost their end.
+        num_held_out: of the used ones.
+        bad: rows with a fault, which `--on_bad_row skip` left out.
+        left_out: rows that a rule of the recipe left out, such as the largest length.
+        columns: columns that are used.
+        unused: columns, or fields of a column, that are not used -> rows that have them.
+        notes: further lines.
+    """
+
+    source: str
+    num_read: int
+    num_used: int
+    num_cut: int = 0
+    num_held_out: int = 0
+    bad: Sequence[Problem] = ()
+    left_out: Sequence[Problem] = ()
+    columns: Sequence[str] = ()
+    unused: Mapping[str, int] = {}
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """Write a short line for the numbers, each reason, and the columns."""
+        line = f"{self.source}: {format_count(self.num_read, 'row')} read, {self.num_used:,} used"
+        parts = {"held out": self.num_held_out, "cut": self.num_cut}
+        line += "".join(f", {count:,} of them {text}" for text, count in parts.items() if count)
+        lines = [line]
+        for kind in [*group(self.bad), *group(self.left_out)]:
+            lines.append(f"  left out: {kind.num_rows:,}, {kind.reason} ({kind.list_places()})")
+        if self.columns:
+            lines.append(f"  columns used: {', '.join(self.columns)}")
+        if self.unused:
+            names = [
+                name if count == self.num_read else f"{name} ({format_count(count, 'row')})"
+                for name, count in list(self.unused.items())[:MAX_UNUSED]
+            ]
+            more = f" and {len(self.unused) - MAX_UNUSED} more" if len(self.unused) > MAX_UNUSED else ""
+            lines.append(f"  NOT used: {', '.join(names)}{more}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def add_notes(reports: Sequence[RowReport], train: Any, held_out: Any) -> list[RowReport]:
+    """Add the `notes` of training and held-out samples to the reports of the sources from which they come.
+
+    Args:
+        reports: one for both, or one for each.
+        train, held_out: None: there are none.
+    """
+    reports = list(reports)
+    for place, part in enumerate((train, held_out)):
+        if part is not None and reports:
+            place = min(place, len(reports) - 1)
+            reports[place] = reports[place]._replace(notes=[*reports[place].notes, *part.notes])
+    return reports
+
+
+def group(problems: Iterable[Problem]) -> list[Kind]:
+    """Group problems by kind, in the order of their first rows.
+
+    >>> group([Problem("a:1", "label is '3': mend it"), Problem("a:2", "label is '44': mend it")])
+    [Kind(reason="label is '3': mend it", num_rows=2, places=('a:1', 'a:2'))]
+    """
+    first: dict[str, str] = {}  # shape of a reason -> its first wording
+    places: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
+    shapes: dict[str, str] = {}
+    for place, reason in problems:
+        shape = shapes.get(reason)
+        if shape is None:
+            shape = shapes[reason] = VALUE.sub("?", reason)
+        first.setdefault(shape, reason)
+        counts[shape] += 1
+        if counts[shape] <= MAX_PLACES:
+            places.setdefault(shape, []).append(place)
+    return [Kind(first[shape], count, tuple(places[shape])) for shape, count in counts.items()]
+
+
+def refuse(problems: Sequence[Problem], num_rows: int) -> None:
+    """Raise a UsageError with one line for each kind of problem; do nothing where there are none.
+
+    Args:
+        problems: of all rows of all sources.
+        num_rows: rows that were read.
+    """
+    if not problems:
+        return
+    kinds = group(problems)
+    lines = [str(kind) for kind in kinds[:MAX_KINDS]]
+    if len(kinds) > MAX_KINDS:
+        lines.append(f"and {len(kinds) - MAX_KINDS} other kinds of faults")
+    if len(problems) < num_rows:
+        these = "this row" if len(problems) == 1 else f"these {len(problems):,} rows"
+        lines[-1] += f"; --on_bad_row skip leaves out {these} of {num_rows:,}"
+    raise UsageError(lines)
+
+
+def strip_place(error: UsageError, place: str) -> str:
+    """Return the message of an error without the place with which it begins.
+
+    >>> strip_place(UsageError("a.csv:3: label is empty: fill it in"), "a.csv:3")
+    'label is empty: fill it in'
+    """
+    return str(error).removeprefix(place).removeprefix(":").strip()
+
+
+def find_problems(rows: "Dataset") -> list[Problem]:
+    """Find the rows of a table whose column `problem` is not null; column `place` says where they are."""
+    table = rows.with_format("arrow").select_columns(["place", "problem"])[:]
+    table = table.filter(compute.is_valid(table["problem"]))
+    return [Problem(*pair) for pair in zip(*(table[name].to_pylist() for name in ("place", "problem")), strict=True)]
+
+
+def select_good(rows: "Dataset") -> "Dataset":
+    """Select the rows whose column `problem` is null; the same object where all are."""
+    problems = rows.with_format("arrow").select_columns("problem")[:]["problem"]
+    if problems.null_count == len(problems):
+        return rows
+    return rows.select(compute.is_null(problems).to_numpy().nonzero()[0])
+
+
+def write_unused(names: Iterable[str]) -> str:
+    """Write the names of a row's unused columns as a text for the cached table's column `unused`; empty: none."""
+    names = list(names)
+    return json.dumps(names) if names else ""
+
+
+def count_unused(rows: "Dataset") -> dict[str, int]:
+    """Count of each unused column the rows that have it, from what `write_unused` wrote; the most frequent first."""
+    counts: Counter[str] = Counter()
+    for entry in compute.value_counts(rows.with_format("arrow").select_columns("unused")[:]["unused"]).to_pylist():
+        for name in json.loads(entry["values"] or "[]"):
+            counts[name] += entry["counts"]
+    return dict(counts.most_common())
+
+
+def write_skipped(folder: Path, reports: Iterable[RowReport]) -> Path | None:
+    """Write place and reason of each skipped row to a file of the output folder; None: nothing was skipped, nor is a file."""
+    rows: list[Any] = [problem._asdict() for report in reports for problem in report.bad]
+    file = folder / SKIPPED_FILE
+    if not rows:
+        file.unlink(missing_ok=True)  # of an earlier run that is overwritten
+        return None
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return file

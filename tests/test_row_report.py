@@ -1,0 +1,70 @@
+"""What is said of rows that are not used, or not whole."""
+
+import json
+
+import datasets
+import pytest
+
+from samestep.data import row_report
+from samestep.data.row_report import Problem, RowReport
+from samestep.errors import UsageError
+from samestep.recipe.run_settings import rename_old_flags
+
+EMPTY = [Problem(f"a.csv:{line}", "text is empty: fill it in") for line in (3, 5, 8, 9)]
+ROLE = [Problem("b.csv:2", "turn 1: role is 'bot': rename it"), Problem("b.csv:7", "turn 30: role is 'x': rename it")]
+
+
+def test_all_kinds_of_faults_are_refused_at_once():
+    with pytest.raises(UsageError) as error:
+        row_report.refuse([EMPTY[0], *ROLE, *EMPTY[1:]], 40)
+    assert error.value.problems == [
+        "a.csv:3: text is empty: fill it in (4 rows: also :5, :8, ...)",
+        "b.csv:2: turn 1: role is 'bot': rename it (2 rows: also :7); --on_bad_row skip leaves out these 6 rows of 40",
+    ]
+    with pytest.raises(UsageError, match=r"mend it$"):  # no row would be left
+        row_report.refuse([Problem("a:1", "mend it")], 1)
+    row_report.refuse([], 40)
+    with pytest.raises(UsageError) as error:
+        row_report.refuse([Problem("a:1", "x" * number) for number in range(1, 41)], 50)
+    assert len(error.value.problems) == row_report.MAX_KINDS + 1
+    assert "and 20 other kinds" in error.value.problems[-1]
+
+
+def test_a_report_has_all_numbers(tmp_path):
+    report = RowReport(
+        "chats", 1000, 990, 3, 49, EMPTY, ROLE[:1], ("messages",), {"id": 1000, "messages: name": 2}, ("a note",)
+    )
+    assert str(report).splitlines() == [
+        "chats: 1,000 rows read, 990 used, 49 of them held out, 3 of them cut",
+        "  left out: 4, text is empty: fill it in (a.csv:3, :5, :8, ...)",
+        "  left out: 1, turn 1: role is 'bot': rename it (b.csv:2)",
+        "  columns used: messages",
+        "  NOT used: id, messages: name (2 rows)",
+        "  a note",
+    ]
+    file = row_report.write_skipped(tmp_path, [report, report])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[1] == {"place": "a.csv:5", "reason": "text is empty: fill it in"}
+    assert len(lines) == 8
+    assert row_report.write_skipped(tmp_path, [report._replace(bad=())]) is None
+    assert not file.exists()
+
+
+def test_problems_and_unused_columns_of_a_table():
+    names = [row_report.write_unused(names) for names in (["id", 'a, "b"'], [], ["id"])]
+    rows = datasets.Dataset.from_dict(
+        {"place": ["f:1", "f:2", "f:3"], "problem": [None, "empty", None], "unused": names}
+    )
+    assert row_report.find_problems(rows) == [Problem("f:2", "empty")]
+    assert row_report.select_good(rows)["place"] == ["f:1", "f:3"]
+    assert row_report.select_good(row_report.select_good(rows))["place"] == ["f:1", "f:3"]
+    assert row_report.count_unused(rows) == {"id": 2, 'a, "b"': 1}
+    assert row_report.count_unused(rows.select([1])) == {}
+
+
+def test_old_flags_are_read(capsys, monkeypatch):
+    monkeypatch.setattr("samestep.recipe.run_settings._announced", set())
+    new = ["--on_bad_row", "refuse", "--seed", "stop"]
+    assert rename_old_flags(["--on_bad_sample", "stop", "--seed", "stop"]) == new
+    assert rename_old_flags(["--on_bad_sample=skip"]) == ["--on_bad_row=skip"]
+    assert len(capsys.readouterr().err.splitlines()) == 1
