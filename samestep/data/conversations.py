@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals import chat_rendering
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import chat_templates, template_process
 from samestep.data.arrow import ListColumn
@@ -90,6 +91,7 @@ class MaskReport:
         num_dropped: rows left out because they are longer.
         num_untrained: rows left out because none of their tokens, or none of an answer's, is trained.
         num_special: samples whose text holds a special token, which is a token here, not a text.
+        num_rewritten: samples with answers that the template writes otherwise in the whole than for the model that gives them.
         rule: says what is trained, and how it was found.
         max_seq_length: the largest number of tokens of a sequence.
         sources: of a mixture, a line for each source: its samples, its weight, and its share of an epoch.
@@ -107,6 +109,7 @@ class MaskReport:
     rule: str
     max_seq_length: int
     sources: tuple[str, ...] = ()
+    num_rewritten: int = 0
 
     def __str__(self) -> str:
         """Write the report, a line or two, and one for each source of a mixture."""
@@ -124,6 +127,8 @@ class MaskReport:
             f"cut at {self.max_seq_length} tokens": self.num_cut,
             "without a trained token, left out": self.num_untrained,
             "with a special token in their text": self.num_special,
+            "with answers that begin otherwise, or follow other turns, than where the model gives them (as without thoughts), "
+            "trained as the template writes them in the whole": self.num_rewritten,
         }
         if any(counts.values()):
             lines.append("samples " + "; ".join(f"{text}: {count:,}" for text, count in counts.items() if count))
@@ -148,6 +153,7 @@ class Conversations:
         sizes: number of rows of each source, which lie one after the other; None: one source has all.
         entries: name of each source in messages.
         weights: passes over each source in an epoch; None: an epoch uses each sample once.
+        date: what a template reads from the clock, in ISO's format; None: today.
 
     Attributes:
         rows, tokenizer: as given.
@@ -179,6 +185,7 @@ class Conversations:
         sizes: Sequence[int] | None = None,
         entries: Sequence[str] = (),
         weights: Sequence[float] | None = None,
+        date: str | None = None,
     ):
         self.rows, self.tokenizer, self.max_seq_length, self.train_on = rows, tokenizer, max_seq_length, train_on
         self.terms, self.loss_weighting, self.has_reference = tuple(terms), loss_weighting, has_reference
@@ -186,10 +193,12 @@ class Conversations:
         self.is_pairs = "chosen" in self.columns
         self.max_length = max_seq_length * (1 + self.is_pairs)
         tokenizer.model_max_length = max_seq_length  # saved with it: a pipeline truncates to that
-        self.renderer = Renderer(tokenizer, "completions" if self.is_pairs else train_on, has_turns(rows))
+        self.renderer = Renderer(tokenizer, "completions" if self.is_pairs else train_on, has_turns(rows), date)
         settings = (self.renderer.train_on, max_seq_length, truncation)
         columns = {name: List(Value(kind)) for name, kind in (("tokens", "int32"), ("trained", "uint8"))}
-        columns |= dict.fromkeys(("border", "state", "stops", "special"), Value("int32")) | {"problem": Value("string")}
+        columns |= dict.fromkeys(("border", "state", "stops", "special", "rewritten"), Value("int32")) | {
+            "problem": Value("string")
+        }
         table = rows.map(
             _tokenize,
             batched=True,
@@ -203,6 +212,7 @@ class Conversations:
                 fingerprint(tokenizer),
                 tokenizer.special_tokens_map,
                 self.renderer.template,
+                self.renderer.date,
                 settings,
                 _source(),
             ),
@@ -214,8 +224,8 @@ class Conversations:
         if problems:
             raise UsageError([_report_problem(rows, *item) for item in list(problems.items())[:MAX_PROBLEMS]])
         self.tokens, self.trained = ListColumn(table, "tokens"), ListColumn(table, "trained")
-        self.borders, self.states, self.stops, self.special = (
-            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special")
+        self.borders, self.states, self.stops, self.special, self.rewritten = (
+            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special", "rewritten")
         )
         self.places = np.flatnonzero(self.states <= CUT)  # [samples], the row of each
         self.reference = np.zeros((len(self.places), 2), np.float32)
@@ -307,6 +317,7 @@ class Conversations:
             "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
             "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
             "mask": self.trained.digest(),
+            **({"date": self.renderer.date} if self.renderer.date else {}),
         } | ({"mixture": _hash(self.mixture)} if self.mixture else {})
 
     @functools.cached_property
@@ -327,6 +338,7 @@ class Conversations:
             rule=self.renderer.rule,
             max_seq_length=self.max_seq_length,
             sources=self._describe_mixture(),
+            num_rewritten=int(self.rewritten[self.places].sum()),
         )
 
     def draw(self, epoch: int, sample_id: int) -> Conversation:
@@ -442,12 +454,15 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, Conversations | None]:
+def build(
+    recipe: Any, num_workers: int | None = None, date: str | None = None
+) -> tuple[Conversations, Conversations | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
     Args:
         recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
         num_workers: processes that tokenize.
+        date: see `Conversations`.
 
     Raises:
         UsageError: data, tokenizer or template that cannot be used.
@@ -465,6 +480,7 @@ def build(recipe: Any, num_workers: int | None = None) -> tuple[Conversations, C
         "loss_weighting": recipe.loss_weighting,
         "has_reference": recipe.objective == "dpo",
         "num_workers": num_workers,
+        "date": date,
     }
     mixing: dict[str, Any] = {
         "sizes": [len(source.train) for source in sources],
@@ -482,7 +498,7 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
     """Turn rows into `tokens` and `trained` (of a pair both sequences, end to end), `border`, the length of the first one, and
     what became of them."""
     columns: dict[str, list] = {
-        name: [] for name in ("tokens", "trained", "border", "state", "stops", "special", "problem")
+        name: [] for name in ("tokens", "trained", "border", "state", "stops", "special", "rewritten", "problem")
     }
     nothing = (np.zeros(0, np.int32), np.zeros(0, bool))
     for place, row in _read_ahead(batch["row"], renderer):
@@ -513,6 +529,7 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
         columns["state"].append(state)
         columns["stops"].append(stop)
         columns["special"].append(int(renderer.holds_special(row)))
+        columns["rewritten"].append(int(renderer.is_rewritten))
         columns["problem"].append(problem)
     return columns
 
@@ -539,4 +556,9 @@ def _hash(*parts: object) -> str:
 
 def _source() -> str:
     """Hash what makes samples of rows, so that cached samples are made anew when it changes."""
-    return _hash(*(Path(file).read_bytes() for file in (__file__, chat_templates.__file__, template_process.__file__)))
+    return _hash(
+        *(
+            Path(file).read_bytes()
+            for file in (__file__, chat_templates.__file__, template_process.__file__, chat_rendering.__file__)
+        )
+    )
