@@ -352,9 +352,10 @@ class Renderer:
                 text = whole.text[: span[1]]
             else:  # then what follows must change nothing
                 text = whole.text if is_last else self._render_whole(turns[: number + 1], tools)
-            end = self._find_end(tokens, len(begun), tokens if text == whole.text else self._encode(text), is_last)
+            may_stop = is_last or turns[number + 1]["role"] != "assistant"
+            end = self._find_end(tokens, len(begun), tokens if text == whole.text else self._encode(text), may_stop)
             if end is None and (text := text.rstrip()):  # white space may be one token with that of the next turn
-                end = self._find_end(tokens, len(begun), self._encode(text), is_last)
+                end = self._find_end(tokens, len(begun), self._encode(text), may_stop)
             if end is None:
                 self._refuse_beginning(turns[: number + 1], tools, tokens)
             mask[len(begun) : end] = True
@@ -381,27 +382,26 @@ class Renderer:
                 return span[0] + len(opening)
         return len(before) if is_kept else None
 
-    def _find_end(self, tokens: list[int], start: int, given: list[int], is_last: bool) -> int | None:
+    def _find_end(self, tokens: list[int], start: int, given: list[int], may_stop: bool) -> int | None:
         """Find the place behind an answer's last token, which is its stop token if it has one; None: it is not known.
 
         Args:
             tokens: of the conversation.
             start: place of the answer's first token.
-            given: tokens of the conversation up to the answer's end.
-            is_last: whether no turn follows, so that a stop token may.
+            given: tokens of the conversation up to the end of what the template writes for the turn.
+            may_stop: whether a special token that follows, such as that of the user's next turn, stops the model.
         """
         if tokens[: len(given)] != given:
             return None
         end = self._find_end_of_turn(given)
         if end is not None and end >= start:
             return end + 1
-        place = len(given)
-        while is_last and place < len(tokens) and tokens[place] not in self.special_ids:
+        for place in range(len(given), len(tokens)) if may_stop else ():
+            if tokens[place] in self.special_ids:
+                return place + 1
             if self.tokenizer.decode(tokens[place]).strip():
                 break
-            place += 1
-        is_stopped = is_last and place < len(tokens) and tokens[place] in self.special_ids
-        return place + 1 if is_stopped else len(given)
+        return len(given)
 
     def _find_openings(self, tools: list[dict] | None) -> list[str]:
         """Find what a template may write for a turn of the assistant before the part that the model writes, the longest first.
