@@ -28,14 +28,16 @@ class _Tracker:
         self.place = self.first = 0
         self.spans: list[list[int]] = []
 
-    def turn_begins(self, loop: int, *values: Any) -> str:
+    @jinja2.pass_context  # so that Jinja does not compute it when it compiles
+    def turn_begins(self, _: Any, loop: int, *values: Any) -> str:
         turn = next((self.numbers[id(value)] for value in values if id(value) in self.numbers), None)
         if not self.loops or self.loops[-1] != (loop, turn):
-            self.turn_ends(loop)
+            self.turn_ends(_, loop)
             self.loops.append((loop, turn))
         return ""
 
-    def turn_ends(self, loop: int) -> str:
+    @jinja2.pass_context
+    def turn_ends(self, _: Any, loop: int) -> str:
         self._note()
         for depth, (number, _) in enumerate(self.loops):
             if number == loop:
@@ -52,23 +54,21 @@ class _Tracker:
         self.first = self.place
 
 
-class _TrackedTemplate:
-    """A template of which transformers' functions ask what they ask of Jinja's, and which notes spans as it is rendered."""
+TRACKER = _Tracker()
 
-    def __init__(self, template: jinja2.Template, tracked: jinja2.Template, tracker: _Tracker):
-        self.environment, self.generate, self.tracked, self.tracker = (
-            template.environment,
-            template.generate,
-            tracked,
-            tracker,
-        )
+
+class _TrackedTemplate:
+    """A template that notes which turn each part of a text is of, as transformers renders it."""
+
+    def __init__(self, template: jinja2.Template):
+        self.template = template
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         pieces: list[str] = []
-        self.tracker.begin(messages)
-        for piece in self.tracked.generate(messages=messages, **variables):
+        TRACKER.begin(messages)
+        for piece in self.template.generate(messages=messages, **variables):
             pieces.append(piece)
-            self.tracker.place += len(piece)
+            TRACKER.place += len(piece)
         return "".join(pieces)
 
 
@@ -97,7 +97,7 @@ def render_turns(
         the text, and [first character, the one after the last] of what each marker holds; without markers [first, last,
         number of the turn] of what loops over turns write: nothing of a loop in a macro or in a block that is no output.
     """
-    compiled = _compile(template, now)
+    compiled = _compile(template, now, not has_markers)
     compile_anew = chat_template_utils._compile_jinja_template
     chat_template_utils._compile_jinja_template = lambda _: compiled
     try:
@@ -111,19 +111,20 @@ def render_turns(
         )
     finally:
         chat_template_utils._compile_jinja_template = compile_anew
-    return texts[0], [list(span) for span in spans[0]] if has_markers else compiled.tracker.spans
+    return texts[0], [list(span) for span in spans[0]] if has_markers else TRACKER.spans
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(template: str, now: str) -> _TrackedTemplate:
+def _compile(template: str, now: str, is_tracked: bool) -> Any:
     """Compile a template. Raises jinja2.TemplateSyntaxError."""
-    plain = chat_template_utils._compile_jinja_template(template)
-    environment, tracker = plain.environment, _Tracker()
-    environment.globals["strftime_now"] = datetime.datetime.fromisoformat(now).strftime
-    environment.filters |= {BEGINS: tracker.turn_begins, ENDS: tracker.turn_ends}
+    environment = chat_template_utils._compile_jinja_template("").environment
+    environment.filters |= {BEGINS: TRACKER.turn_begins, ENDS: TRACKER.turn_ends}
+    clock = {"strftime_now": datetime.datetime.fromisoformat(now).strftime}
+    if not is_tracked:
+        return environment.from_string(template, clock)
     tree = environment.parse(template)
     tree.body = list(_track(tree.body, environment))
-    return _TrackedTemplate(plain, environment.from_string(tree), tracker)
+    return _TrackedTemplate(environment.from_string(tree, clock))
 
 
 def _track(body: Sequence[nodes.Node], environment: jinja2.Environment) -> Iterator[nodes.Node]:

@@ -245,14 +245,15 @@ class Renderer:
     def _make_request(
         self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
     ) -> Request:
-        turns = [
-            {
-                key: value
-                for key, value in turn.items()
-                if value is not None or (key == "content" and "tool_calls" in turn)
-            }
-            for turn in turns
-        ]
+        if any(None in turn.values() for turn in turns):
+            turns = [
+                {
+                    key: value
+                    for key, value in turn.items()
+                    if value is not None or (key == "content" and "tool_calls" in turn)
+                }
+                for turn in turns
+            ]
         return Request(
             self.find_template(tools), self.token_texts, turns, tools, parts, has_markers, self.date or NEVER
         )
