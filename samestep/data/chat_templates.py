@@ -439,7 +439,7 @@ class Renderer:
         for number, turn in enumerate(turns, start=1):
             if calls := turn.get("tool_calls"):
                 turn = turn | {"tool_calls": [_write_call(number, call, form.takes_text) for call in calls]}
-                if turn.get("content") is None:
+                if not turn.get("content"):
                     turn = {key: value for key, value in turn.items() if key != "content"} | form.no_content
             written.append(turn)
         return written

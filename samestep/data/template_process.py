@@ -111,6 +111,8 @@ class TemplateProcess:
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
+        if not requests:
+            return
         if self.owner != os.getpid():
             self._start()
         content, setup = [], self.setup
