@@ -164,7 +164,8 @@ def judge(renderer: Renderer, letters: str) -> str:
             return f"WRONG: turn {number + 1} trains {run!r}"
         if HEADER.match(run):
             return f"WRONG: turn {number + 1} trains the header of {run!r}"
-    kept = [tokens[end - 1] in renderer.special_ids for _, end in edges]
+    written = [[token for token in tokens[start:end] if tokenizer.decode([token]).strip()] for start, end in edges]
+    kept = [run[-1] in renderer.special_ids for run in written]  # white space may follow
     return "right" if all(kept) else "right, but some answers have no stop token in the template"
 
 
