@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     metric, batch_size = settings.metric_for_best_model or "loss", settings.per_device_eval_batch_size
 
     # The model returns summed losses: means of micro-batches must not be added up
-    train, held_out = run.load_data(conversations.build, settings.on_bad_row)
+    train, held_out = run.load_data(conversations.build, settings.on_bad_row, run.date)
     if recipe.objective == "dpo":
         reference.add_reference(run, CausalLmSums, train, held_out)
     model, optimizer = run.prepare(CausalLmSums, train)

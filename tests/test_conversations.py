@@ -315,17 +315,8 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         (DROPS, CHAT, "leaves out or changes the content of turn 1 .role user"),
         (NO_SYSTEM, [("system", "Be kind"), *CHAT], "leaves out or changes the content of turn 1 .role system"),
         (REORDERS, CHAT, "puts into another place the content of turn"),
-        (LATE_SYSTEM, [("system", "Be kind"), *CHAT], "puts into another place the content of turn 2"),
-        (REWRITES, CHAT, "renders the beginning, up to turn 1, otherwise when more turns follow"),
-        (ENDS, CHAT, "renders the beginning, up to turn 2, otherwise when more turns follow"),
         (GEMMA, [("system", "Be kind"), *CHAT], "refuses it .System role not supported"),
         (GEMMA, [CHAT[0], CHAT[0], *CHAT[1:]], "refuses it .Conversation roles must alternate"),
-        (
-            THINKS,
-            CHAT,
-            "begins an answer that the model is to give with '<.im_start.>assistant.n<think>.n', but one that is given with",
-        ),
-        (CHATML, CHAT[1:], "the first turn is the assistant's"),
         (LAST_MARKED, CHAT, "markers hold tokens of 1 of 2 turns of the assistant"),
         (NO_STOP, CHAT, "markers end before <.im_end.>, so that the model would not learn to stop"),
     ],
@@ -333,13 +324,8 @@ ONE = {"messages": turns(("user", "a"), ("assistant", "b"))}
         "drops",
         "no-system",
         "reorders",
-        "late-system",
-        "rewrites",
-        "ends",
         "gemma",
         "alternate",
-        "thinks",
-        "first",
         "last-marked",
         "no-stop",
     ],
@@ -354,8 +340,42 @@ def test_a_template_that_changes_the_chat_is_refused(make, template, chat, messa
 
 def test_the_last_answer_needs_no_other_turn_to_stay_as_it_is(make):
     text = marked(make({"messages": turns(*CHAT)}, template=ENDS, train_on="completions"))[0]
-    assert text.endswith("<|im_start|>assistant\n[[4<|im_end|>\n<|endoftext|>]]")
+    assert text.endswith("<|im_start|>assistant\n[[4<|im_end|>]]\n<|endoftext|>")
     assert text.count("[[") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "is_rewritten"),
+    [
+        (LATE_SYSTEM, [("system", "Be kind"), *CHAT], True),
+        (REWRITES, CHAT, True),
+        (ENDS, CHAT, False),
+        (THINKS, CHAT, True),
+        (CHATML, CHAT[1:], False),
+    ],
+    ids=["late-system", "rewrites", "ends", "thinks", "first"],
+)
+def test_answers_are_found_in_a_template_that_changes_other_turns(make, template, chat, is_rewritten):
+    source = make({"messages": turns(*chat)}, template=template)
+    text = marked(source)[0]
+    assert text.count("[[") == 2
+    assert "[[4<" in text
+    assert source.mask_report.num_rewritten == is_rewritten
+    assert ("answers that begin otherwise, or follow other turns" in str(source.mask_report)) == is_rewritten
+
+
+def test_a_template_reads_the_day_of_the_run(make, tmp_path):
+    template = "{{ strftime_now('%Y-%m-%d') + '<|im_end|>' }}" + CHATML
+    make({"messages": turns(*CHAT)}, template=template)
+    changes = {"train_file": [str(tmp_path / "rows.jsonl")], "chat_template": str(tmp_path / "template.jinja")}
+    first, second, again = (
+        build(recipe(**changes), None, date)[0] for date in ("2026-03-01", "2026-03-02", "2026-03-01")
+    )
+    assert marked(first)[0].startswith("2026-03-01<|im_end|>")
+    assert first.fingerprints == again.fingerprints
+    assert first.fingerprints["date"] == "2026-03-01"
+    assert first.fingerprints["conversations"] != second.fingerprints["conversations"]
+    assert "which reads 2026-03-01 from the clock, on any day" in str(first.mask_report)
 
 
 def test_a_marked_template_may_begin_answers_otherwise(make):

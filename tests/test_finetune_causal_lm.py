@@ -1,5 +1,6 @@
 """Fine-tuning of causal language models as a user meets it: the same step in any cut, what a run leaves, what it refuses."""
 
+import datetime
 import json
 import math
 from functools import partial
@@ -12,12 +13,14 @@ from compare import check, parameters, relative, same_weights, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from samestep.data import conversations
+from samestep.data.chat_templates import TEMPLATES
 from samestep.errors import UsageError
 from samestep.models.causal_lm import CausalLmSums
 from samestep.recipe import pretrained_shape
 from samestep.recipe import run_settings as run
 from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning, load
 from samestep.training import generation
+from samestep.training import run as run_module
 from samestep.training.checkpoint import read
 
 PROGRAM = "finetune_causal_lm"
@@ -351,3 +354,30 @@ def test_weights_bring_their_shape_and_other_data_their_size(tmp_path):
     with pytest.raises(UsageError, match=r"max_seq_length is 256, but model_name_or_path .* has 128 positions"):
         pretrained_shape.load("sft_small_cpu", changes)
     assert pretrained_shape.load("sft_small_cpu", changes | {"max_seq_length": 128}).max_seq_length == 128
+
+
+def test_a_run_that_goes_on_the_next_day_reads_the_same_date(finetune, tmp_path, monkeypatch):
+    class Day(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2026, 3, 1 + is_later)
+
+    is_later = False
+    monkeypatch.setattr(run_module.datetime, "date", Day)
+    rows = [{"instruction": f"first {number}", "output": "ok"} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "clock.jinja").write_text("{{ strftime_now('%d %b') + '<|im_end|>' }}" + TEMPLATES["chatml"])
+    no_data = " ".join(f"--{field} none" for field in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
+    data = (
+        f"{no_data} --train_file {tmp_path}/rows.jsonl --validation_fraction 0 --chat_template {tmp_path}/clock.jinja"
+    )
+    more = f"{flags(6, 6, 'float64')}{WORKLOADS['gpt2']} {data}"
+    whole = finetune("whole", f"{more} --max_train_steps 4")
+    parts = finetune("parts", f"{more} --max_train_steps 4 --stop_after_step 2")
+    is_later = True
+    parts = finetune("parts", f"{more} --max_train_steps 4 --resume_from_checkpoint latest")
+    assert [line["loss"] for line in metrics(parts)] == [line["loss"] for line in metrics(whole)]
+    state = json.loads((parts / "checkpoint-4" / "state.json").read_text())
+    assert state["data_fingerprints"]["date"] == "2026-03-01"
+    other = finetune("other", f"{more} --max_train_steps 4")
+    assert [line["loss"] for line in metrics(other)] != [line["loss"] for line in metrics(whole)]

@@ -32,6 +32,7 @@ PARTS = {
     "modern": ("docs/optimizers.md", "modern", "part"),
     "muon": ("docs/optimizers.md", "muon", "part"),
     "stability": ("docs/first-runs.md", "stability", "part"),
+    "templates": ("docs/language-models.md", "templates", "part"),
     "time": ("docs/planner.md", "timing", "describe"),
     "verdicts": ("docs/audit.md", "verdicts", "part"),
 }

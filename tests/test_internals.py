@@ -28,10 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.integrations import moe
+from transformers.utils.chat_template_utils import render_jinja_template
 from waiting import PATIENCE, until
 
 from samestep._internals import (
     accelerate_state,
+    chat_rendering,
     datasets_rows,
     late_imports,
     libc,
@@ -713,3 +715,36 @@ def test_a_replica_alone():
     assert torchft_replica.is_reachable(f"http://127.0.0.1:{store.port}")
     until(lambda: not torchft_replica.is_reachable(url), "end of the lighthouse")  # in a thread of its own
     assert torchft_replica.find_local_address("http://127.0.0.1:9") == "127.0.0.1"
+
+
+# ---------------------------------------------------------------------------------------------------------- chat templates
+
+FIRST = "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}<{{ m.content }}>{% endfor %}"
+SECOND = (
+    "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y') }}"
+    "{% for m in messages %}{{ m.role }}{% for n in messages[:1] %}{{ n.content }}{% endfor %};{% endfor %}."
+)
+
+
+@pytest.mark.parametrize("round", [1, 2])
+def test_spans_say_which_turn_each_part_is_of(round):
+    """Jinja computes nothing of them when it compiles; templates of one process do not mix."""
+    turns = [{"role": role, "content": role[0]} for role in ("user", "tool", "assistant")]
+    options = {"add_generation_prompt": False}
+    text, spans = chat_rendering.render_turns(FIRST, turns, None, "2026-03-01", False, options)
+    assert (text, spans) == ("<u><a>", [[0, 3, 0], [3, 6, 2]])
+    text, spans = chat_rendering.render_turns(SECOND, turns, None, f"202{round}-03-01", False, options)
+    assert text == f"202{round}useru;toolu;assistantu;."
+    assert [(text[start:end], turn) for start, end, turn in spans] == [
+        ("useru;", 0),
+        ("tool", 1),
+        ("u", 0),
+        (";", 1),
+        ("assistant", 2),
+        ("u", 0),
+        (";", 2),
+    ]
+    (plain,), _ = render_jinja_template(conversations=[turns], chat_template=FIRST)
+    assert plain == "<u><a>"
+    marked = FIRST.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    assert chat_rendering.render_turns(marked, turns, None, "2026-03-01", True, options) == ("<u><a>", [[1, 2], [4, 5]])

@@ -1,5 +1,6 @@
 """Replicas that come and go: the cut follows the quorum, nothing is lost or done twice, and what they cannot do is refused."""
 
+import datetime
 import json
 import os
 import re
@@ -142,13 +143,15 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     def refuse():
         raise UsageError("earlier run")
 
-    def try_in_a_process(meeting_point: str, begins: bool = False) -> str:
+    def try_in_a_process(meeting_point: str, begins: bool = False, asks_day: bool = False) -> str:
         """Join in another process, for which alone locks count; return what went wrong, or whether the run was begun."""
         read, write = os.pipe()
         if not os.fork():
             try:
                 other = SharedFolder(tmp_path, NAMES)
                 other.join(meeting_point, refuse)
+                if asks_day:
+                    os.write(write, other.date.encode())
                 if begins:
                     os.write(write, str(other.begin_session(lambda is_again: None)).encode())
             except UsageError as error:
@@ -164,6 +167,9 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     assert try_in_a_process("http://a:1") == "earlier run"
     folder = SharedFolder(tmp_path, NAMES)
     folder.join("http://a:1", lambda: None)
+    assert folder.date == datetime.date.today().isoformat()
+    (tmp_path / ".lock").write_text("http://a:1\n2026-03-01\n")
+    assert try_in_a_process("http://a:1", asks_day=True) == "2026-03-01", "the day of the first replica"
     assert try_in_a_process("http://a:1") == "", "a replica that is started again, in the folder of its run"
     assert "in use by another run (http://a:1)" in try_in_a_process("http://b:1")
     prepared = []

@@ -12,7 +12,7 @@ from samestep.errors import UsageError
 from samestep.recipe import recipe as recipes
 
 TURNS = [
-    {"role": "system", "content": "Sé amable \ud800", "name": None},
+    {"role": "system", "content": "Sé amable \ud800"},
     {"role": "user", "content": "日本語"},
     {"role": "assistant", "content": "yes", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1.5}}}]},
     {"role": "user", "content": "and?"},
@@ -121,11 +121,10 @@ def test_many_slow_renderings_are_refused_by_their_average(monkeypatch):
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_renderings_are_those_of_transformers(name, tools):
     template = chat_templates.TEMPLATES[name]
-    turns = [{key: value for key, value in turn.items() if value is not None} for turn in TURNS]
     for has_markers in (False, True):
         for part, rendering in zip(PARTS, take(template, PARTS, TURNS, tools, has_markers), strict=True):
             (text,), spans = render_jinja_template(
-                conversations=[turns[: part.num_turns]],
+                conversations=[TURNS[: part.num_turns]],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=has_markers,
@@ -133,7 +132,8 @@ def test_renderings_are_those_of_transformers(name, tools):
                 **TOKENS,
             )
             assert rendering.text == text
-            assert [tuple(span) for span in rendering.spans] == [span for each in spans for span in each]
+            if has_markers:
+                assert [tuple(span) for span in rendering.spans] == [span for each in spans for span in each]
 
 
 def test_what_was_asked_for_is_taken_in_order_or_left():

@@ -1,11 +1,13 @@
 """Renders rows of conversations by a chat template, and finds the tokens that are trained; trains tokenizers for them.
 
-The trained tokens are inside of the template's `{% generation %}` markers. Where it has none, the turns before each answer are
-rendered alone, and must be, token for token, the beginning of the whole: what follows is the answer. A row for which this does
-not hold is refused.
+The trained tokens are inside of the template's `{% generation %}` markers. Most templates have none. Then an answer is what the
+template's loop writes for its turn, from where the model begins, which the turns before it show when they are rendered alone,
+to the token that ends the turn. So no template has to be edited, and the tokenizer's own is saved with the model. A row in
+which this cannot be found is refused.
 """
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import json
@@ -14,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from transformers import AddedToken, PreTrainedTokenizerBase
@@ -66,6 +68,36 @@ TEMPLATES = {"chatml": CHAT_TEMPLATE, "tulu": TULU_TEMPLATE}
 """Name of a chat template that `chat_template` may give instead of a file."""
 
 
+CLOCK, NEVER = "strftime_now", "1970-01-01"
+"""What a template calls to read the clock; what it reads if it does so by another name."""
+CALL: dict[str, Any] = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "get_some", "arguments": {"of_what": "some_rain"}},
+}
+"""A call of a tool to try templates with."""
+
+
+class CallForm(NamedTuple):
+    """A form of calls of tools.
+
+    Attributes:
+        takes_text: whether arguments are JSON text, not an object.
+        no_content: the part of a turn that says that it has no content beside the calls.
+    """
+
+    takes_text: bool
+    no_content: dict[str, str | None]
+
+
+NO_CONTENTS: tuple[dict[str, str | None], ...] = ({}, {"content": None}, {"content": ""})
+CALL_FORMS = [CallForm(takes_text, nothing) for nothing in NO_CONTENTS for takes_text in (False, True)]
+
+
+class UnclearCallError(UsageError):
+    """A call of a tool whose arguments are a text that is no object."""
+
+
 class Renderer:
     """Turns rows into tokens, and finds those that are trained.
 
@@ -73,13 +105,22 @@ class Renderer:
         tokenizer: with an eos_token; with a chat template for rows with turns.
         train_on: see `Conversations`.
         has_turns: whether rows have turns; else texts.
+        date: what a template reads from the clock, in ISO's format; None: today.
+
+    Attributes:
+        date: what the template reads from the clock; None: it does not read it.
+        is_rewritten: whether the last row holds answers before which the model saw other turns than the whole has.
 
     Raises:
         UsageError: no chat template where rows have turns, or one that is not Jinja.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, has_turns: bool, date: str | None = None):
         self.tokenizer, self.train_on, self.has_turns = tokenizer, train_on, has_turns
+        self.date: str | None = None
+        self.is_rewritten = False
+        self.openings: dict[str, list[str]] = {}  # of each template that was asked for them
+        self.call_forms: dict[str, CallForm] = {}
         self.special_ids = set(tokenizer.all_special_ids) | {
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -93,6 +134,8 @@ class Renderer:
                 "(columns prompt and completion, or text)"
             )
         self.token_texts = dict(tokenizer.special_tokens_map)
+        if CLOCK in json.dumps(self.template):  # of several templates any
+            self.date = date or datetime.date.today().isoformat()
         try:
             next(PROCESS.take(self._make_request([{"role": "user", "content": "a"}], None, [Part(1)])))
         except (TemplateRefusal, ValueError) as error:  # ValueError: several templates, none the default
@@ -115,9 +158,9 @@ class Renderer:
         if not self.has_turns:
             return f"the text behind the prompt, and {self.tokenizer.eos_token}"
         turns = "the last turn of the assistant" if self.train_on == "completions" else "all turns of the assistant"
-        if MARKER.search(self.find_template(None)):
-            return f"{turns} by the generation markers of the template"
-        return f"{turns} by rendering the turns before each answer"
+        how = "the generation markers" if MARKER.search(self.find_template(None)) else "the turns"
+        clock = "" if self.date is None else f", which reads {self.date} from the clock, on any day"
+        return f"{turns} by {how} of the template{clock}"
 
     def render(self, row: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the tokens int32 [length] of each sequence of a row, and whether each is trained, bool [length].
@@ -163,40 +206,55 @@ class Renderer:
     def _render_turns(
         self, prompt: list[dict], answer: list[dict], tools: list[dict] | None
     ) -> tuple[list[int], np.ndarray]:
+        self.is_rewritten = False
         request = self._plan(prompt, answer, tools)
         turns, first, has_markers = request.turns, len(prompt), request.has_markers
-        renderings = self._render(request)
-        whole = next(renderings)
+        whole, *others = self._render(request)  # all of them, before any other is asked for
+        renderings = iter(others)
         _check_nothing_is_lost(turns, tools, whole.text)
         if has_markers:
             return self._find_marked(turns, tools, first, whole, renderings)
         tokens = self._encode(whole.text)
         if self.train_on == "all":
             return tokens, np.ones(len(tokens), bool)
-        return tokens, self._find_answers(turns, tools, tokens, first, renderings)
+        return tokens, self._find_answers(turns, tools, whole, tokens, first, renderings)
 
     def ask(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Ask ahead for what `render` will need for rows, which it then gets without waiting."""
         if self.has_turns:
-            PROCESS.ask([self._plan(row["prompt"], answer, row["tools"]) for row in rows for answer in row["answers"]])
+            requests: list[Request] = []
+            for row in rows:
+                with contextlib.suppress(UnclearCallError):  # which `render` raises
+                    requests += [self._plan(row["prompt"], answer, row["tools"]) for answer in row["answers"]]
+            PROCESS.ask(requests)
 
     def _plan(self, prompt: list[dict], answer: list[dict], tools: list[dict] | None) -> Request:
         """List the parts of a conversation that have to be rendered to find what is trained."""
-        turns, first = prompt + answer, len(prompt)
+        turns, first = self._write_calls(prompt + answer, tools), len(prompt)
         has_markers = self.train_on != "all" and MARKER.search(self.find_template(tools)) is not None
         parts = [Part(len(turns))]
         if has_markers and first:
             parts.append(Part(first, begins_answer=True))
         elif not has_markers and self.train_on != "all":
             answers = [place for place, turn in enumerate(turns) if place >= first and turn["role"] == "assistant"]
-            for place in answers if 0 not in answers else ():  # the first turn of all has no beginning
-                parts += [Part(place, begins_answer=True), *[Part(place + 1)] * (place < len(turns) - 1)]
+            parts += [Part(place, begins_answer=True) for place in answers if place]  # no turn is before the first
         return self._make_request(turns, tools, parts, has_markers)
 
     def _make_request(
         self, turns: list[dict], tools: list[dict] | None, parts: list[Part], has_markers: bool = False
     ) -> Request:
-        return Request(self.find_template(tools), self.token_texts, turns, tools, parts, has_markers)
+        if any(None in turn.values() for turn in turns):
+            turns = [
+                {
+                    key: value
+                    for key, value in turn.items()
+                    if value is not None or (key == "content" and "tool_calls" in turn)
+                }
+                for turn in turns
+            ]
+        return Request(
+            self.find_template(tools), self.token_texts, turns, tools, parts, has_markers, self.date or NEVER
+        )
 
     def _render(self, request: Request) -> Iterator[Rendering]:
         try:
@@ -266,6 +324,7 @@ class Renderer:
         self,
         turns: list[dict],
         tools: list[dict] | None,
+        whole: Rendering,
         tokens: list[int],
         first: int,
         renderings: Iterator[Rendering],
@@ -274,29 +333,139 @@ class Renderer:
 
         Args:
             turns, tools: of the conversation.
-            tokens: of the whole of it.
+            whole, tokens: all of it.
             first: number of a turn.
-            renderings: for each of these turns the beginning up to it, and with it, unless that is the whole.
+            renderings: for each of these turns the beginning up to it.
         """
-        mask = np.zeros(len(tokens), bool)
+        mask, spans = np.zeros(len(tokens), bool), _find_spans(turns, whole)
         for number, turn in enumerate(turns):
             if number < first or turn["role"] != "assistant":
                 continue
-            if number == 0:
-                raise UsageError(
-                    "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
-                    "give one, --chat_template FILE, or leave out the turn"
-                )
-            before = self._encode(next(renderings).text)
-            is_last = number == len(turns) - 1
-            after = tokens if is_last else self._encode(next(renderings).text)
-            if tokens[: len(before)] != before:
-                self._refuse_beginning(turns[:number], tools, tokens, before)
-            if tokens[: len(after)] != after:
+            before = next(renderings).text if number else None
+            is_last, span = number == len(turns) - 1, spans.get(number)
+            start = self._find_start(number, tools, whole.text, before, span)
+            begun = self._encode(whole.text[:start] if start is not None else before or "")
+            if start is None or tokens[: len(begun)] != begun:
+                self._refuse_beginning(turns[:number], tools, tokens, begun)
+            if span is not None:
+                text = whole.text[: span[1]]
+            else:  # then what follows must change nothing
+                text = whole.text if is_last else self._render_whole(turns[: number + 1], tools)
+            may_stop = is_last or turns[number + 1]["role"] != "assistant"
+            end = self._find_end(tokens, len(begun), tokens if text == whole.text else self._encode(text), may_stop)
+            if end is None and (text := text.rstrip()):  # white space may be one token with that of the next turn
+                end = self._find_end(tokens, len(begun), self._encode(text), may_stop)
+            if end is None:
                 self._refuse_beginning(turns[: number + 1], tools, tokens)
-            end = self._find_end_of_turn(after)
-            mask[len(before) : len(after) if end is None else end + 1] = True
+            mask[len(begun) : end] = True
         return mask
+
+    def _find_start(
+        self, number: int, tools: list[dict] | None, text: str, before: str | None, span: tuple[int, int] | None
+    ) -> int | None:
+        """Find the first character of an answer; None: it is not known.
+
+        Args:
+            number: of its turn.
+            tools: of the conversation.
+            text: the whole.
+            before: what the model sees before it answers; None: the answer is the first turn.
+            span: first character of what the template writes for the turn, and the one after the last; None: not known.
+        """
+        is_kept = before is not None and text.startswith(before) and (span is None or span[0] <= len(before) <= span[1])
+        if is_kept and (span is None or span[0] < len(before)):
+            return len(before)
+        for opening in self._find_openings(tools) if span is not None else ():
+            if text.startswith(opening, span[0], span[1]) and (opening or (number and not is_kept)):
+                self.is_rewritten |= number > 0
+                return span[0] + len(opening)
+        return len(before) if is_kept else None
+
+    def _find_end(self, tokens: list[int], start: int, given: list[int], may_stop: bool) -> int | None:
+        """Find the place behind an answer's last token, which is its stop token if it has one; None: it is not known.
+
+        Args:
+            tokens: of the conversation.
+            start: place of the answer's first token.
+            given: tokens of the conversation up to the end of what the template writes for the turn.
+            may_stop: whether a special token that follows, such as that of the user's next turn, stops the model.
+        """
+        if tokens[: len(given)] != given:
+            return None
+        end = self._find_end_of_turn(given)
+        if end is not None and end >= start:
+            return end + 1
+        for place in range(len(given), len(tokens)) if may_stop else ():
+            if tokens[place] in self.special_ids:
+                return place + 1
+            if self.tokenizer.decode(tokens[place]).strip():
+                break
+        return len(given)
+
+    def _find_openings(self, tools: list[dict] | None) -> list[str]:
+        """Find what a template may write for a turn of the assistant before the part that the model writes, the longest first.
+
+        It is what the model is given to answer, or the part of it with which turns in the middle begin: templates of models
+        that think may give `<think>` as well.
+        """
+        template = self.find_template(tools)
+        if template not in self.openings:
+            turns = [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "axby", strict=True)
+            ]
+            request = self._make_request(turns, tools, [Part(4), Part(1), Part(1, begins_answer=True)])
+            self.openings[template] = []
+            with contextlib.suppress(TemplateRefusal):
+                whole, alone, asked = PROCESS.take(request)
+                spans = {number: whole.text[start:end] for start, end, number in whole.spans}
+                end = max((end for _, end, _ in alone.spans), default=0)
+                if spans.keys() == {0, 1, 2, 3} and asked.text[:end] == alone.text[:end]:
+                    opening = asked.text[end:]
+                    shared = _find_beginning(opening, spans[1], spans[3])
+                    self.openings[template] = [text for text in dict.fromkeys((opening, shared)) if text or not opening]
+        return self.openings[template]
+
+    def _write_calls(self, turns: list[dict], tools: list[dict] | None) -> list[dict]:
+        """Write calls of tools as the template takes them, whether their arguments are objects or JSON text.
+
+        Raises:
+            UnclearCallError: a text is no object, where the template takes objects.
+        """
+        if not any(turn.get("tool_calls") for turn in turns):
+            return turns
+        form, written = self._find_call_form(tools), []
+        for number, turn in enumerate(turns, start=1):
+            if calls := turn.get("tool_calls"):
+                turn = turn | {"tool_calls": [_write_call(number, call, form.takes_text) for call in calls]}
+                if not turn.get("content"):
+                    turn = {key: value for key, value in turn.items() if key != "content"} | form.no_content
+            written.append(turn)
+        return written
+
+    def _find_call_form(self, tools: list[dict] | None) -> "CallForm":
+        """Find the form in which a template takes calls: the first in which it writes one as it is."""
+        template = self.find_template(tools)
+        if template not in self.call_forms:
+            self.call_forms[template] = next(filter(lambda form: self._takes(form, tools), CALL_FORMS), CALL_FORMS[0])
+        return self.call_forms[template]
+
+    def _takes(self, form: "CallForm", tools: list[dict] | None) -> bool:
+        """Tell whether a template writes a call in this form as it is: not as text within text, nor as Python writes it."""
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [_write_call(2, CALL, form.takes_text)], **form.no_content},
+            {"role": "tool", "name": CALL["function"]["name"], "tool_call_id": CALL["id"], "content": "17"},
+            {"role": "assistant", "content": "b"},
+        ]
+        try:
+            text = next(PROCESS.take(self._make_request(turns, tools, [Part(4)]))).text
+        except TemplateRefusal:
+            return False
+        ((key, value),) = CALL["function"]["arguments"].items()
+        unwanted = f"'{key}'", f'\\"{key}', "None", "undefined"
+        return all(word in text for word in (CALL["function"]["name"], key, value)) and not any(
+            word in text for word in unwanted
+        )
 
     def _refuse_beginning(
         self, turns: list[dict], tools: list[dict] | None, tokens: list[int], before: list[int] | None = None
@@ -309,6 +478,11 @@ class Renderer:
             before: tokens of `turns` and of the beginning of an answer; None: the fault is not there.
         """
         others = ", or set train_on to completions" if self.train_on == "assistant" else ""
+        if not turns:
+            raise UsageError(
+                "the first turn is the assistant's, whose beginning only a template with {% generation %} markers shows: "
+                "give one, --chat_template FILE, or leave out the turn"
+            )
         alone = self._encode(self._render_whole(turns, tools))
         if before is not None and tokens[: len(alone)] == alone:
             begun, given = (repr(self.tokenizer.decode(ids[len(alone) :][:20])) for ids in (before, tokens))
@@ -335,8 +509,11 @@ class Renderer:
     def find_end_token(self) -> str | None:
         """Find the special token with which the template ends a turn of the assistant; None: it has none."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        tokens = self._encode(self._render_whole(turns, None))
-        end = self._find_end_of_turn(tokens)
+        request = self._make_request(turns, None, [Part(2)])
+        (whole,) = self._render(request)
+        end_of_turn = max((end for _, end, turn in whole.spans if turn == 1), default=len(whole.text))
+        tokens = self._encode(whole.text)
+        end = self._find_end_of_turn(self._encode(whole.text[:end_of_turn])) or self._find_end_of_turn(tokens)
         return None if end is None else self.tokenizer.convert_ids_to_tokens(tokens[end])
 
     def find_stop(self, tokens: np.ndarray, is_trained: np.ndarray) -> int:
@@ -353,6 +530,69 @@ class Renderer:
         return any(token in turn.get("content", "") for turn in turns for token in self.special_tokens)
 
 
+def _write_call(number: int, call: Any, takes_text: bool) -> Any:
+    """Write a call of turn `number` with arguments as JSON text, or as an object.
+
+    Raises:
+        UnclearCallError: a text is no object, where one is needed.
+    """
+    function = call.get("function", call) if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, (str, dict)):
+        return call
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
+            arguments = parsed
+        elif not takes_text:
+            raise UnclearCallError(
+                f"turn {number} calls the tool {shorten(str(function.get('name')))!r} with arguments that are a text, but no "
+                f"JSON object ({shorten(arguments)!r}): write them as an object"
+            )
+    if takes_text and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
+
+
+def _find_spans(turns: list[dict], whole: Rendering) -> dict[int, tuple[int, int]]:
+    """Find the characters that a template's loop writes for each turn of the assistant: the first, the one after the last.
+
+    Left out are turns that it writes in several parts, or not there; and those behind which a turn is written at another place,
+    which may be among them.
+    """
+    parts: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    for start, end, number in whole.spans:
+        parts.setdefault(number, []).append((start, end))
+    for number, turn in enumerate(turns):
+        own = parts.get(number, [])
+        if turn["role"] != "assistant":
+            if not own and spans:
+                del spans[max(spans)]
+        elif len(own) == 1 and _find_answer(turn).strip() in whole.text[slice(*own[0])]:
+            spans[number] = own[0]
+    return spans
+
+
+def _find_beginning(*texts: str) -> str:
+    """Find what all texts begin with.
+
+    >>> _find_beginning("<a>b", "<a>c", "<a>")
+    '<a>'
+    """
+    letters = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
+    return "".join(letter for letter, *_ in letters)
+
+
+def _find_answer(turn: Mapping[str, Any]) -> str:
+    """Find the content of a turn of the assistant without thoughts."""
+    return (turn.get("content") or "").rpartition("</think>")[2]
+
+
 def _count_runs(values: Sequence[bool] | np.ndarray) -> int:
     """Count the runs of True.
 
@@ -366,7 +606,7 @@ def _check_nothing_is_lost(turns: list[dict], tools: list[dict] | None, text: st
     """Check that a rendered text holds the content of each turn, in order, and the names of tools and of calls."""
     place = 0
     for number, turn in enumerate(turns, start=1):
-        parts = [turn.get("content", "")]
+        parts = [turn.get("content") or ""]
         if turn["role"] == "assistant":
             before, _, content = parts[0].rpartition("</think>")
             thought = before.rpartition("<think>")[2] or next(
@@ -379,6 +619,8 @@ def _check_nothing_is_lost(turns: list[dict], tools: list[dict] | None, text: st
             if start < 0 and turn["role"] == "tool":  # some templates write what a tool returned as JSON
                 part_as_json = json.dumps(part, ensure_ascii=False)[1:-1]
                 start, size = text.find(part_as_json, place), len(part_as_json)
+            if turn["role"] in ("system", "developer") and part in text:
+                continue  # some templates move it, to the beginning or into the user's last turn
             if start < 0:
                 fault = "puts into another place" if part in text else "leaves out or changes"
                 raise UsageError(

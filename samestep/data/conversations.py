@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from samestep._internals import chat_rendering
 from samestep._internals.datasets_rows import rows_fingerprint
 from samestep.data import chat_templates, template_process
 from samestep.data.arrow import ListColumn
@@ -39,7 +40,7 @@ READ_AHEAD = 2**17  # characters that are rendered ahead, about
 KEPT, CUT, TOO_LONG, UNTRAINED, BAD = range(5)
 """What became of a row: its sample is whole, or cut at max_seq_length; or it is left out: too long, without a trained token, or
 with a fault."""
-COUNTS = ("border", "state", "stops", "special", "turns", "trained_turns", "weightless_turns")
+COUNTS = ("border", "state", "stops", "special", "rewritten", "turns", "trained_turns", "weightless_turns")
 """Columns of numbers of the tokenized table."""
 NOTHING = "no token is trained"
 
@@ -94,6 +95,7 @@ class MaskReport:
         num_dropped: rows left out because they are longer.
         num_untrained: rows left out because none of their tokens, or none of an answer's, is trained.
         num_special: samples whose text holds a special token, which is a token here, not a text.
+        num_rewritten: samples with answers that the template writes otherwise in the whole than for the model that gives them.
         rule: says what is trained, and how it was found.
         max_seq_length: the largest number of tokens of a sequence.
         sources: of a mixture, a line for each source: its samples, its weight, and its share of an epoch.
@@ -111,6 +113,7 @@ class MaskReport:
     rule: str
     max_seq_length: int
     sources: tuple[str, ...] = ()
+    num_rewritten: int = 0
 
     def __str__(self) -> str:
         """Write the report, a line or two, and one for each source of a mixture."""
@@ -123,8 +126,13 @@ class MaskReport:
                 "NO sample ends with a stop token: such a model does not stop; give a template that ends turns with one"
             )
         lines = [f"trained: {share}, {self.rule}; {stop}"]
-        if self.num_special:
-            lines.append(f"samples with a special token in their text: {self.num_special:,}")
+        counts = {
+            "with a special token in their text": self.num_special,
+            "with answers that begin otherwise, or follow other turns, than where the model gives them (as without thoughts), "
+            "trained as the template writes them in the whole": self.num_rewritten,
+        }
+        if any(counts.values()):
+            lines.append("samples " + "; ".join(f"{text}: {count:,}" for text, count in counts.items() if count))
         return "\n".join([*lines, *self.sources])
 
 
@@ -185,8 +193,8 @@ class Conversations:
         self.max_length = max_seq_length * (1 + self.is_pairs)
         self.row_reports: tuple[RowReport, ...] = ()
         self.tokens, self.trained = ListColumn(table, "tokens"), ListColumn(table, "trained")
-        self.borders, self.states, self.stops, self.special = (
-            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special")
+        self.borders, self.states, self.stops, self.special, self.rewritten = (
+            table.data.column(name).to_numpy() for name in ("border", "state", "stops", "special", "rewritten")
         )
         self.places = np.flatnonzero(self.states <= CUT)  # [samples], the row of each
         self.reference = np.zeros((len(self.places), 2), np.float32)
@@ -278,6 +286,7 @@ class Conversations:
             "template": _hash(self.renderer.template, self.tokenizer.special_tokens_map),
             "conversations": _hash(self.tokens.digest(), self.borders.tobytes()),
             "mask": self.trained.digest(),
+            **({"date": self.renderer.date} if self.renderer.date else {}),
         } | ({"mixture": _hash(self.mixture)} if self.mixture else {})
 
     @functools.cached_property
@@ -298,6 +307,7 @@ class Conversations:
             rule=self.renderer.rule,
             max_seq_length=self.max_seq_length,
             sources=self._describe_mixture(),
+            num_rewritten=int(self.rewritten[self.places].sum()),
         )
 
     def draw(self, epoch: int, sample_id: int) -> Conversation:
@@ -408,7 +418,7 @@ def _printable(text: str) -> str:
 
 
 def build(
-    recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse"
+    recipe: Any, num_workers: int | None = None, on_bad_row: str = "refuse", date: str | None = None
 ) -> tuple[Conversations, Conversations | None]:
     """Build the recipe's training and held-out samples; None when nothing is held out.
 
@@ -416,6 +426,7 @@ def build(
         recipe: of the task causal_lm_finetuning: gives the data, the tokenizer, the template, and what is trained.
         num_workers: processes that tokenize.
         on_bad_row: `refuse`, or `skip`: leave rows that cannot be used out, and list them in `row_reports`.
+        date: what a template reads from the clock, in ISO's format; None: today.
 
     Raises:
         UsageError: data, tokenizer or template that cannot be used.
@@ -443,7 +454,8 @@ def build(
         try:
             tokenizer = make_tokenizer(recipe, rows)
             with naming_template(recipe):
-                renderer = Renderer(tokenizer, "completions" if _has_pairs(rows) else recipe.train_on, has_turns(rows))
+                train_on = "completions" if _has_pairs(rows) else recipe.train_on
+                renderer = Renderer(tokenizer, train_on, has_turns(rows), date)
                 table = tokenize(rows, tokenizer, renderer, *cutting, "training conversations")
                 other = tokenize(held_out, tokenizer, renderer, *cutting, "held-out conversations")
         except UsageError as error:
@@ -604,6 +616,7 @@ def tokenize(
             fingerprint(tokenizer),
             tokenizer.special_tokens_map,
             renderer.template,
+            renderer.date,
             settings,
             _source(),
         ),
@@ -640,7 +653,8 @@ def _tokenize(batch: dict[str, list], renderer: Renderer, max_seq_length: int, c
         elif state == KEPT:
             stop = min(renderer.find_stop(*sequence) for sequence in sequences)
         turns = _count_turns(row) if row.get("trains_prompt") and len(sequences) == 1 else (0, 0, 0)
-        values = (len(sequences[0][0]), state, stop, int(renderer.holds_special(row)), *turns)
+        flags = int(renderer.holds_special(row)), int(renderer.is_rewritten)
+        values = (len(sequences[0][0]), state, stop, *flags, *turns)
         columns["tokens"].append(np.concatenate([tokens for tokens, _ in sequences]))
         columns["trained"].append(np.concatenate([mask for _, mask in sequences]).astype(np.uint8))
         columns["problem"].append(problem)
@@ -704,4 +718,9 @@ def _hash(*parts: object) -> str:
 
 def _source() -> str:
     """Hash what makes samples of rows, so that cached samples are made anew when it changes."""
-    return _hash(*(Path(file).read_bytes() for file in (__file__, chat_templates.__file__, template_process.__file__)))
+    return _hash(
+        *(
+            Path(file).read_bytes()
+            for file in (__file__, chat_templates.__file__, template_process.__file__, chat_rendering.__file__)
+        )
+    )

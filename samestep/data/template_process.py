@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from samestep._internals.chat_rendering import render_turns
 from samestep.errors import UsageError, reason
 
 SECONDS = 1.0  # of processor time for a rendering
@@ -73,6 +73,7 @@ class Request(NamedTuple):
         turns, tools: of the conversation.
         parts: of the conversation.
         has_markers: whether the template has markers, whose spans are found.
+        now: time that the template reads from the clock, in ISO's format.
     """
 
     template: str
@@ -81,6 +82,7 @@ class Request(NamedTuple):
     tools: list[dict[str, Any]] | None
     parts: Sequence[Part]
     has_markers: bool = False
+    now: str = "1970-01-01"
 
 
 class Rendering(NamedTuple):
@@ -88,7 +90,8 @@ class Rendering(NamedTuple):
 
     Attributes:
         text: the whole of it.
-        spans: [first character, the one after the last] of what each of the template's markers hold.
+        spans: [first character, the one after the last] of what each of the template's markers holds; without markers
+            [first, last, number of the turn] of what loops over turns write.
     """
 
     text: str
@@ -104,18 +107,19 @@ class TemplateProcess:
         self.queue: collections.deque[tuple[Request, int]] = (
             collections.deque()
         )  # requests, and numbers of their answers
-        self.setup: tuple[str, Mapping[str, str]] | None = None  # template and special tokens that it knows
+        self.setup: tuple[str, Mapping[str, str], str] | None = None  # template, special tokens and time that it knows
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Ask for renderings of conversations, some or all of which `take` will take, in this order."""
+        if not requests:
+            return
         if self.owner != os.getpid():
             self._start()
         content, setup = [], self.setup
         for request in requests:
-            turns = [{key: value for key, value in turn.items() if value is not None} for turn in request.turns]
-            own_setup = request.template, request.special_tokens
+            own_setup = request.template, request.special_tokens, request.now
             told = None if own_setup == setup else own_setup
-            content.append(_frame(_encode([told, turns, request.tools, request.parts, request.has_markers])))
+            content.append(_frame(_encode([told, request.turns, request.tools, request.parts, request.has_markers])))
             setup = own_setup
         with contextlib.suppress(OSError, EOFError):  # the process has ended: who takes will see it
             while self.queue:  # of a caller that has refused the conversation half-way
@@ -250,7 +254,7 @@ def _limit_memory() -> None:
 
 
 def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    template, special_tokens, left = "", {}, SECONDS
+    template, special_tokens, now, left = "", {}, "", SECONDS
     while True:
         try:
             message = _receive(incoming)
@@ -262,12 +266,12 @@ def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
             size = len(request)
             setup, turns, tools, parts, has_markers = _decode(request)
             if setup is not None:
-                template, special_tokens = setup
+                template, special_tokens, now = setup
             for num_turns, begins_answer in parts:
-                options = {"return_assistant_tokens_mask": has_markers, "add_generation_prompt": begins_answer}
+                options = {"add_generation_prompt": begins_answer}
                 begin, more = time.process_time(), SECONDS_PER_BYTE * size
                 signal.setitimer(signal.ITIMER_PROF, SECONDS + more)  # whose signal ends this process
-                answer = _render(template, turns[:num_turns], tools, special_tokens | options, size)
+                answer = _render(template, special_tokens | options, now, turns[:num_turns], tools, has_markers, size)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 left += AVERAGE_SECONDS + more + begin - time.process_time()
                 if left < 0:
@@ -280,19 +284,23 @@ def _serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 
 
 def _render(
-    template: str, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any], size: int
+    template: str,
+    variables: dict[str, Any],
+    now: str,
+    turns: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    has_markers: bool,
+    size: int,
 ) -> bytes:
     """Render a conversation of a size in bytes; return the answer."""
     try:
         if not turns:
             raise ValueError("a conversation without a turn")
-        texts, spans = render_jinja_template(
-            conversations=[turns], tools=tools, chat_template=template, **({"documents": None} | options)
-        )
+        text, spans = render_turns(template, turns, tools, now, has_markers, variables)
         largest = CHARACTERS + CHARACTERS_PER_BYTE * size
-        if len(texts[0]) > largest:
+        if len(text) > largest:
             return _encode({"limit": f"makes more than {largest:,} characters of a conversation of {size:,} bytes"})
-        return _encode({"text": texts[0], "spans": spans[0] if spans else []})
+        return _encode({"text": text, "spans": spans})
     except MemoryError:
         return _encode({"limit": f"takes more than {MEMORY / 2**20:.0f} MiB of memory for a conversation"})
     except Exception as error:  # of any kind: others wrote the template

@@ -7,6 +7,8 @@ their gradients away and `steps` gives the same step again, in smaller micro-bat
 
 import contextlib
 import dataclasses
+import datetime
+import functools
 import io
 import itertools
 import math
@@ -69,6 +71,7 @@ class Run:
         loss_weights: w_j, floating [terms] on the device; known after `prepare`.
         num_steps: optimizer steps of the whole training; known after `load_data`.
         completed_steps: optimizer steps so far, those before the checkpoint included.
+        date: the day on which the run began, in ISO's format: what a chat template reads from the clock.
         log: writes metrics, and has the evaluations so far; known after `prepare`.
 
     Raises:
@@ -161,6 +164,14 @@ class Run:
         """Print texts on process 0, folded where the terminal is narrow."""
         for text in texts:
             self.accelerator.print(fold(text))
+
+    @functools.cached_property
+    def date(self) -> str:
+        """The day on which the run began, also where it is resumed or joined on another. Asked for by all processes."""
+        joined = "" if self.folder is None else self.folder.date
+        date = self.start.data_fingerprints.get("date") or joined or datetime.date.today().isoformat()
+        (date,) = broadcast_object_list([date])  # processes may start on both sides of midnight
+        return date
 
     def load_data(self, build: Callable[..., tuple[Any, Any]], *options: Any) -> tuple[Any, Any]:
         """Load the training data and the held-out data (None: none), and lay out the steps of the training.

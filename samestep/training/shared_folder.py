@@ -11,6 +11,7 @@ files (`lockf`) are the system's, which releases them when a process ends, howev
 """
 
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -50,6 +51,7 @@ class SharedFolder:
         lines: of each file, the lines that this replica knows, and has not seen in the file, in their order.
         last_steps: of each file and kind of line, the last step in the file. A step that is there is not written again, even if
             two groups of replicas that did not know of each other took it.
+        date: the day on which the first replica joined, in ISO's format; known after `join`.
     """
 
     def __init__(self, output_dir: Path, names: tuple[str, ...]):
@@ -75,11 +77,12 @@ class SharedFolder:
         if _try_lock(file, fcntl.LOCK_EX):
             check_alone()
             file.truncate(0)
-            print(meeting_point, file=file, flush=True)
+            print(f"{meeting_point}\n{datetime.date.today()}", file=file, flush=True)
             self._write_session({})
         is_shared = self._share(".lock")
         file.seek(0)
-        if (owner := file.read().strip()) != meeting_point or not is_shared:
+        owner, _, self.date = file.read().strip().partition("\n")
+        if owner != meeting_point or not is_shared:
             raise UsageError(
                 f"output_dir {self.output_dir} is in use by another run ({owner}): wait for it, end it, or choose another "
                 "folder"
