@@ -168,7 +168,8 @@ def test_a_folder_is_shared_by_one_run_only(tmp_path):
     folder = SharedFolder(tmp_path, NAMES)
     folder.join("http://a:1", lambda: None)
     assert folder.date == datetime.date.today().isoformat()
-    (tmp_path / ".lock").write_text("http://a:1\n2026-03-01\n")
+    folder.files[".lock"].truncate(0)
+    print("http://a:1\n2026-03-01", file=folder.files[".lock"], flush=True)  # as if it had joined on that day
     assert try_in_a_process("http://a:1", asks_day=True) == "2026-03-01", "the day of the first replica"
     assert try_in_a_process("http://a:1") == "", "a replica that is started again, in the folder of its run"
     assert "in use by another run (http://a:1)" in try_in_a_process("http://b:1")
