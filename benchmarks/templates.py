@@ -116,7 +116,7 @@ def render(renderer: Renderer, letters: str, calls_as_text: bool = False) -> tup
     """Render turns, all answers trained."""
     turns = make_turns(letters, calls_as_text)
     tools = TOOLS if set(letters) & set("ck") else None
-    ((tokens, mask),) = renderer.render({"prompt": turns[:-1], "answers": [turns[-1:]], "tools": tools})
+    ((tokens, mask),) = renderer.render({"prompt": [], "answers": [turns], "tools": tools})
     return tokens.tolist(), mask
 
 

@@ -66,7 +66,9 @@ def make(template, train_on="assistant", date=None):
 
 def trained(renderer, *turns):
     """Write the trained runs of a conversation as texts."""
-    ((tokens, mask),) = renderer.render({"prompt": [*turns[:-1]], "answers": [[turns[-1]]], "tools": None})
+    first = len(turns) - 1 if renderer.train_on == "completions" else 0
+    row = {"prompt": [*turns[:first]], "answers": [[*turns[first:]]], "tools": None}
+    ((tokens, mask),) = renderer.render(row)
     text = "".join(
         f"[[{renderer.tokenizer.decode([token])}]]" if is_trained else "|"
         for token, is_trained in zip(tokens.tolist(), mask, strict=True)

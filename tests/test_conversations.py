@@ -369,7 +369,7 @@ def test_a_template_reads_the_day_of_the_run(make, tmp_path):
     make({"messages": turns(*CHAT)}, template=template)
     changes = {"train_file": [str(tmp_path / "rows.jsonl")], "chat_template": str(tmp_path / "template.jinja")}
     first, second, again = (
-        build(recipe(**changes), None, date)[0] for date in ("2026-03-01", "2026-03-02", "2026-03-01")
+        build(recipe(**changes), date=date)[0] for date in ("2026-03-01", "2026-03-02", "2026-03-01")
     )
     assert marked(first)[0].startswith("2026-03-01<|im_end|>")
     assert first.fingerprints == again.fingerprints
