@@ -266,6 +266,13 @@ class HeadLoss:
             pair = outputs[PAIR_LOGITS[self.pair_label]]
             sums.append(self._cross_entropy(pair, batch[self.pair_label]))
         sums, counts = torch.stack(sums), self.targets(batch).to(logits.device)
+        if outputs.get("aux_loss") is not None and getattr(
+            self.config.get_text_config(), "router_aux_loss_coef", False
+        ):
+            raise UsageError(
+                f"the loss of {self.name} has a term that balances experts, computed from the tokens of a micro-batch "
+                "(output_router_logits): set config.output_router_logits = False"
+            )
         if compares:
             self._compare((sums / nonzero(counts)).sum(), outputs.get("loss"), logits.dtype)
         return sums, counts
