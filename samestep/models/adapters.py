@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from transformers import AutoConfig, PreTrainedModel
 from samestep._internals.torch_tracing import is_fake, keep_modules
 from samestep.errors import UsageError, nearest, reason
 from samestep.models import quantization
+from samestep.models.pretrained import save_pretrained
 from samestep.recipe import extras
 from samestep.recipe.recipe import CausalLmFineTuning
 
 ALL_LINEAR = "all-linear"
 BASE = "base"
 """Folder of a base that is nowhere else, beside its adapter."""
+APART = "adapter"
+"""Folder of an adapter, beside the model into which it was merged."""
 
 
 def add_lora(model: PreTrainedModel, recipe: CausalLmFineTuning) -> Any:
@@ -84,6 +88,28 @@ def _check_names(model: PreTrainedModel, recipe: CausalLmFineTuning) -> None:
                 )
 
 
+def name_in_files(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in peft's files of each trained tensor of peft's model, by its name there.
+
+    Args:
+        model: peft's.
+        names: of its trained parameters.
+    """
+    import peft
+
+    # peft selects and renames the entries of a state, and never looks into them
+    renamed = peft.get_peft_model_state_dict(model, {name: name for name in names}, save_embedding_layers=False)
+    return {name: in_file for in_file, name in renamed.items()}
+
+
+def name_in_model(model: Any) -> dict[str, str]:
+    """Return the name in peft's model of each tensor in its files, by its name there; none without adapters."""
+    if model is None:
+        return {}
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {in_file: name for name, in_file in name_in_files(model, names).items()}
+
+
 def load_adapter(model: Any, folder: Path) -> None:
     """Give a model of `add_lora` the adapter that was saved in a folder."""
     import peft
@@ -100,15 +126,13 @@ def save_adapter(model: Any, tokenizer: Any, folder: Path, has_base: bool) -> No
         folder: gets the adapter and the tokenizer.
         has_base: whether the base is a folder's, or the hub's.
     """
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_pretrained(model, tokenizer, folder)
     if not has_base:
         config = model.peft_config[model.active_adapter]
         config.base_model_name_or_path, config.inference_mode = str(folder / BASE), True
         config.save_pretrained(folder)
         quantization.dequantize_base(model)
-        model.unload().save_pretrained(folder / BASE)
-        tokenizer.save_pretrained(folder / BASE)
+        save_pretrained(model.unload(), tokenizer, folder / BASE)
 
 
 def find_base_dtype(recipe: CausalLmFineTuning) -> torch.dtype:

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
-from samestep.models import cpu_matmul
+from samestep.models import cpu_matmul, stop_tokens
 from samestep.recipe.pretrained_shape import read_local_config
 from samestep.recipe.reading import read_json
 
@@ -94,6 +94,20 @@ def initial_model(
                 "of the recipe's shape, with its normalization"
             )
     return model
+
+
+def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a model of transformers, or the adapters of peft's, and its tokenizer, with the tokens that end its texts."""
+    model.save_pretrained(folder)
+    if hasattr(model, "get_base_model"):
+        save_generation_config(model.get_base_model(), folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_generation_config(model: Any, folder: Path) -> None:
+    """Save a model's generation_config, if it generates."""
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def causal_attention(device: torch.device, mixed_precision: str, length: int) -> str:
@@ -228,6 +242,6 @@ def continue_text(
             pad_token_id=tokenizer.eos_token_id,
         )
         tokens += generated[0, window.shape[1] :].tolist()
-        if tokens[-1] == tokenizer.eos_token_id:
+        if tokens[-1] in {tokenizer.eos_token_id, *stop_tokens.list_ends(model.generation_config)}:
             break
     return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from samestep.cut.spans import Spans
 from samestep.data.steps import StepData, Steps
 from samestep.errors import LostProcessError, RunError, UsageError, will_be_restarted
+from samestep.models import pretrained
 from samestep.planner import batch_size, text
 from samestep.printing import fold
 from samestep.recipe import run_files
@@ -731,8 +732,7 @@ def save_best(accelerator: Accelerator, output_dir: Path, model: Any, tokenizer:
     """Keep the model of the best evaluation so far in `best/`, whole at any moment. Called by all processes."""
     if accelerator.is_main_process:
         partial, best = output_dir / "best.partial", output_dir / "best"
-        for part in (model, tokenizer):
-            part.save_pretrained(partial)
+        pretrained.save_pretrained(model, tokenizer, partial)
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
     accelerator.wait_for_everyone()
