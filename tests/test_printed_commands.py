@@ -9,6 +9,7 @@ A command of an unknown kind fails: it gets a check here, or its block a languag
 import contextlib
 import csv
 import http.server
+import io
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from chat_bases import save_base
 from common import ROOT, all_metrics, launch_environment, task_of, tasks_of
 from PIL import Image
 from printed import Printed, all_commands, documents, in_markdown, split
@@ -318,6 +320,9 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     for flag, name in itertools.pairwise(argv):
         if flag == "--write_config":  # a file that later commands read
             Path(name).unlink(missing_ok=True)
+    if argv[0] == "chat":  # with a model that has learned nothing
+        save_base(Path(argv[1]))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 plus 30?\n"))
     if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
         argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]
     monkeypatch.setattr(sys, "argv", ["samestep", *argv])

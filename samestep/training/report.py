@@ -798,7 +798,10 @@ def finish(
     newest = [f", {path.name}" for path in checkpoint.checkpoints(output_dir)[-1:]]  # none, see above
     code = "".join(f"  {line}\n" for line in usage.replace("OUTPUT_DIR", str(output_dir)).split("\n"))
     print(fold(f"\nWrote {output_dir}/: {files}{''.join(newest)}"))
-    print(f"Load it:\n{code}\nNext: {_own_command()} watch {output_dir}")
+    command = _own_command()
+    talks = getattr(recipe, "objective", "reward") != "reward" and training.train.tokenizer.chat_template is not None
+    chat = f"{command} chat {output_dir}, " if talks else ""
+    print(f"Load it:\n{code}\nNext: {chat}{command} watch {output_dir}")
     if settings.push_to_hub:
         print(f"Uploaded to {card.push_to_hub(output_dir, settings.hub_model_id, write_card)}")
 
