@@ -170,6 +170,10 @@ def files(corpus, tmp_path_factory) -> Path:
     qwen |= {"intermediate_size": 96, "max_position_embeddings": 4096, "tie_word_embeddings": True}
     (folder / "Qwen/Qwen3-0.6B/config.json").write_text(json.dumps(qwen))
     plan = ["samestep", "plan", "bert_large_phase1", "--on", "2x8xa100-80", "--write_config", "nodes.yaml"]
+    for name in ("support/adapter", "support-more"):
+        (folder / "runs" / name).mkdir(parents=True)
+        adapter = {"base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+        (folder / "runs" / name / "adapter_config.json").write_text(json.dumps(adapter))
     with contextlib.chdir(folder), contextlib.redirect_stdout(None), mock.patch.object(sys, "argv", plan):
         cli.main()
     return folder
@@ -402,8 +406,8 @@ def representatives() -> Iterator[Printed]:
     """Choose trainings until every script and every launch file is among them, and all that read files."""
     seen: set[str] = set()
     for command in COMMANDS:
-        if not command.is_whole or "--torch_compile" in command.words:
-            continue
+        if not command.is_whole or "--torch_compile" in command.words or "runs/support" in command.text:
+            continue  # those of test_chats_to_a_model.py are run there
         names = {word for word in command.words if re.match(r"(scripts|accelerate_configs)/", word)}
         if any(word.startswith("scripts/") for word in names) and (
             not names <= seen or {"--train_file", "--train_dir"} & set(command.words)

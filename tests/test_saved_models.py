@@ -1,17 +1,20 @@
 """What a fine-tuning leaves works where people use it: it stops, it loads in transformers and peft, wherever it is saved."""
 
 import json
+import math
+import shlex
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from chat_bases import CHATML, EXPERTS, GROUPED, make_tokenizer, save_base, write_chats
-from common import evaluations
+from common import evaluations, fresh_accelerator, metrics
 from compare import untimed_metrics
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
+from samestep.errors import UsageError
 from samestep.models import adapters, stop_tokens
 from samestep.recipe.recipe import DRAWN_SIZES, CausalLmFineTuning
 from samestep.training import checkpoint
@@ -19,7 +22,7 @@ from samestep.training import checkpoint
 PROGRAM = "finetune_causal_lm"
 NO_SHAPE = " ".join(f"--{name} none" for name in ("architecture", "vocab_size", *CausalLmFineTuning.SHAPE))
 NO_DRAWN = " ".join(f"--{name} none" for name in ("dataset_name", "dataset_config_name", *DRAWN_SIZES))
-SHORT = "--max_train_steps 2 --global_batch_size 4 --max_seq_length 128 --num_generations 2 --generation_length 8"
+SHORT = "--num_warmup_steps 0 --max_train_steps 2 --global_batch_size 4 --max_seq_length 128 --num_generations 2"
 LORA = " --lora_rank 4 --lora_alpha 8"
 
 
@@ -39,7 +42,8 @@ def finetune(train, chats):
 
     def run(name: str, base: Path, flags: str = "", **options) -> Path:
         data = f"{NO_DRAWN} --train_file {chats} --validation_fraction 0.2"
-        flags = f"{SHORT} {NO_SHAPE} --model_name_or_path {base} {data} {flags}"
+        short = SHORT.replace("--max_train_steps 2", "--max_train_steps none") if "num_train_epochs" in flags else SHORT
+        flags = f"{short} {NO_SHAPE} --model_name_or_path {base} {data} {flags}"
         return train(name, flags, program=PROGRAM, **options)
 
     return run
@@ -212,3 +216,106 @@ def test_a_merge_of_random_weights_keeps_adapter_and_base(train):
     token_ids = torch.arange(3, 20)[None]
     whole = AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(model.eval()(token_ids).logits, whole.eval()(token_ids).logits, rtol=1e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The card
+
+
+@pytest.mark.parametrize(
+    ("way", "files"),
+    [("", "float32"), (LORA, "float32"), (f"{LORA} --merge_adapter --max_merge_loss 1", "bfloat16")],
+    ids=["whole", "lora", "merged"],
+)
+def test_the_card_says_what_the_files_hold_and_nothing_of_this_machine(finetune, tmp_path, way, files, capsys):
+    base = save_base(tmp_path / "base-0.1B", dtype=torch.bfloat16)
+    folder = finetune("run", base, way)
+    text, method = (folder / "README.md").read_text(), " by LoRA" if way else ""
+    assert f"\nFine-tuning a causal language model, from base-0.1B,{method} on chats.jsonl.\n" in text
+    assert f"- **Precision**: files in {files}; trained in float32\n" in text
+    assert str(tmp_path) not in text
+    assert '"run"' in text
+    assert str(folder) in capsys.readouterr().out, "the lines that are printed are for this machine"
+
+
+def test_the_card_has_the_epochs_that_were_asked_for(finetune, base):
+    """32 samples, 5 of a step: 13 steps hold 65 samples."""
+    folder = finetune("run", base, "--num_train_epochs 2 --global_batch_size 5 --epoch_end carry")
+    assert json.loads((folder / "all_results.json").read_text())["epoch"] == 2
+    text = (folder / "README.md").read_text()
+    assert "65 samples" in text
+    assert "optimizer steps; the last step was filled up with samples beyond 2 epochs" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training on
+
+
+@pytest.mark.parametrize(
+    "way", ["", LORA, f"{LORA} --merge_adapter --max_merge_loss 1"], ids=["whole", "lora", "merged"]
+)
+def test_a_finished_run_names_the_command_that_trains_on(finetune, base, scripts, way):
+    """The weights at its start are those that were left, and so the evaluation."""
+    flags = f"{way} --lr_scheduler_type cosine --learning_rate 1e-2 --eval_steps 100"
+    folder = finetune("run", base, f"{flags} --num_train_epochs 1")
+    with pytest.raises(
+        UsageError, match="is the end of a training of 8 steps, whose learning rate has fallen"
+    ) as error:
+        finetune("run", base, f"{flags} --num_train_epochs 2.5 --resume_from_checkpoint latest", output_dir=folder)
+    words = shlex.split(str(error.value).split("of its own: ")[1])
+    argv = words[next(place for place, word in enumerate(words) if word.startswith("--")) :]
+    fresh_accelerator()
+    scripts[PROGRAM].main(argv)
+    more = folder.with_name("run-more")
+    assert f"--model_name_or_path {folder} --output_dir {more} --num_train_epochs 1.5" in shlex.join(argv)
+    ends = evaluations(folder)[-1]["eval_loss"], evaluations(more)[0]["eval_loss"]
+    assert ends[1] == pytest.approx(ends[0], rel=1e-5)
+    assert len(metrics(more)) == 12
+    AutoModelForCausalLM.from_pretrained(more)
+
+
+def test_a_training_at_a_constant_rate_goes_on(finetune, base, capsys):
+    flags = f"{LORA} --lr_scheduler_type constant"
+    folder = finetune("run", base, f"{flags} --num_train_epochs 1")
+    finetune("run", base, f"{flags} --num_train_epochs 2 --resume_from_checkpoint latest", output_dir=folder)
+    assert "going on from step 8 of a training of 8" in capsys.readouterr().out
+    assert len(metrics(folder)) == 16
+
+
+def test_preferences_are_learned_from_an_adapter(finetune, base, tmp_path):
+    """The reference is the model with it, so that the loss begins at ln 2."""
+    start = finetune("start", base, f"{LORA} --learning_rate 3e-2 --max_train_steps 20")
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Say {n % 4}.", "chosen": "yes" * (1 + n % 3), "rejected": "no"} for n in range(20)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"{LORA} --objective dpo --preference_beta 0.1 --train_on completions --train_file {pairs}"
+    folder = finetune("dpo", start, flags)
+    assert evaluations(folder)[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-5)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    tensors = [load_file(place / "adapter_model.safetensors") for place in (start, folder)]
+    name = next(name for name in tensors[0] if "lora_B" in name)
+    distance, size = (tensors[0][name] - tensors[1][name]).norm(), tensors[0][name].norm()
+    assert 0 < distance < 0.2 * size
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "is an adapter, not a model: give its base, lora_rank .* to train it further"),
+        ("--lora_rank 8 --lora_alpha 8", "is an adapter of another recipe: lora_rank 4 there, 8 here"),
+        (f"{LORA} --lora_targets q_proj", r"lora_targets \[.*\] there, \['q_proj'\] here"),
+        (f"{LORA} --use_rslora", "use_rslora None there, True here"),
+    ],
+)
+def test_an_adapter_of_another_recipe_is_one_clear_line(finetune, base, flags, message):
+    start = finetune("start", base, LORA)
+    with pytest.raises(UsageError, match=message) as error:
+        finetune("more", start, flags)
+    assert "\n" not in error.value.problems[0]
+
+
+def test_experts_in_float64_are_one_clear_line(finetune, tmp_path):
+    base = save_base(tmp_path / "base", "qwen3_moe", **GROUPED | EXPERTS | {"head_dim": 8})
+    with pytest.raises(UsageError, match="dtype is float64, but Qwen3MoeForCausalLM has experts"):
+        finetune("run", base, "--dtype float64")

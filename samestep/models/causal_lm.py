@@ -71,7 +71,8 @@ tokenizer = AutoTokenizer.from_pretrained("OUTPUT_DIR")"""
 
 
 def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None = None) -> PreTrainedModel:
-    """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path`, in float32.
+    """Build the recipe's model: of its `architecture` with random weights, or `model_name_or_path` (of an adapter its base), in
+    float32.
 
     A reward model has a head of one score instead of tokens, with random weights if the file has none.
 
@@ -96,16 +97,15 @@ def build_model(recipe: Any, source: Any = None, shape: Mapping[str, Any] | None
                 f"architecture {recipe.architecture} cannot be made of the recipe's shape: {reason(error)}"
             ) from None
     else:
+        path = adapters.find_start(recipe)[0]
         try:
-            config = AutoConfig.from_pretrained(recipe.model_name_or_path, trust_remote_code=False, **head)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **head)
         except Exception as error:  # of any kind: network, names, files of others
             raise UsageError(
                 f"model_name_or_path {recipe.model_name_or_path} has no config: {reason(error)}. Give a folder, or a name "
                 "of the hub"
             ) from None
-        model = initial_model(
-            model_class, config, recipe.model_name_or_path, ("score.", "lm_head.") if is_reward else ()
-        )
+        model = initial_model(model_class, config, path, ("score.", "lm_head.") if is_reward else ())
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and recipe.max_seq_length > length:
         raise UsageError(
@@ -414,6 +414,11 @@ class CausalLmSums(SummedLosses):
 
     def kernel_candidates(self, device: torch.device, mixed_precision: str, settings: LanguageModelSettings) -> dict:
         model, kernel = self.causal_lm, settings.attn_implementation
+        if settings.dtype == "float64" and any(parameter.ndim == 3 for parameter in model.parameters()):
+            raise UsageError(
+                f"dtype is float64, but {type(model).__name__} has experts, whose weights torch multiplies in 32 bits or "
+                "fewer: set dtype to float32"
+            )
         if self.is_padded:
             return cpu_matmul.add_onednn({"padded": lambda: None}, model, device, mixed_precision)
         length = getattr(model.config, "max_position_embeddings", 0)
@@ -558,7 +563,7 @@ def _delete_earlier(folder: Path, base: str | None) -> None:
 
 def _find_adapter_usage(recipe: CausalLmFineTuning) -> str:
     """Write the lines of Python that load an adapter: a pipeline, unless its base needs more to be said."""
-    is_reward, base, name = recipe.objective == "reward", '"OUTPUT_DIR/base"', recipe.model_name_or_path
+    is_reward, base, name = recipe.objective == "reward", '"OUTPUT_DIR/base"', adapters.find_start(recipe)[0]
     if name is not None and recipe.base_quantization is None and not recipe.use_dora:
         return REWARD_USAGE if is_reward else ADAPTER_CHAT
     head, more, config = "AutoModelForCausalLM", "", ""

@@ -25,7 +25,7 @@ from transformers.utils import cached_file
 from samestep._internals.transformers_models import attention_kernel
 from samestep.errors import UsageError, reason
 from samestep.models import cpu_matmul, stop_tokens
-from samestep.recipe.pretrained_shape import read_local_config
+from samestep.recipe.pretrained_shape import find_base, read_local_config
 from samestep.recipe.reading import read_json
 
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -34,6 +34,7 @@ GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 def find_config(name_or_path: str) -> dict[str, Any] | None:
     """Read the config.json of a model, of a folder or on the hub; None: it cannot be had, and loading the weights says why."""
+    name_or_path = find_base(name_or_path) or name_or_path
     config = read_local_config(name_or_path)
     if config is not None or Path(name_or_path).exists():
         return config

@@ -764,6 +764,8 @@ def finish(
         evaluations = [line for line in evaluations if line["step"] <= best_step]
     if steps:  # none when a finished run is resumed into another folder
         results |= {name: steps[-1][name] for name in ("epoch", "loss") if name in steps[-1]}
+        if steps[-1]["step"] == training.num_steps and training.ends_within_a_step:
+            results["epoch"] = recipe.num_train_epochs  # as asked for
         units = [*card.UNITS, *(name for name in steps[-1] if name.endswith("/samples"))]
         results |= {f"{unit}_seen": sum(line.get(unit, 0) for line in steps) for unit in units if unit in steps[-1]}
     if evaluations:
