@@ -234,6 +234,7 @@ def test_the_card_says_what_the_files_hold_and_nothing_of_this_machine(finetune,
     assert f"\nFine-tuning a causal language model, from base-0.1B,{method} on chats.jsonl.\n" in text
     assert f"- **Precision**: files in {files}; trained in float32\n" in text
     assert str(tmp_path) not in text
+    assert [path.parent for path in folder.rglob("README.md")] == [folder]
     assert '"run"' in text
     assert str(folder) in capsys.readouterr().out, "the lines that are printed are for this machine"
 

@@ -105,9 +105,13 @@ def initial_model(
 
 def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a model of transformers, or the adapters of peft's, and its tokenizer, with the tokens that end its texts."""
+    card = folder / "README.md"
+    has_card = card.exists()
     model.save_pretrained(folder)
     if hasattr(model, "get_base_model"):
         save_generation_config(model.get_base_model(), folder)
+        if not has_card:  # peft writes one that knows the base's path on this machine, and no more
+            card.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
 
 
