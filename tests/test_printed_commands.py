@@ -324,8 +324,9 @@ def check_own_command(command: Printed, argv: list[str], monkeypatch, capsys, re
     for flag, name in itertools.pairwise(argv):
         if flag == "--write_config":  # a file that later commands read
             Path(name).unlink(missing_ok=True)
-    if argv[0] == "chat":  # with a model that has learned nothing
+    if argv[:1] == ["chat"]:  # with a model that has learned nothing
         save_base(Path(argv[1]))
+        capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.StringIO("What is 12 plus 30?\n"))
     if argv[:2] == ["show-data", "sft_small_cpu"]:  # draws its thousands of conversations
         argv = [*argv, "--num_train_samples", "40", "--num_validation_samples", "8"]

@@ -99,7 +99,7 @@ def find_start(recipe: Any) -> tuple[str | None, Path | None]:
     Raises:
         UsageError: model_name_or_path is an adapter, but the recipe trains all weights.
     """
-    path = recipe.model_name_or_path
+    path = getattr(recipe, "model_name_or_path", None)
     base = None if path is None else find_base(path)
     if base is None:
         return path, None
